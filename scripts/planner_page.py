@@ -1,7 +1,10 @@
-"""The planner against published runs: fits its eight factors, predicts the other rows and writes docs/planner.md.
+"""The planner against published runs: fits its eight factors, predicts the other rows and writes what it finds into
+docs/planner.md (how far it can be trusted), docs/planner_rows.md (the rows that are off) and docs/planner_rows.jsonl
+(every row).
 
-    python scripts/planner_page.py            write the page below the last mark
-    python scripts/planner_page.py --memory   write its first table: rehearses the shipped recipes, ten CPU-minutes
+    python scripts/planner_page.py            write all three, the pages between and below their marks
+    python scripts/planner_page.py --memory   write the first table of the rows: rehearses the shipped recipes, ten
+                                              CPU-minutes
     python scripts/planner_page.py --folding  write README.md's table of what folding gains: a CPU-minute
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
@@ -48,16 +51,17 @@ from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
-from titanmoe.models.families import preset  # noqa: E402
+from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.block_costs import Cost  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
-from titanmoe.plan.memory import ranks  # noqa: E402
+from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
 from titanmoe.plan.price import Pricer  # noqa: E402
-from titanmoe.plan.search import Found, search  # noqa: E402
+from titanmoe.plan.search import PricedMapping, search  # noqa: E402
 from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
-PAGE = ROOT / "docs" / "planner.md"
+PAGE, ROWS, EVERY = (ROOT / "docs" / name for name in ("planner.md", "planner_rows.md", "planner_rows.jsonl"))
+ACCURACY = "<!-- from here: python scripts/planner_page.py -->\n"
 MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
 REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
 END = "<!-- to here -->\n"
@@ -108,10 +112,10 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
-    world = recipe_ranks([str(path)], preset)
+    world = recipe_ranks([str(path)], PARTS)
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
-    peaks = [rank.peak for rank in ranks(config, fold)]
+    peaks = [rank.peak for rank in rank_memories(config, fold)]
     return config, fold, {i: peaks[i] for i in sorted({0, fold.pp - 1, peaks.index(max(peaks))})}
 
 
@@ -124,18 +128,18 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
     """Of recipes that are not named, those that the page has."""
     from titanmoe.rehearse.world import rehearse
 
-    known, found = rows_on_page(), []
+    old_rows, rows = rows_on_page(), []
     for name in names():
         if recipes and name not in recipes:
-            found += [row for row in known if row[0] == name]
+            rows += [row for row in old_rows if row[0] == name]
             continue
         config, fold, peaks = planned_peaks(name)
         for rank, planned in peaks.items():
             peak = rehearse(config, fold.world, rank * fold.stage, "h100").memory.peak
             place = f"{rank} of {fold.pp}"
-            found.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
-            print(*found[-1], flush=True)
-    return found
+            rows.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
+            print(*rows[-1], flush=True)
+    return rows
 
 
 # ---- what folding gains
@@ -159,24 +163,26 @@ def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
     for name in (name for name in names() if not name.startswith("debug")):
-        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], preset)
-        asked = config, world, device_of("H100"), Factors(), 1
-        found = {
-            "best": search(*asked).best[0],
-            "unfolded": search(*asked, prices=OneMesh).best_unfolded,
+        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], PARTS)
+        search_args = config, world, device_of("H100"), Factors(), 1
+        mappings = {
+            "best": search(*search_args).best[0],
+            "unfolded": search(*search_args, prices=OneMesh).best_unfolded,
         }
-        mappings = {kind: {"seconds": one.price.step} | overrides(one) for kind, one in found.items() if one}
-        gains.append({"recipe": name, "ranks": world} | mappings)
+        seconds_and_overrides = {
+            kind: {"seconds": mapping.price.step} | overrides(mapping) for kind, mapping in mappings.items() if mapping
+        }
+        gains.append({"recipe": name, "ranks": world} | seconds_and_overrides)
         print(*folding_cells(gains[-1]), flush=True)
     return sorted(gains, key=gain)
 
 
 def recipe(name: str, changed: Sequence[str] = ()) -> Config:
-    return load(["--config", str(find_recipe(name)), *changed], preset, lambda config: [])
+    return load(["--config", str(find_recipe(name)), *changed], PARTS, lambda config: [])
 
 
-def overrides(found: Found) -> dict[str, Any]:
-    config, fold = found.config, found.fold
+def overrides(mapping: PricedMapping) -> dict[str, Any]:
+    config, fold = mapping.config, mapping.fold
     return {
         "training.local_batch_size": config.training.local_batch_size,
         **{f"parallelism.{axis}": getattr(fold, axis) for axis in ("pp", "dp_replicate", "cp", "tp")},
@@ -215,15 +221,15 @@ def folding_table(gains: list[dict[str, Any]]) -> str:
 
 def fit(rows: list[dict[str, Any]]) -> PublishedFactors:
     """Gauss-Newton on logarithms: the calibration rows' errors, and the factors' distances from START."""
-    chosen = [row for row in rows if row["id"] in CALIBRATION]
+    calibration_rows = [row for row in rows if row["id"] in CALIBRATION]
     names = [field.name for field in fields(PublishedFactors)]
-    wanted = [log(published_step(row)) for row in chosen]
-    runs = [(run_of(row), device_of(row["gpu"])) for row in chosen]
+    published_logs = [log(published_step(row)) for row in calibration_rows]
+    runs = [(run_of(row), device_of(row["gpu"])) for row in calibration_rows]
 
     def errors(at: list[float]) -> list[float]:
         factors = PublishedFactors(**dict(zip(names, map(exp, at), strict=True)))
         steps = [price_of(*run, factors).step for run in runs]
-        return [(log(step) - want) / NOISE for step, want in zip(steps, wanted, strict=True)]
+        return [(log(step) - published) / NOISE for step, published in zip(steps, published_logs, strict=True)]
 
     start = [log(getattr(START, name)) for name in names]
     spread = [DRAWN[name] for name in names]
@@ -252,10 +258,10 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
         for j in range(i + 1, n):
             factor = rows[j][i] / rows[i][i]
             rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    found = [0.0] * n
+    solution = [0.0] * n
     for i in reversed(range(n)):
-        found[i] = (rows[i][n] - sum(rows[i][j] * found[j] for j in range(i + 1, n))) / rows[i][i]
-    return found
+        solution[i] = (rows[i][n] - sum(rows[i][j] * solution[j] for j in range(i + 1, n))) / rows[i][i]
+    return solution
 
 
 # ---- the page
@@ -286,6 +292,8 @@ CAUSES = {
     "later-qwen235-long": LEARNED,
 }
 """The likely cause, by the beginning of a row's name, where it is off by more than MISS."""
+LETTERS = dict(zip(dict.fromkeys(CAUSES.values()), "abcdefghijklmnopqrstuvwxyz", strict=False))
+"""How the table calls each."""
 MISS = 0.10
 
 
@@ -328,7 +336,7 @@ class Row:
 
 
 def judged(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[Row]:
-    found = []
+    scored = []
     for row in rows:
         if why_not(row):
             continue
@@ -339,15 +347,15 @@ def judged(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[Row]:
             for v in ((0,) if row["vpp"] or row["pp"] == 1 else (0, 1, 2, 4))
             if (other := predict(row, factors, b or 0, v or 0)) is not None
         ]
-        found.append(Row(row, published_step(row), predicted, min(steps), max(steps)))
-    return found
+        scored.append(Row(row, published_step(row), predicted, min(steps), max(steps)))
+    return scored
 
 
 def cause(row: Row) -> str:
     wrong_memory = row.predicted.fits == row.oom
     if not wrong_memory and (row.oom or abs(row.error) <= MISS):
         return ""
-    return next((text for start, text in CAUSES.items() if row.row["id"].startswith(start)), "unknown")
+    return next((LETTERS[text] for start, text in CAUSES.items() if row.row["id"].startswith(start)), "unknown")
 
 
 def table_of(head: tuple[str, ...], body: list[tuple[str, ...]]) -> list[str]:
@@ -370,7 +378,16 @@ def cells(one: Row) -> tuple[str, ...]:
         memory += " **too much**"
     mark = " (c)" if one.calibration else ""
     spread = f"{one.low:.2f} to {one.high:.2f}" if one.high > 1.001 * one.low else ""
-    return row["id"] + mark, published, f"{price.step:.2f}", error, spread, memory, price.binds, cause(one)
+    return row["id"] + mark, published, f"{price.step:.2f}", error, spread, memory, price.bottleneck, cause(one)
+
+
+CELLS = ("row", "published, s", "predicted, s", "error", "range over the unstated, s", "memory, GiB", "binds", "cause")
+
+
+def every_row(factors: PublishedFactors) -> str:
+    """A line of JSON for each row that is scored, by the names of its cells."""
+    rows = judged(read_rows(), factors) + judged(read_rows(LATER), factors)
+    return "".join(json.dumps(dict(zip(CELLS, cells(one), strict=True))) + "\n" for one in rows)
 
 
 def summary(rows: list[Row]) -> list[tuple[str, ...]]:
@@ -392,7 +409,8 @@ def summary(rows: list[Row]) -> list[tuple[str, ...]]:
     return body
 
 
-def correlations(rows: list[Row]) -> list[tuple[str, ...]]:
+def correlations(rows: list[Row]) -> list[tuple[str, float]]:
+    """Between the strategies of one model, of PAPER's Table 3."""
     groups = defaultdict(list)
     for one in rows:
         if one.published and "-t3-" in one.row["id"]:
@@ -400,9 +418,7 @@ def correlations(rows: list[Row]) -> list[tuple[str, ...]]:
     body = []
     for model, group in groups.items():
         found = rank_correlation([x.published for x in group], [x.predicted.price.step for x in group])
-        best, ours = (min(group, key=by) for by in (lambda x: x.published, lambda x: x.predicted.price.step))
-        names = [one.row["framework"] for one in (best, ours)]
-        body.append((model, str(len(group)), f"{found:.2f}", *names))
+        body.append((model, found))
     return body
 
 
@@ -438,7 +454,7 @@ def best_mappings() -> list[tuple[str, ...]]:
         config = Config(model=model_of(name), training=training)
         found = search(config, world, device_of("H100"), Factors(), 1)
 
-        def mapping_text(one: Found) -> str:
+        def mapping_text(one: PricedMapping) -> str:
             fold, options = one.fold, one.config
             stages = f" x {stages_per_rank(options)} stages" if fold.pp > 1 else ""
             return (
@@ -446,8 +462,7 @@ def best_mappings() -> list[tuple[str, ...]]:
                 f"{options.training.local_batch_size}, {options.activation_checkpoint.mode}: {one.price.step:.2f} s"
             )
 
-        plain = mapping_text(found.best_unfolded) if found.best_unfolded else "none fits"
-        body.append((f"{name}, {world} H100", published, mapping_text(found.best[0]), plain))
+        body.append((f"{name}, {world} H100", published, mapping_text(found.best[0])))
     return body
 
 
@@ -460,11 +475,11 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
     measured = [(one.predicted.memory / 2**30, published_memory(one.row)) for one in scored]
     memory = [ours / theirs - 1 for ours, theirs in measured if theirs]
     memory_range = f"{min(memory):+.0%} to {max(memory):+.0%}"
-    orders = [one[2] for one in correlations(scored)]
+    orders = [found for _, found in correlations(scored)]
     asked = [
         ("median error of step time", "under 10 %", f"{median(held):.1%}", median(held) < 0.1),
         ("90th percentile", "under 25 %", f"{quantile(held, 0.9):.1%}", quantile(held, 0.9) < 0.25),
-        ("rank correlation, each model", "over 0.9", ", ".join(orders), all(float(one) > 0.9 for one in orders)),
+        ("rank correlation, each model", "over 0.9", f"{min(orders):.2f} at least", min(orders) > 0.9),
         ("out-of-memory rows found", f"{len(ooms)} of {len(ooms)}", f"{found} of {len(ooms)}", found == len(ooms)),
         ("out-of-memory rows invented", "none", str(invented), not invented),
         (
@@ -477,11 +492,15 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
     return [(*cells, "yes" if fine else "**no**") for *cells, fine in asked]
 
 
+def accuracy(rows: list[dict[str, Any]], factors: PublishedFactors) -> str:
+    """Of the page, between its marks."""
+    return "\n".join(["", *table_of(("held-out rows", "aim", "found", "reached"), verdicts(judged(rows, factors))), ""])
+
+
 def made(rows: list[dict[str, Any]], factors: PublishedFactors) -> str:
-    """The page below its mark."""
+    """The page of the rows, below its mark."""
     scored = judged(rows, factors)
-    lines = ["", *table_of(("held-out rows", "aim", "found", "reached"), verdicts(scored))]
-    lines += table_of(("held-out rows", "rows", "median", "90th percentile", "worst"), summary(scored))
+    lines = ["", *table_of(("held-out rows", "rows", "median", "90th percentile", "worst"), summary(scored))]
     lines += [*wrap(f"What rows leave out: {RULE}", 120), ""]
     head = ("attention in its FLOPs", "median error of 4,096 tokens", "error at 131,072, a batch of 32 to 1,024")
     lines += [*wrap(CONVENTION, 120), "", *table_of(head, conventions(rows, factors))]
@@ -491,27 +510,16 @@ def made(rows: list[dict[str, Any]], factors: PublishedFactors) -> str:
     ]
     lines += table_of(("factor", "guessed", "fitted", "what"), what)
     lines += ["## The best mapping", "", "Of titanmoe's own code, 256 samples of 4,096 tokens, balanced, dropless:", ""]
-    lines += table_of(("model", "published as fastest", "planned for titanmoe", "best unfolded"), best_mappings())
-    lines += ["## Strategies of one model", "", "Comparable rows of Table 3 of arXiv 2504.14960 that have a time:", ""]
-    head = ("model", "rows", "rank correlation", "published as fastest", "planned as fastest")
-    lines += table_of(head, correlations(scored))
-    lines += ["## Every row", ""]
-    head = (
-        "row",
-        "published, s",
-        "predicted, s",
-        "error",
-        "range over the unstated, s",
-        "memory, GiB",
-        "binds",
-        "cause",
-    )
-    lines += table_of(head, [cells(one) for one in sorted(scored, key=lambda one: not one.calibration)])
-    lines += ["## Rows that came later", "", *wrap(LATER_SAYS, 120), ""]
+    lines += table_of(("model", "published as fastest", "planned for titanmoe"), best_mappings())
     later = judged(read_rows(LATER), factors)
     errors = [abs(one.error) for one in later]
-    three = f"{len(later)} rows: median {median(errors):.1%}, 90th percentile {quantile(errors, 0.9):.1%}."
-    lines += [*table_of(head, [cells(one) for one in later]), three, ""]
+    lines += ["## Rows that came later", "", *wrap(LATER_SAYS, 120), ""]
+    lines += [f"{len(later)} rows: median {median(errors):.1%}, 90th percentile {quantile(errors, 0.9):.1%}.", ""]
+    lines += [f"## Rows that are off by more than {MISS:.0%}", ""]
+    lines += table_of(CELLS, [cells(one) for one in scored + later if cause(one)])
+    for text, letter in LETTERS.items():
+        lines += wrap(f"* {letter}: {text}", 120, subsequent_indent="  ")
+    lines.append("")
     lines += ["## Not scored", ""]
     reasons = defaultdict(list)
     for row in rows:
@@ -528,9 +536,8 @@ CONVENTION = (
     "and the gap grows with length: none of its long runs is scored."
 )
 LATER_SAYS = (
-    "Taken from the sources of the rows above when formulas and factors had been frozen again, and predicted "
-    "once; nothing was changed since but the last column, the memory of the run under FSDP by the third round, and "
-    "times by up to 1 % by the fourth."
+    "Taken from the same sources when formulas and factors had been frozen again, and predicted once. Since then only "
+    "the memory of the run under FSDP and, by up to 1 %, times have changed."
 )
 
 
@@ -544,6 +551,12 @@ def docs_of(kind: type) -> list[str]:
     return [" ".join(text.split()) for text in said]
 
 
+def between(page: Path, mark: str, text: str) -> None:
+    """Replace what lies between a mark and the next END."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(mark)
+    page.write_text(before + mark + text + END + rest.partition(END)[2], encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print what the calibration rows give")
@@ -553,23 +566,21 @@ def main() -> None:
     if args.folding:
         gains = folding_gains()
         FOLDING.write_text("".join(json.dumps(row) + "\n" for row in gains), encoding="utf-8")
-        before, _, rest = README.read_text(encoding="utf-8").partition(FOLDING_MARK)
-        after = rest.partition(END)[2]
-        text = before + FOLDING_MARK + "\n" + folding_table(gains) + "\n" + END + after
-        README.write_text(text, encoding="utf-8")
+        between(README, FOLDING_MARK, "\n" + folding_table(gains) + "\n")
         return
     if args.memory is not None:
         head = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
         lines = "\n".join(["", *table_of(head, memory_rows(args.memory)), ""])
-        before, _, rest = PAGE.read_text(encoding="utf-8").partition(REHEARSED)
-        PAGE.write_text(before + REHEARSED + lines + END + rest.partition(END)[2], encoding="utf-8")
+        between(ROWS, REHEARSED, lines)
         return
     rows = read_rows()
     if args.fit:
         print(json.dumps(asdict(fit(rows))))
         return
-    prose = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    PAGE.write_text(prose + MARK + made(rows, PublishedFactors()), encoding="utf-8")
+    between(PAGE, ACCURACY, accuracy(rows, PublishedFactors()))
+    prose = ROWS.read_text(encoding="utf-8").partition(MARK)[0]
+    ROWS.write_text(prose + MARK + made(rows, PublishedFactors()), encoding="utf-8")
+    EVERY.write_text(every_row(PublishedFactors()), encoding="utf-8")
 
 
 if __name__ == "__main__":

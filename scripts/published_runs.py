@@ -19,9 +19,9 @@ from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
 from titanmoe.plan.block_costs import RESIDUAL, ROPE, Cost
 from titanmoe.plan.devices import Device, read_device
-from titanmoe.plan.links import Factors, LinkGroup, exposed
+from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.schedule_cost import played
+from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, units_of_stage
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "published_runs.jsonl"
@@ -254,8 +254,8 @@ def predict(row: dict[str, Any], factors: PublishedFactors, microbatch: int = 0,
     if run is None:
         return None
     device = device_of(row["gpu"])
-    price, held = price_of(run, device, factors), memory(run)
-    return Prediction(price, held, held <= device.memory - KEPT)
+    price, peak = price_of(run, device, factors), memory(run)
+    return Prediction(price, peak, peak <= device.memory - KEPT)
 
 
 # ---- time, where the runs' software is not ours
@@ -264,7 +264,7 @@ def predict(row: dict[str, Any], factors: PublishedFactors, microbatch: int = 0,
 class RunPricer(Pricer):
     """Prices a run as its software does it: kernels as Megatron's."""
 
-    head_again = 1.0
+    head_recompute = 1.0
 
     def __init__(self, run: Run, device: Device, factors: PublishedFactors):
         super().__init__(run.config, device, factors, factors.busiest if run.learned else 1.0)
@@ -280,15 +280,15 @@ class RunPricer(Pricer):
         return self.run.gathers
 
     def _norms(self, elements: float, part: int) -> float:
-        return self._moved(elements * (NORM[part] + RESIDUAL[part]))
+        return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * SWIGLU[part])
+        return self._move_seconds(elements * SWIGLU[part])
 
-    def _rows(self, left: float, arrived: float, sent: bool, part: int) -> float:
-        return self._moved((left + arrived) * self.model.dim * PERMUTE[part])
+    def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
+        return self._move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
 
-    def _rotated(self, query: float, key: float, part: int) -> float:
+    def _rope_and_norm_bytes(self, query: float, key: float, part: int) -> float:
         turned = 4 * query if self.model.kv_lora_rank else query + key
         return turned * ROPE[part] * (1 + 2 * (self.model.qk_norm != "none"))
 
@@ -298,9 +298,9 @@ class RunPricer(Pricer):
     def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, part: int) -> Cost:
         """Megatron's works on two pieces at a time, so that short ones fill the device and merging is hidden (cp_stream
         in TransformerEngine's context_parallel.py): it costs what its messages add, and gradients travel in 16 bits."""
-        around = group.size - 1
-        sent = around * self.links.pass_on(group, keys * self.w)
-        return Cost(cp=exposed(sent * (2 if part else 1), attention * around / group.size))
+        passes = group.size - 1
+        message_seconds = passes * self.links.pass_on(group, keys * self.w)
+        return Cost(cp=exposed_seconds(message_seconds * (2 if part else 1), attention * passes / group.size))
 
     def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
         halves = super()._experts(share, samples, tp, ep, etp, dispatcher)
@@ -309,12 +309,12 @@ class RunPricer(Pricer):
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         F, D = self.model.expert_hidden / etp, self.model.dim
         forward, backward = (
-            cost._replace(memory=cost.memory + self._moved(R * F * clamp + R * D * bias))
+            cost._replace(memory=cost.memory + self._move_seconds(R * F * clamp + R * D * bias))
             for cost, clamp, bias in zip(halves, CLAMP, BIAS, strict=True)
         )
         return forward, backward
 
-    def _behind_shared(self, sent: float, matrix: float) -> float:
+    def _behind_shared(self, exchange_seconds: float, matrix: float) -> float:
         return 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
@@ -334,23 +334,23 @@ class RunPricer(Pricer):
         total = super().block(fold, samples, layer, dispatcher, "none")
         if self.run.hides_rows:
             hidden = min(OVERLAPPED * total.rows, total.matrix + total.attention)
-            total = total._replace(rows=total.rows - hidden + exposed(hidden, hidden))
+            total = total._replace(rows=total.rows - hidden + exposed_seconds(hidden, hidden))
         return total + self._again(attention[0], ffn[0], has_experts(self.model, layer))
 
     def _again(self, attention: Cost, ffn: Cost, experts: bool) -> Cost:
         named = self.run.recompute
         if "full" in named:
             return attention + ffn
-        found = Cost()
+        total = Cost()
         if ("moe" in named and experts) or ("mlp" in named and not experts):
-            found = found + ffn
+            total = total + ffn
         if "core_attn" in named:
-            found = found + Cost(attention=attention.attention)
+            total = total + Cost(attention=attention.attention)
         if named & {"norm", "layernorm", "act", "moe_act"}:
-            found = found + Cost(memory=(attention.memory + ffn.memory) / 3)
+            total = total + Cost(memory=(attention.memory + ffn.memory) / 3)
         if "mla_up_proj" in named:
-            found = found + Cost(matrix=attention.matrix / 4)
-        return found
+            total = total + Cost(matrix=attention.matrix / 4)
+        return total
 
 
 def even_split(layers: int, stages: int) -> list[range]:
@@ -374,27 +374,27 @@ def memory(run: Run) -> float:
     worst = 0.0
     for rank in range(fold.pp):
         mine = [i for i in range(stages) if i % fold.pp == rank]
-        dense, experts, kept = 0, 0, 0.0
+        dense, experts, kept_bytes = 0, 0, 0.0
         for i in mine:
             units, moe = units_of_stage(config, sizes, split[i], i == 0, i == stages - 1)
             dense += sum(unit.whole + sum(unit.replicated) for unit in units)
             experts += moe * sizes.experts.whole
-            kept += sum(_kept(run, layer) for layer in split[i])
+            kept_bytes += sum(_kept(run, layer) for layer in split[i])
         static = run.whole * (dense + experts) + run.sharded * (dense / data + experts / fold.edp)
         if run.gathers != "none":
             last = sizes.block(model.num_layers - 1)
             block = last.whole + sum(last.replicated) + sizes.experts.whole
             static += 2 * (2 * block if run.gathers == "microbatch" else dense + experts) + 4 * block
-        flights = 1.0
+        in_flight = 1.0
         if fold.pp > 1:
             m = config.training.global_batch_size // (config.training.local_batch_size * fold.dp * run.pieces)
-            flights = played(config.pipeline.schedule, fold.pp, run.virtual, m).flights[rank] / run.virtual
+            in_flight = schedule_cost(config.pipeline.schedule, fold.pp, run.virtual, m).in_flight[rank] / run.virtual
         logits = 0.0
         if rank == fold.pp - 1:
             X = config.training.local_batch_size * config.training.seq_len / fold.cp
             logits = X * model.vocab_size / fold.tp * 8
-        made = MADE * (dense + experts) * run.made_whole
-        worst = max(worst, made, static + flights * kept + logits)
+        made_bytes = MADE * (dense + experts) * run.made_whole
+        worst = max(worst, made_bytes, static + in_flight * kept_bytes + logits)
     return worst
 
 

@@ -17,6 +17,7 @@ import json
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,22 +135,26 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
 
 
 def summary(rows: list[Row]) -> str:
-    """The worst errors of each set, and of each choice; balance terms, loads, ... together in the last column."""
+    """The worst errors of each set, and of all choices of a feature, with how many mappings each of them met; balance
+    terms, loads, ... together in the last column."""
 
-    def line(what: str, choice: str, some: list[Row]) -> str:
+    def line(what: str, choice: str, some: list[Row], mappings: str = "") -> str:
         others = [value for row in some for name, value in row["errors"].items() if name not in COLUMNS]
         worst = [max(row["errors"][name] for row in some) for name in COLUMNS] + [max(others, default=0.0)]
-        return f"| {what} | {choice} | {len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
+        return (
+            f"| {what} | {choice} | {mappings or len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
+        )
 
     out = [
-        "| kind | name | mappings | loss | gradients | norm | weights | others |",
+        "| what | choices | mappings | loss | gradients | norm | weights | others |",
         "|---|---|---|---|---|---|---|---|",
     ]
     out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
     for feature, choices in FEATURES.items():
-        for choice in choices:
-            if some := [row for row in rows if row["choices"].get(feature) == choice]:
-                out.append(line(feature, choice, some))
+        some = [row for row in rows if feature in row["choices"]]
+        met = Counter(row["choices"][feature] for row in some)
+        each = f"{min(met.values())} to {max(met.values())} each"
+        out.append(line(feature, ", ".join(choices), some, each))
     return "\n".join(out)
 
 

@@ -24,33 +24,33 @@ def alone(ranks: int) -> list[float]:
     return check_cluster.numbers(config, runtime_here())[0]
 
 
-def checked(expected: list[float], chosen: list[str], fault: str) -> dict[str, Any]:
+def checked(expected: list[float], only: list[str], fault: str) -> dict[str, Any]:
     from tests.parity import runtime_here
     from titanmoe.launcher import check_cluster
 
     undo = planted_faults.FAULTS[fault]() if fault else lambda: None
-    known = mock.patch.object(check_cluster, "of_one_rank", lambda world, device: expected)
+    known = mock.patch.object(check_cluster, "numbers_of_one_rank", lambda world, device: expected)
     try:
         with known, mock.patch.dict(check_cluster.BASE, SMALL):
-            return check_cluster.check(runtime_here(), chosen, "")
+            return check_cluster.check(runtime_here(), only, "")
     finally:
         undo()
 
 
 def test_a_fit_cluster_and_one_whose_sums_are_wrong() -> None:
     expected = world.run(1, alone, 2)[0]
-    found = world.run(2, checked, expected, ["tensor parallel", "pairs"], "")[0]
-    assert found["problems"] == []
-    rows = {row.name: row for row in found["rows"]}
+    result = world.run(2, checked, expected, ["tensor parallel", "pairs"], "")[0]
+    assert result["problems"] == []
+    rows = {row.name: row for row in result["rows"]}
     assert rows.pop("pipeline, DualPipeV in pairs").skipped.startswith("parallelism.experts.ep = 2 does not divide")
     assert rows.keys() == {"tensor parallel", "expert tensor parallel"}
     assert all(row.error < 1e-5 and row.fit for row in rows.values())
-    axes = {(wire.axis, wire.message) for wire in found["wires"]}
+    axes = {(wire.axis, wire.message) for wire in result["wires"]}
     assert axes == {("tp", "all-gather"), ("tp", "reduce-scatter"), ("ep x etp", "all-to-all")}
-    assert all(wire.microseconds > 0 and wire.gigabytes > 0 for wire in found["wires"])
+    assert all(wire.microseconds > 0 and wire.gigabytes > 0 for wire in result["wires"])
 
-    found = world.run(2, checked, expected, ["tensor parallel"], "router_not_reduced_over_tp")[0]
-    (problem,) = found["problems"]
+    result = world.run(2, checked, expected, ["tensor parallel"], "router_not_reduced_over_tp")[0]
+    (problem,) = result["problems"]
     assert problem.startswith("tensor parallel is off by ")
 
 
@@ -63,7 +63,7 @@ def test_every_case_under_torchrun(ranks: int, tmp_path: Path) -> None:
     run = processes.run([*command, "-m", "titanmoe.launcher.check_cluster", "--json", str(out)], timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("this cluster is fit")
-    found = json.loads(out.read_text())
-    skipped = {row["name"] for row in found["rows"] if row["skipped"]}
-    assert found["problems"] == [] and len(found["rows"]) == 19
+    result = json.loads(out.read_text())
+    skipped = {row["name"] for row in result["rows"] if row["skipped"]}
+    assert result["problems"] == [] and len(result["rows"]) == 19
     assert skipped <= {"dispatcher symm_mem"} if ranks == 8 else "dispatcher symm_mem" in skipped

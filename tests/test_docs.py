@@ -16,7 +16,7 @@ from titanmoe.config.field_values import WrongType, fit
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
 from titanmoe.launcher.train_command import parse_words
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -185,4 +185,4 @@ def test_runs_are_started_with_options_that_exist() -> None:
     assert len(shown) > 10
     for recipe, overrides in shown:
         wanted = [word for word in overrides if word != "--print-config"]
-        load(["--config", str(ROOT / recipe), *wanted], preset, lambda config: [])
+        load(["--config", str(ROOT / recipe), *wanted], PARTS, lambda config: [])

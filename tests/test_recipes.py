@@ -12,7 +12,7 @@ from titanmoe.config.recipe import read_recipe
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ GIVEN = {
 
 
 def world(recipe: Path) -> int:
-    ranks = recipe_ranks([str(recipe)], preset)
+    ranks = recipe_ranks([str(recipe)], PARTS)
     assert ranks, f"{recipe.name} does not say its number of ranks, as in [job] ranks = 8"
     return ranks
 
@@ -51,7 +51,7 @@ def test_legal_on_its_world(recipe):
 
 
 def test_memory_in_the_head_is_the_rehearsed_peak_of_the_planners_page():
-    page, peaks = (ROOT / "docs/planner.md").read_text(), {}
+    page, peaks = (ROOT / "docs/planner_rows.md").read_text(), {}
     for name, peak in re.findall(r"^\| (\w+) \| \d+ of \d+ \| \S+ GB \| (\S+) GB \|", page, re.MULTILINE):
         peaks[name] = max(peaks.get(name, 0), float(peak))
     assert peaks.keys() == {recipe.stem for recipe in RECIPES if not recipe.stem.startswith("debug")}

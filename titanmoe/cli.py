@@ -114,11 +114,11 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
 
     asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     try:
-        world = world_of(args.ranks, args.overrides, preset)
+        world = world_of(args.ranks, args.overrides, PARTS)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -161,7 +161,7 @@ def run_fold(args: argparse.Namespace) -> int:
 
 def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
     """The recipe or family asked for, if any and as far as it is sound; what is wrong with it, and where."""
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
 
     given = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
     given = {path: value for path, value in given.items() if value is not None}
@@ -182,7 +182,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
         return []  # the mapping is checked by the caller, who knows the degrees of this command line
 
     try:
-        load([*argv, *(f"--{path}={value}" for path, value in given.items())], preset, keep)
+        load([*argv, *(f"--{path}={value}" for path, value in given.items())], PARTS, keep)
     except ConfigError as error:
         return seen[0] if seen else None, error.problems, error.source
     return seen[0], [], ""

@@ -31,12 +31,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.comm.collectives import Group, all_reduce, arrive, start
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.capacity import Capacity
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.parallel.apply import make_meshes
 from titanmoe.train.launch import read
@@ -198,7 +198,7 @@ def main() -> int:
     meshes = make_meshes(
         derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
     )
-    wire = meshes.within if DISPATCHERS[config.moe.dispatcher].nodes else meshes.dispatch
+    wire = meshes.within if DISPATCHERS.look_up(config.moe.dispatcher).nodes else meshes.dispatch
     compute = getattr(torch, config.training.mixed_precision_param)
     experts = dummy_experts(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, runtime.device)
     rows = routed_rows(config, meshes)

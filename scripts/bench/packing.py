@@ -47,7 +47,7 @@ def main() -> None:
         f"{asked.family} {asked.size}, {asked.seq_len} positions: one document of them costs {most / mean:.2f} times 16"
     )
     print(f"documents: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens")
-    for packer in (Stream(documents, asked.seq_len, 0, apart=True), BestFit(documents, asked.seq_len, 0)):
+    for packer in (Stream(documents, asked.seq_len, 0, separate_documents=True), BestFit(documents, asked.seq_len, 0)):
         name = {Stream: "documents", BestFit: "best_fit"}[type(packer)]
         used = np.array([pieces.pairs_P.sum() for pieces in packer.take(2000)])
         print(f"\n{name}: {1 - used.mean() / asked.seq_len:.2%} of the positions are padding")

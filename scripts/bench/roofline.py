@@ -100,7 +100,7 @@ def theirs(config: Config) -> Counted:
             parameter.data = parameter.data.to(torch.bfloat16)
         x_BLD = torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
         position_BL = torch.arange(shape[1]).unsqueeze(0)
-        with recorder.on():
+        with recorder.recording():
             recorder.begin_step()
             with recorder.sites.region(FORWARD_BACKWARD):
                 y_BLD = block(x_BLD, None, position_BL)

@@ -11,17 +11,17 @@ import torch
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.manifest import sealed
-from titanmoe.checkpoint.write_tensors import Lazy
+from titanmoe.checkpoint.manifest import with_checksum
+from titanmoe.checkpoint.write_tensors import LazyTensor
 
 
 def make(folder: Path, step: int, number: int | None = None) -> Path:
     path = folder / layout.name_of(step)
     tensor = torch.full((64,), float(step))
-    write_checkpoint(path, {"model.a": Lazy((64,), torch.float32, lambda: tensor)}, {"step": step})
+    write_checkpoint(path, {"model.a": LazyTensor((64,), torch.float32, lambda: tensor)}, {"step": step})
     if number is not None:
         rewrite(path, number=number)
-    layout.point(folder, path.name)
+    layout.write_latest(folder, path.name)
     return path
 
 
@@ -32,9 +32,9 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 def rewrite(path: Path, **entries: Any) -> None:
     """Other entries in a manifest, with a new checksum, as an attacker would do."""
-    found = manifest_of(path) | entries
-    found.pop("sha256", None)
-    (path / layout.MANIFEST).write_text(sealed(json.dumps(found, indent=1)))
+    content = manifest_of(path) | entries
+    content.pop("sha256", None)
+    (path / layout.MANIFEST).write_text(with_checksum(json.dumps(content, indent=1)))
 
 
 def spoil(path: Path, name: str, data: bytes) -> None:

@@ -32,9 +32,9 @@ def names(metrics: dict[int, dict[str, Any]]) -> set[str]:
 
 def test_every_key_of_the_recipe_is_a_field() -> None:
     data = read_recipe(str(BEFORE / "recipe.toml")).data
-    given = {f"{table}.{name}" for table, values in data.items() for name in values} - {"parallelism.experts"}
-    given |= {f"parallelism.experts.{name}" for name in data["parallelism"]["experts"]}
-    assert len(given) > 150 and given <= fields().keys()
+    named_fields = {f"{table}.{name}" for table, values in data.items() for name in values} - {"parallelism.experts"}
+    named_fields |= {f"parallelism.experts.{name}" for name in data["parallelism"]["experts"]}
+    assert len(named_fields) > 150 and named_fields <= fields().keys()
 
 
 def test_a_run_resumes_from_the_checkpoint_as_it_did_then(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.write_tensors import Lazy
+from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 
 RECORD = {
@@ -25,13 +25,13 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run/checkpoints"
     for step in (2, 10):
         tensors = {
-            f"model.layers.{i}.x": Lazy(
+            f"model.layers.{i}.x": LazyTensor(
                 (2, 3), torch.float32, lambda i=i, step=step: torch.full((2, 3), i * float(step))
             )
             for i in (0, 1, 10)
         }
         write_checkpoint(folder / layout.name_of(step), tensors, RECORD | {"step": step})
-    layout.point(folder, layout.name_of(10))
+    layout.write_latest(folder, layout.name_of(10))
     return tmp_path / "run"
 
 

@@ -16,13 +16,13 @@ import torch
 from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
-from titanmoe.checkpoint import choose_checkpoint, inside, layout
+from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
-from titanmoe.checkpoint.choose_checkpoint import wanted_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError, Unreadable
+from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.manifest import Manifest
+from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import Lazy, Piece
+from titanmoe.checkpoint.write_tensors import LazyTensor, Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint
 
@@ -34,9 +34,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run/checkpoints"
 
 
-def taken(folder: Path) -> choose_checkpoint.StartPoint:
+def start_of(folder: Path) -> choose_checkpoint.StartPoint:
     run = folder.parent
-    return wanted_checkpoint(config(run).checkpoint, run, layout.damage)
+    return choose_start(config(run).checkpoint, run, layout.damage)
 
 
 # ---- disks that do not answer
@@ -46,15 +46,15 @@ class Faults:
     """Everything below a path answers with an error, a given number of times for each operation on each file."""
 
     def __init__(self, patch: pytest.MonkeyPatch, path: Path, times: float, number: int = errno.ESTALE):
-        self.path, self.times, self.number, self.seen = str(path), times, number, Counter[Any]()
+        self.path, self.times, self.number, self.calls = str(path), times, number, Counter[Any]()
         for name in ("open", "listdir", "lstat"):
             patch.setattr(os, name, self._faulty(name, getattr(os, name)))
 
     def _faulty(self, name: str, real: Any) -> Any:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(path, str | Path) and str(path).startswith(self.path):
-                self.seen[name, str(path)] += 1
-                if self.seen[name, str(path)] <= self.times:
+                self.calls[name, str(path)] += 1
+                if self.calls[name, str(path)] <= self.times:
                     raise OSError(self.number, os.strerror(self.number), str(path))
             return real(path, *args, **kwargs)
 
@@ -71,28 +71,28 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
 def test_transient_errors_are_retried(folder, monkeypatch, waits, number):
     faults = Faults(monkeypatch, folder, times=4, number=number)
-    found = taken(folder)
-    assert (found.path, found.said) == (folder / "step-00000030", [])
-    assert {name for name, _ in faults.seen} == {"open", "listdir", "lstat"} and set(waits) == set(inside.WAITS)
+    start = start_of(folder)
+    assert (start.path, start.notes) == (folder / "step-00000030", [])
+    assert {name for name, _ in faults.calls} == {"open", "listdir", "lstat"} and set(waits) == set(safe_files.WAITS)
 
 
 def test_retrying_has_an_end(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "latest", times=1e9)
     with pytest.raises(Unreadable, match="latest: Stale file handle"):
-        inside.read(folder, "latest", 100)
-    assert waits == list(inside.WAITS)
+        safe_files.read(folder, "latest", 100)
+    assert waits == list(safe_files.WAITS)
     waits.clear()
     Faults(monkeypatch, folder / "latest", times=1e9, number=errno.EACCES)
     with pytest.raises(Unreadable, match="latest: Permission denied"):
-        inside.read(folder, "latest", 100)
+        safe_files.read(folder, "latest", 100)
     assert waits == [], "what does not pass is not waited for"
 
 
 def test_a_folder_that_stays_unreadable_is_passed_over_and_reported(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "step-00000030", times=1e9)
-    found = taken(folder)
-    assert found.path == folder / "step-00000020" and found.passed == [folder / "step-00000030"]
-    assert "passing over step-00000030" in found.said[0] and "Stale file handle" in found.said[0]
+    start = start_of(folder)
+    assert start.path == folder / "step-00000020" and start.passed_over == [folder / "step-00000030"]
+    assert "passing over step-00000030" in start.notes[0] and "Stale file handle" in start.notes[0]
 
 
 @pytest.mark.parametrize("what", ["", "step-"])
@@ -100,7 +100,7 @@ def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits,
     """Neither if their folder gives no answer, nor if each of them gives none."""
     Faults(monkeypatch, folder / what if what else folder, times=1e9)
     with pytest.raises(CheckpointError) as refused:
-        taken(folder)
+        start_of(folder)
     named = [f"step-000000{step}" for step in (10, 20, 30)] if what else [str(folder)]
     assert all(f"{name}" in str(refused.value) for name in named) and "Stale file handle" in str(refused.value)
     assert "--checkpoint.load=none" in str(refused.value)
@@ -111,7 +111,7 @@ def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits,
 
 def test_a_rank_that_gets_no_answer_derives_no_batch_or_mapping_of_its_own(folder, monkeypatch, waits):
     Faults(monkeypatch, folder, times=1e9)
-    for ask in (choose_checkpoint.record_ahead, choose_checkpoint.has_begun):
+    for ask in (choose_checkpoint.record_to_resume, choose_checkpoint.has_begun):
         with pytest.raises(ConfigError, match="Stale file handle"):
             ask(config(folder.parent))
 
@@ -147,27 +147,27 @@ def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
 def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_before_rename(patch, at)
-        again = {"model.a": Lazy((64,), torch.float32, lambda: torch.full((64,), -1.0))}
+        again = {"model.a": LazyTensor((64,), torch.float32, lambda: torch.full((64,), -1.0))}
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
-        layout.point(folder, layout.name_of(step))
-    ahead = wanted_checkpoint(config(folder.parent).checkpoint, folder.parent, layout.damage).path
-    said = layout.sweep(folder)
-    best = taken(folder).path
+        layout.write_latest(folder, layout.name_of(step))
+    ahead = choose_start(config(folder.parent).checkpoint, folder.parent, layout.damage).path
+    message = layout.sweep(folder)
+    best = start_of(folder).path
     assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []
     assert bool((open_checkpoint(best).read("model.a") == -1).all()) == whole
     assert ahead == best or ahead == best.with_name(best.name + layout.WRITING), "read ahead as it will be loaded"
     assert not any(path.suffix for path in folder.iterdir())
-    assert len(said) == (whole and at < (3 if step == 40 else 4))
-    if said:
-        assert "complete but for its name" in said[0]
+    assert len(message) == (whole and at < (3 if step == 40 else 4))
+    if message:
+        assert "complete but for its name" in message[0]
 
 
 def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):
     os.rename(folder / "step-00000030", folder / "step-00000030.writing")
     os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
-    (said,) = layout.sweep(folder)
-    assert "is damaged" in said and "has 5 bytes" in said and "kept as step-00000030.passed-over" in said
-    assert (folder / "step-00000030.passed-over").is_dir() and taken(folder).path == folder / "step-00000020"
+    (message,) = layout.sweep(folder)
+    assert "is damaged" in message and "has 5 bytes" in message and "kept as step-00000030.passed-over" in message
+    assert (folder / "step-00000030.passed-over").is_dir() and start_of(folder).path == folder / "step-00000020"
 
 
 # ---- retention
@@ -190,8 +190,8 @@ def test_a_link_is_removed_and_its_target_is_not(folder, tmp_path):
     archived = tmp_path / "archive"
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
-    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert said == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
+    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert message == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
     for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
         (folder / left).symlink_to(archived)
@@ -204,31 +204,31 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     monkeypatch.setattr(layout.shutil, "rmtree", busy)
-    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert "cannot remove" in said and "step-00000010.removing: Device or resource busy" in said
-    assert len(layout.sweep(folder)) == 1 and taken(folder).path == folder / "step-00000030"
+    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert "cannot remove" in message and "step-00000010.removing: Device or resource busy" in message
+    assert len(layout.sweep(folder)) == 1 and start_of(folder).path == folder / "step-00000030"
 
 
 def go_on_past(folder: str, passed: list[str]) -> list[str]:
-    said: list[str] = []
-    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync", keep_last=1), said.append)
-    saver.passed = [Path(folder, name) for name in passed]
+    lines: list[str] = []
+    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync", keep_last=1), lines.append)
+    saver.passed_over = [Path(folder, name) for name in passed]
     for step in (30, 40):
         saver.save(step, {"model.a": Piece(torch.zeros(64), (0,), (64,))}, {"step": step})
     try:
         Path(folder, "hf").symlink_to(Path(folder).parent)
         saver.carry(lambda: {"config.json": Path(folder, "latest")})
     except CheckpointError as error:
-        said.append(str(error))
-    return said
+        lines.append(str(error))
+    return lines
 
 
 def test_what_was_passed_over_is_never_removed(folder):
     """Neither by retention nor when the same step is repeated."""
-    (said,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
+    (message,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
     assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
     assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())
-    assert [line.split(" was passed over: kept as ")[-1] for line in said[:2]] == [
+    assert [line.split(" was passed over: kept as ")[-1] for line in message[:2]] == [
         "step-00000030.passed-over", "step-00000010.passed-over",
     ]  # fmt: skip
-    assert len(said) == 3 and "hf is a link" in said[2] and not (folder.parent / "config.json").exists()
+    assert len(message) == 3 and "hf is a link" in message[2] and not (folder.parent / "config.json").exists()

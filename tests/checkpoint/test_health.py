@@ -140,7 +140,7 @@ def test_a_disk_that_fills_with_the_last_small_files_is_one_line_too(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
-    write = write_tensors._Summing.write
+    write = write_tensors._ChecksummedFile.write
 
     def fail(self: Any, data: bytes) -> int:
         try:
@@ -151,7 +151,7 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
             self.failure = error
             raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos") from None
 
-    monkeypatch.setattr(write_tensors._Summing, "write", fail)
+    monkeypatch.setattr(write_tensors._ChecksummedFile, "write", fail)
     with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as error:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
     assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
@@ -170,26 +170,26 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
     """Rank 1's disk accepts no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
-    write, held, go = write_tensors._Summing.write, threading.Event(), threading.Event()
+    write, reached, go = write_tensors._ChecksummedFile.write, threading.Event(), threading.Event()
 
     class Patient(Loader):
         """Step 4's save must hang before step 5 asks whether to stop."""
 
         def next_step(self) -> list[Batch]:
             if dist.get_rank() == 1 and trainer.step == 5:
-                held.wait()
+                reached.wait()
             return super().next_step()
 
     trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000}, loader=Patient)
 
     def hold(self: Any, data: bytes) -> int:
         if dist.get_rank() == 1 and "step-00000004" in str(self.path):
-            held.set()
+            reached.set()
             go.wait()
         return write(self, data)
 
-    clock = SimpleNamespace(monotonic=lambda: 1e6 if held.is_set() or trainer.stopping else 0.0)
-    write_tensors._Summing.write, saver_module.time = hold, clock
+    clock = SimpleNamespace(monotonic=lambda: 1e6 if reached.is_set() or trainer.stopping else 0.0)
+    write_tensors._ChecksummedFile.write, saver_module.time = hold, clock
     try:
         trainer.train()
     except CheckpointError as error:
@@ -199,7 +199,7 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
         for thread in threading.enumerate():
             if thread.name == "checkpoint":
                 thread.join()
-        write_tensors._Summing.write, saver_module.time = write, time
+        write_tensors._ChecksummedFile.write, saver_module.time = write, time
     return "", trainer.step
 
 
@@ -215,8 +215,8 @@ def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(
 
 
 PHASES = {
-    "begin": "making ",
-    "require": "reading back ",
+    "make_empty": "making ",
+    "check_files": "reading back ",
     "publish": "publishing ",
     "retain": "removing old checkpoints",
 }
@@ -225,14 +225,14 @@ PHASES = {
 def hang_in(folder: str, where: str) -> str:
     """One rank that waits for its own save."""
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
-    work, held, go = getattr(layout, where), threading.Event(), threading.Event()
-    setattr(layout, where, lambda *args: (held.set(), go.wait(), work(*args))[2])
+    work, reached, go = getattr(layout, where), threading.Event(), threading.Event()
+    setattr(layout, where, lambda *args: (reached.set(), go.wait(), work(*args))[2])
     begins = [0.0, 0.0]  # the save, and its time
 
     def now() -> float:
         if begins:
             return begins.pop()
-        held.wait()
+        reached.wait()
         return 1e6
 
     saver_module.time = SimpleNamespace(monotonic=now)

@@ -19,9 +19,9 @@ NOBODY = -1
 
 
 def attempt(tmp: Path, mode: str, victim: int = NOBODY, at: int = 0) -> Path:
-    folder, seen = tmp / "checkpoints", tmp / "seen"
-    seen.mkdir(parents=True)
-    with victims.pair(victims.save_two, str(folder), mode, victim, at, str(seen), log=tmp / "log") as ranks:
+    folder, steps_of = tmp / "checkpoints", tmp / "seen"
+    steps_of.mkdir(parents=True)
+    with victims.pair(victims.save_two, str(folder), mode, victim, at, str(steps_of), log=tmp / "log") as ranks:
         if victim == NOBODY:
             for process in ranks:
                 process.join(60)
@@ -61,28 +61,28 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp / "seen"
 
 
-def seen(whole: Path, rank: int) -> list[str]:
+def steps_of(whole: Path, rank: int) -> list[str]:
     return (whole / str(rank)).read_text().splitlines()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_what_any_moment_of_an_asynchronous_save_would_leave(whole: Path, victim: int) -> None:
-    steps = seen(whole, victim)
+    steps = steps_of(whole, victim)
     if victim == 0:
         assert {"os.mkdir", "open for writing", "write", "fsync", "os.rename", "os.remove", "os.rmdir"} <= set(steps)
     else:
         assert {"open for writing", "write", "fsync"} <= set(steps)
-    found = [check(whole / f"{victim}-{at}") for at in range(1, len(steps) + 1)]
+    surviving_steps = [check(whole / f"{victim}-{at}") for at in range(1, len(steps) + 1)]
     # The old one stays until the rename; after that rank 1 has nothing to do.
-    assert found == sorted(found) and found[0] == 1
-    assert found[-1] == (2 if victim == 0 else 1)
+    assert surviving_steps == sorted(surviving_steps) and surviving_steps[0] == 1
+    assert surviving_steps[-1] == (2 if victim == 0 else 1)
 
 
 @pytest.mark.parametrize(
     "victim, what, left", [(0, "write", 1), (0, "os.rename", 1), (0, "os.rmdir", 2), (1, "open for writing", 1)]
 )
 def test_killed_in_an_asynchronous_save(whole: Path, tmp_path: Path, victim: int, what: str, left: int) -> None:
-    steps = seen(whole, victim)
+    steps = steps_of(whole, victim)
     at = len(steps) - steps[::-1].index(what) if what == "os.rmdir" else steps.index(what) + 1
     assert check(attempt(tmp_path, "async", victim, at)) == left
 

@@ -62,10 +62,12 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
         "--checkpoint.load=7": "has no such step; it has none",
         "--checkpoint.load=nowhere": "nowhere: no such folder",
         "--checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",
+        "--checkpoint.load=none --checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",
     }
     own = [*RECIPE, "--parallelism.experts.ep=1", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
-    done = processes.run(["-c", ANSWERS, json.dumps([[*own, word] for word in cases])])
+    done = processes.run(["-c", ANSWERS, json.dumps([[*own, *words.split()] for words in cases])])
     answers = done.stderr.split("\n2\n")
-    assert len(answers) == 4 and answers[3] == "" and "Traceback" not in done.stderr, done.stderr
+    assert len(answers) == 5 and answers[4] == "" and "Traceback" not in done.stderr, done.stderr
     for answer, line in zip(answers, cases.values(), strict=False):
         assert line in answer, done.stderr
+    assert list(tmp_path.iterdir()) == [], "a refused start leaves nothing behind"

@@ -14,9 +14,9 @@ import torch
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, wanted_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.checkpoint.write_tensors import Lazy, _Summing
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose_start
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.write_tensors import LazyTensor, _ChecksummedFile
 from titanmoe.config.schema import Config
 
 
@@ -34,9 +34,9 @@ def config(run: Path, load: str = "auto") -> Config:
     return config
 
 
-def taken(run: Path, load: str = "auto") -> tuple[str, list[str]]:
-    beginning = wanted_checkpoint(config(run, load).checkpoint, run, layout.damage)
-    return beginning.path.name if beginning.path else "", beginning.said
+def start_of(run: Path, load: str = "auto") -> tuple[str, list[str]]:
+    beginning = choose_start(config(run, load).checkpoint, run, layout.damage)
+    return beginning.path.name if beginning.path else "", beginning.notes
 
 
 def shard(run: Path, step: int) -> Path:
@@ -44,24 +44,24 @@ def shard(run: Path, step: int) -> Path:
 
 
 def test_auto_takes_the_last_one_made(run):
-    assert taken(run) == ("step-00000030", [])
+    assert start_of(run) == ("step-00000030", [])
 
 
 def test_a_kill_before_latest_was_renamed_hides_nothing(run):
-    layout.point(run / "checkpoints", "step-00000020")
-    name, said = taken(run)
-    assert name == "step-00000030" and "latest names step-00000020, which is older" in said[0]
+    layout.write_latest(run / "checkpoints", "step-00000020")
+    name, message = start_of(run)
+    assert name == "step-00000030" and "latest names step-00000020, which is older" in message[0]
 
 
 def test_runs_do_not_share_an_absolute_folder(tmp_path):
     for name in ("a", "b"):
-        asked = config(tmp_path / name)
-        asked.checkpoint.folder = str(tmp_path / "all")
-        assert checkpoints_of(tmp_path / name, asked.checkpoint) == tmp_path / "all" / name
+        settings = config(tmp_path / name)
+        settings.checkpoint.folder = str(tmp_path / "all")
+        assert checkpoints_of(tmp_path / name, settings.checkpoint) == tmp_path / "all" / name
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
-    assert taken(tmp_path / "run") == ("", [])
+    assert start_of(tmp_path / "run") == ("", [])
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,14 @@ def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
 )
 def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
     harm(shard(run, 30))
-    name, said = taken(run)
+    name, message = start_of(run)
     assert name == "step-00000020"
-    assert len(said) == 1 and "passing over step-00000030" in said[0] and words in said[0] and "rank-00000" in said[0]
+    assert (
+        len(message) == 1
+        and "passing over step-00000030" in message[0]
+        and words in message[0]
+        and "rank-00000" in message[0]
+    )
 
 
 @pytest.mark.parametrize("load", ["auto", "elsewhere"])
@@ -88,7 +93,7 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
     for step in (10, 20, 30):
         flip_a_bit(shard(run, step))
     with pytest.raises(CheckpointError) as refused:
-        taken(run, load if load == "auto" else str(run.parent / load))
+        start_of(run, load if load == "auto" else str(run.parent / load))
     text = str(refused.value)
     places = [text.index(f"step-000000{step}: {shard(run, step)} has CRC-32") for step in (30, 20, 10)]
     assert (
@@ -96,40 +101,40 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
         and "--checkpoint.load=none starts from scratch on purpose" in text
         and "\n" not in text
     )
-    assert wanted_checkpoint(config(run, "none").checkpoint, run, layout.damage).path is None
+    assert choose_start(config(run, "none").checkpoint, run, layout.damage).path is None
 
 
 def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):
     for path in layout.steps(run / "checkpoints").values():
         shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="latest names step-00000030, but there is no checkpoint"):
-        taken(run)
+        start_of(run)
 
 
 def test_a_damaged_one_that_was_asked_for_is_refused_with_the_file(run):
     flip_a_bit(shard(run, 20))
     with pytest.raises(CheckpointError, match=r"step-00000020/rank-00000-000.distcp has CRC-32"):
-        taken(run, "20")
-    assert taken(run, "10")[0] == "step-00000010"
+        start_of(run, "20")
+    assert start_of(run, "10")[0] == "step-00000010"
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
     with pytest.raises(CheckpointError, match="has no such step; it has 10, 20, 30"):
-        taken(run, "25")
+        start_of(run, "25")
 
 
 def test_latest_that_names_nothing_is_passed_over(run):
-    layout.point(run / "checkpoints", "step-00000099")
-    name, said = taken(run)
-    assert name == "step-00000030" and "step-00000099, which does not exist" in said[0]
+    layout.write_latest(run / "checkpoints", "step-00000099")
+    name, message = start_of(run)
+    assert name == "step-00000030" and "step-00000099, which does not exist" in message[0]
 
 
 def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):
     other = tmp_path / "other"
     for path in (run, run / "checkpoints", run / "checkpoints/step-00000030"):
-        assert taken(other, str(path))[0] == "step-00000030"
+        assert start_of(other, str(path))[0] == "step-00000030"
     make(other / "checkpoints", 5)
-    assert taken(other, str(run))[0] == "step-00000005", "a run's own come first, so that a restart goes on"
+    assert start_of(other, str(run))[0] == "step-00000005", "a run's own come first, so that a restart goes on"
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty", "bare"])
@@ -140,22 +145,22 @@ def test_other_folders_are_refused_by_what_they_are(tmp_path, what):
         (tmp_path / what / ".metadata").touch()
     words = {"nowhere": "no such folder", "empty": "contains no checkpoint", "bare": "titanmoe did not write it"}[what]
     with pytest.raises(CheckpointError, match=words):
-        taken(tmp_path / "run", str(tmp_path / what))
+        start_of(tmp_path / "run", str(tmp_path / what))
 
 
 def test_a_format_of_the_future_is_refused(run):
     rewrite(run / "checkpoints/step-00000030", format=7)
     with pytest.raises(CheckpointError, match="has checkpoint format 7, this titanmoe reads format 2"):
-        taken(run, "30")
-    assert taken(run)[0] == "step-00000020"
+        start_of(run, "30")
+    assert start_of(run)[0] == "step-00000020"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 2}', '{"format": "x"}'])
 def test_a_damaged_manifest_is_one_line_that_names_it(run, text):
     (run / "checkpoints/step-00000030" / layout.MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match=r"step-00000030/manifest.json is damaged"):
-        taken(run, "30")
-    assert taken(run)[0] == "step-00000020"
+        start_of(run, "30")
+    assert start_of(run)[0] == "step-00000020"
 
 
 @pytest.mark.parametrize(
@@ -187,28 +192,28 @@ def test_leftovers_are_swept_and_nothing_else(run):
 
 
 def test_a_full_disk_is_one_line_that_names_the_file_and_harms_nothing(run, monkeypatch):
-    def full(self: _Summing, data: bytes) -> int:
+    def full(self: _ChecksummedFile, data: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(_Summing, "write", full)
+    monkeypatch.setattr(_ChecksummedFile, "write", full)
     with pytest.raises(CheckpointError, match=r"step-00000040.writing/rank-00000-000.distcp: No space left on device"):
         make(run / "checkpoints", 40)
-    assert taken(run) == ("step-00000030", [])
+    assert start_of(run) == ("step-00000030", [])
 
 
 def test_a_byte_lost_on_the_way_is_found_before_the_checkpoint_is_visible(run, monkeypatch):
-    lossy = _Summing.close
+    lossy = _ChecksummedFile.close
 
-    def close(self: _Summing) -> None:
+    def close(self: _ChecksummedFile) -> None:
         written = not self.closed
         lossy(self)
         if written and self.path.suffix == ".distcp":
             flip_a_bit(self.path)
 
-    monkeypatch.setattr(_Summing, "close", close)
+    monkeypatch.setattr(_ChecksummedFile, "close", close)
     with pytest.raises(CheckpointError, match=r"rank-00000-000.distcp has CRC-32"):
         make(run / "checkpoints", 40)
-    assert taken(run) == ("step-00000030", [])
+    assert start_of(run) == ("step-00000030", [])
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -226,7 +231,7 @@ def test_an_existing_checkpoint_is_not_overwritten(run):
 
 def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
     tensor = torch.arange(60.0).view(5, 12)
-    write_checkpoint(tmp_path / "c", {"x": Lazy((5, 12), torch.float32, lambda: tensor)}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, lambda: tensor)}, {})
     checkpoint = open_checkpoint(tmp_path / "c")
     assert torch.equal(checkpoint.read("x"), tensor)
     assert torch.equal(checkpoint.read("x", (1, 2), (3, 4)), tensor[1:4, 2:6])
@@ -237,7 +242,7 @@ def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
 
 def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
     big = torch.zeros(1_000_000)
-    write_checkpoint(tmp_path / "c", {"x": Lazy((10,), torch.float32, lambda: big[5:15])}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((10,), torch.float32, lambda: big[5:15])}, {})
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
 
 
@@ -245,7 +250,7 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
 def test_a_record_that_is_nested_deep_is_one_line(run, deep):
     file = run / "checkpoints/step-00000030" / layout.MANIFEST
     _, _, rest = file.read_text().split("\n", 2)  # without its checksum, which is computed again
-    file.write_text(manifest.sealed("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
+    file.write_text(manifest.with_checksum("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
     with pytest.raises(CheckpointError, match=f"{file} is damaged: TooDeep lists or objects are nested too deep"):
         layout.read_manifest(file.parent)
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoint import folders
 from titanmoe.checkpoint import layout, manifest
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.cli import main
 
 HERE = Path("run/step-00000003/manifest.json")
@@ -35,12 +35,12 @@ def test_every_flip_of_every_bit_is_noticed() -> None:
 
 def test_a_manifest_without_its_checksum_is_damaged_and_one_of_an_older_format_is_not_read(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 3)
-    found = folders.manifest_of(path)
-    found.pop("sha256")
+    content = folders.manifest_of(path)
+    content.pop("sha256")
     with pytest.raises(CheckpointError, match="it does not begin with its SHA-256"):
-        manifest.parse(json.dumps(found).encode(), HERE)
+        manifest.parse(json.dumps(content).encode(), HERE)
     with pytest.raises(CheckpointError, match="has checkpoint format 1, this titanmoe reads format 2: use the version"):
-        manifest.parse(json.dumps(found | {"format": 1}).encode(), HERE)
+        manifest.parse(json.dumps(content | {"format": 1}).encode(), HERE)
 
 
 DEEP: Any = 1

@@ -19,7 +19,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint
@@ -28,8 +28,8 @@ from titanmoe.config.schema import Checkpoint
 def save_and_go_on(folder: str) -> list[bool]:
     """Weights change while the writer is held up; what is written must be their old values."""
     saver = Saver(Path(folder), Checkpoint(enable=True, save="async"))
-    weight, go, write = torch.zeros(1000), threading.Event(), write_tensors._Summing.write
-    write_tensors._Summing.write = lambda self, data: (go.wait(20), write(self, data))[1]
+    weight, go, write = torch.zeros(1000), threading.Event(), write_tensors._ChecksummedFile.write
+    write_tensors._ChecksummedFile.write = lambda self, data: (go.wait(20), write(self, data))[1]
     try:
         for step in (1, 2):
             go.clear()
@@ -40,7 +40,7 @@ def save_and_go_on(folder: str) -> list[bool]:
         go.set()
         saver.wait()
     finally:
-        write_tensors._Summing.write = write
+        write_tensors._ChecksummedFile.write = write
     return [bool((open_checkpoint(p).read("model.w") == s).all()) for s, p in layout.steps(Path(folder)).items()]
 
 
@@ -64,21 +64,21 @@ def train_on_a_filling_disk(folder: str, save: str) -> tuple[str, int]:
     """From the second checkpoint on, rank 1 has no space left."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.interval": 2}
     trainer = parity.make_trainer(runs.RUN | SMALL | {"parallelism.experts.ep": 2} | options)
-    write = write_tensors._Summing.write
+    write = write_tensors._ChecksummedFile.write
 
     def full(self: Any, data: bytes) -> int:
         if "step-00000002" not in str(self.path) and dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, data)
 
-    write_tensors._Summing.write = full
+    write_tensors._ChecksummedFile.write = full
     try:
         trainer.train()
         return "", trainer.step
     except CheckpointError as error:
         return str(error), trainer.step
     finally:
-        write_tensors._Summing.write = write
+        write_tensors._ChecksummedFile.write = write
 
 
 def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
@@ -114,31 +114,31 @@ class OnGPU(torch.Tensor):
 
 def _copies(folder: str) -> tuple[list[Any], list[Any]]:
     """Of a GPU's state: addresses that were page-locked and released, with their bytes; the lines that were said."""
-    asked: list[Any] = []
-    refused = SimpleNamespace(cudaHostRegister=lambda *given: 1)
+    cuda_calls: list[Any] = []
+    refused = SimpleNamespace(cudaHostRegister=lambda *arguments: 1)
     runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: asked.append((address, size)) or 0,
-        cudaHostUnregister=lambda address: asked.append(address),
+        cudaHostRegister=lambda address, size, flags: cuda_calls.append((address, size)) or 0,
+        cudaHostUnregister=lambda address: cuda_calls.append(address),
     )
-    said: list[str] = []
-    saver = Saver(Path(folder), Checkpoint(enable=True), said.append)
+    lines: list[str] = []
+    saver = Saver(Path(folder), Checkpoint(enable=True), lines.append)
     shapes: list[Any] = [((5, 3), torch.float32), ((), torch.int64), ((0, 4), torch.bfloat16), ((7,), torch.bfloat16)]
     state = [torch.ones(shape).mul(i + 2).to(dtype).as_subclass(OnGPU) for i, (shape, dtype) in enumerate(shapes)]
     with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
         for factor in (1, 3):
-            copies = saver._copies([x * factor for x in state])
+            copies = saver._copy_to_staging([x * factor for x in state])
             for copy, x in zip(copies, state, strict=True):
                 assert copy.dtype == x.dtype and torch.equal(copy, x * factor) and copy.data_ptr() % 64 == 0
-            assert {copy.untyped_storage().data_ptr() for copy in copies} == {asked[0][0]}
-        assert len(asked) == 1 and asked[0][1] == 64 * 3  # once for both, and nothing for what is empty
-        saver._copies([*state, torch.zeros(100).as_subclass(OnGPU)])
-        assert asked[1] == asked[0][0] and asked[2][1] == 64 * 3 + 448
+            assert {copy.untyped_storage().data_ptr() for copy in copies} == {cuda_calls[0][0]}
+        assert len(cuda_calls) == 1 and cuda_calls[0][1] == 64 * 3  # once for both, and nothing for what is empty
+        saver._copy_to_staging([*state, torch.zeros(100).as_subclass(OnGPU)])
+        assert cuda_calls[1] == cuda_calls[0][0] and cuda_calls[2][1] == 64 * 3 + 448
     with mock.patch.object(torch.cuda, "cudart", lambda: refused):
-        saver._copies([torch.zeros(10_000).as_subclass(OnGPU)])
-    assert saver._copies([]) == []
-    return asked, said
+        saver._copy_to_staging([torch.zeros(10_000).as_subclass(OnGPU)])
+    assert saver._copy_to_staging([]) == []
+    return cuda_calls, lines
 
 
 def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) -> None:
-    ((asked, said),) = world.run(1, _copies, str(tmp_path / "c"))
-    assert len(asked) == 4 and "refuses to page-lock" in said[0]
+    ((cuda_calls, message),) = world.run(1, _copies, str(tmp_path / "c"))
+    assert len(cuda_calls) == 4 and "refuses to page-lock" in message[0]

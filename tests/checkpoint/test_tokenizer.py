@@ -53,13 +53,13 @@ def test_shards_carry_it_into_checkpoints_and_these_to_text_and_exports(tmp_path
 def test_files_that_changed_or_are_no_tokenizers_are_not_copied(tmp_path: Path) -> None:
     shards = tokenize(tmp_path)
     config = replace(Config(), data=Data(source="files", paths=[str(shards)]))
-    kept = open_documents(config, str(shards)).kept_tokenizer
-    assert list(kept.files()) == sorted(kept.digests, key=lambda name: (name != "tokenizer.json", name))
+    stored = open_documents(config, str(shards)).stored_tokenizer
+    assert list(stored.files()) == sorted(stored.digests, key=lambda name: (name != "tokenizer.json", name))
     (shards / "tokenizer/tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json has changed since the shards were made"):
-        kept.files()
+        stored.files()
     with pytest.raises(ConfigError, match=r"'\.\./secret' is no file of a tokenizer"):
-        kept._replace(digests={"../secret": "0"}).files()
+        stored._replace(digests={"../secret": "0"}).files()
     (shards / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
-        kept.files()
+        stored.files()

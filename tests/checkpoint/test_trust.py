@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.checkpoint import folders
-from titanmoe.checkpoint import inside, layout, tensors
+from titanmoe.checkpoint import layout, safe_files, tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.safe_files import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,8 +35,8 @@ UNPICKLES = re.compile(
 
 def test_no_module_unpickles() -> None:
     files = sorted(ROOT.glob("titanmoe/**/*.py"))
-    found = {file.name: hits for file in files if (hits := UNPICKLES.findall(file.read_text(encoding="utf-8")))}
-    assert len(files) > 100 and found == {}
+    unpicklers = {file.name: hits for file in files if (hits := UNPICKLES.findall(file.read_text(encoding="utf-8")))}
+    assert len(files) > 100 and unpicklers == {}
     for line in (
         "  from pickle import loads",
         "torch.load(file)",
@@ -156,7 +156,7 @@ def test_names_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     (line,) = layout.damage(path)
     assert f"names {name!r}, which is not in it" in line
     with pytest.raises(CheckpointError, match="which is not in it"):
-        inside.opened(path, name)
+        safe_files.open_file(path, name)
 
 
 @pytest.mark.parametrize("kind", ["link", "link to a folder", "device", "pipe", "folder"])

@@ -79,14 +79,14 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
         saver.wait()
 
     save(1)
-    seen: list[str] = []
+    calls: list[str] = []
 
     def doing(what: str) -> None:
-        seen.append(what)
-        if rank == victim and len(seen) == at:
+        calls.append(what)
+        if rank == victim and len(calls) == at:
             os.kill(os.getpid(), signal.SIGKILL)
         if at == 0:
-            shutil.copytree(folder, Path(steps_seen, f"{rank}-{len(seen)}"))
+            shutil.copytree(folder, Path(steps_seen, f"{rank}-{len(calls)}"))
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         # rmtree names what it removes relative to an open folder
@@ -96,11 +96,11 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
             doing("open for writing")
 
     sys.addaudithook(audit)
-    write, close = write_tensors._Summing.write, write_tensors._Summing.close
-    write_tensors._Summing.write = lambda self, data: (doing("write"), write(self, data))[1]
-    write_tensors._Summing.close = lambda self: (None if self.closed else doing("fsync"), close(self))[1]
+    write, close = write_tensors._ChecksummedFile.write, write_tensors._ChecksummedFile.close
+    write_tensors._ChecksummedFile.write = lambda self, data: (doing("write"), write(self, data))[1]
+    write_tensors._ChecksummedFile.close = lambda self: (None if self.closed else doing("fsync"), close(self))[1]
     save(2)
-    seen_by_me = list(seen)
+    seen_by_me = list(calls)
     Path(steps_seen, str(rank)).write_text("\n".join(seen_by_me))
 
 

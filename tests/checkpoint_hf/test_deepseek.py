@@ -56,9 +56,9 @@ def with_mtp(plain, tmp_path):
 def test_rows_that_rope_turns_are_reordered(plain, tmp_path):
     """By definition: each head's last 4 rows in the order 0 2 1 3; the latents' last 4 likewise."""
     source = open_hf(plain, describe(plain).model)
-    theirs = load_file(plain / "model.safetensors")
-    queries = theirs["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (8, 12))
-    latents = theirs["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
+    hf_tensors = load_file(plain / "model.safetensors")
+    queries = hf_tensors["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (8, 12))
+    latents = hf_tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
     head, rows = [*range(8), 8, 10, 9, 11], [*range(24), 24, 26, 25, 27]
     got = source.read("layers.1.attention.wq_b.weight", (0, 0), (96, 16), torch.bfloat16)
     assert torch.equal(got, queries[:, head].flatten(0, 1))
@@ -78,11 +78,11 @@ def test_multi_token_prediction_comes_in_and_goes_out(with_mtp, tmp_path, capsys
     folder = with_mtp()
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     assert "mtp_depth = 1" in capsys.readouterr().out
-    saved, theirs = open_checkpoint(tmp_path / "ours"), load_file(folder / "model.safetensors")
-    assert torch.equal(saved.read("model.mtp.0.project.weight"), theirs[f"model.layers.{LAYERS}.eh_proj.weight"])
+    saved, hf_tensors = open_checkpoint(tmp_path / "ours"), load_file(folder / "model.safetensors")
+    assert torch.equal(saved.read("model.mtp.0.project.weight"), hf_tensors[f"model.layers.{LAYERS}.eh_proj.weight"])
     assert not [name for name in saved.tensors if "embed_copy" in name or name.startswith("model.layers.3.")]
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
-    equal(models.tensors(tmp_path / "out"), theirs)
+    equal(models.tensors(tmp_path / "out"), hf_tensors)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
@@ -117,7 +117,7 @@ def test_a_tied_head_is_not_repeated(tmp_path):
     folder = models.save(models.make("deepseek_v3", tie_word_embeddings=True), tmp_path / "in")
     source = open_hf(folder, replace(describe(folder).model, mtp_depth=1))
     assert list(source.map.copies) == [f"model.layers.{LAYERS}.embed_tokens.weight"]
-    assert "lm_head.weight" not in source.map.theirs
+    assert "lm_head.weight" not in source.map.hf_shapes
 
 
 def test_a_copy_that_differs_is_reported(with_mtp, tmp_path, capsys):

@@ -23,9 +23,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text()
 
 
 def block(language: str) -> str:
-    found = re.search(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    assert found
-    return found[1]
+    match = re.search(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    assert match
+    return match[1]
 
 
 QUESTIONS = [json.loads(line) for line in block("json").splitlines()]
@@ -35,7 +35,7 @@ QUESTIONS = [json.loads(line) for line in block("json").splitlines()]
 def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that titanmoe has written, and a tokenizer of the words that occur."""
     monkeypatch.chdir(tmp_path)
-    words = {word for one in QUESTIONS for word in [*one["question"].split(), *one["choices"]]}
+    words = {word for question in QUESTIONS for word in [*question["question"].split(), *question["choices"]]}
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(["<unk>", "<s>", "</s>", *sorted(words)])}, "<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     folder = models.save(models.make("qwen3_moe"), tmp_path / "hf")
@@ -56,14 +56,14 @@ def answers(exported: Path) -> list[list[float]]:
 
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported).eval()
-    found = []
-    for one in QUESTIONS:
+    likelihoods = []
+    for question in QUESTIONS:
         with torch.no_grad():
-            logits = model(torch.tensor([tokenizer.encode(one["question"])])).logits[0, -1]
-        choices = torch.tensor([tokenizer.encode(choice) for choice in one["choices"]])
+            logits = model(torch.tensor([tokenizer.encode(question["question"])])).logits[0, -1]
+        choices = torch.tensor([tokenizer.encode(choice) for choice in question["choices"]])
         assert choices.shape == (3, 1) and (choices > 2).all()
-        found.append(logits.log_softmax(-1)[choices[:, 0]].tolist())
-    return found
+        likelihoods.append(logits.log_softmax(-1)[choices[:, 0]].tolist())
+    return likelihoods
 
 
 def test_an_export_has_what_an_evaluation_needs(exported: Path) -> None:
@@ -85,9 +85,11 @@ def test_the_harness_finds_the_same_answers(exported: Path) -> None:
     assert run.returncode == 0, run.stderr
     (samples,) = (exported.parent / "found").rglob("samples_capitals_*.jsonl")
     (results,) = (exported.parent / "found").rglob("results_*.json")
-    found = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
-    want = answers(exported)
-    for sample, numbers in zip(found, want, strict=True):
+    scored_samples = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
+    expected = answers(exported)
+    for sample, numbers in zip(scored_samples, expected, strict=True):
         assert [float(number) for number, _ in sample["filtered_resps"]] == pytest.approx(numbers, abs=1e-4)
-    right = sum(numbers.index(max(numbers)) == one["answer"] for numbers, one in zip(want, QUESTIONS, strict=True))
+    right = sum(
+        numbers.index(max(numbers)) == question["answer"] for numbers, question in zip(expected, QUESTIONS, strict=True)
+    )
     assert json.loads(results.read_text())["results"]["capitals"]["acc,none"] == right / len(QUESTIONS)

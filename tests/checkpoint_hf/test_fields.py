@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.hf.config import ASIDE, describe, interpret, known_keys
+from titanmoe.checkpoint.hf.config import IGNORED_KEYS, describe, interpret, known_keys
 from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.checkpoint.hf.upcycle import Upcycled
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.layers import rope_frequencies, rope_scale
 from titanmoe.models.transformer import Transformer
@@ -116,10 +116,10 @@ class Family:
         models.save(model, folder)
         self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
         self.config = json.loads((folder / "config.json").read_text())
-        self.hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+        self.hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
         with torch.no_grad():
             self.plain = model.eval()(IDS).logits
-        self.known: dict[str, Tensor] = {}
+        self.logits_of: dict[str, Tensor] = {}
         self.computed: dict[str, tuple[Any, Tensor, Tensor]] = {}
 
     def fields(self) -> list[str]:
@@ -159,26 +159,27 @@ class Family:
     def outcome(self, change: Change) -> str:
         """followed, refused or reported; AssertionError if none of them."""
         config = without(self.config | change)
-        theirs = self.config_cls.from_dict(dict(config))
+        hf_config = self.config_cls.from_dict(dict(config))
         names = set(change) | {f"model.{name}" for name, keys in self.hf.fields.items() if set(keys) & set(change)}
         names |= {"rope"} if "rope_parameters" in change else set()
         (self.folder / "config.json").write_text(json.dumps(config))
         try:
-            described = describe(self.folder, self.dense)
-            opened = HuggingFaceSource(self.folder, described, described.model)
-            if any(name in note for note in described.notes + opened.notes for name in names):
-                theirs.dtype = torch.float32
+            parsed = describe(self.folder, self.dense)
+            opened = HuggingFaceSource(self.folder, parsed, parsed.model)
+            if any(name in note for note in parsed.notes + opened.notes for name in names):
+                hf_config.dtype = torch.float32
                 with torch.no_grad():
-                    torch.testing.assert_close(self.build(theirs).eval()(IDS).logits, self.plain)
+                    torch.testing.assert_close(self.build(hf_config).eval()(IDS).logits, self.plain)
                 return "reported"
-            model, loss, want = self.of_transformers(theirs)
-            self.check_values(described.model, theirs, model)
+            model, loss, want = self.of_transformers(hf_config)
+            self.check_values(parsed.model, hf_config, model)
             state = model.state_dict()
             same = (
-                theirs.tie_word_embeddings == self.config["tie_word_embeddings"] and state.keys() == self.state.keys()
+                hf_config.tie_word_embeddings == self.config["tie_word_embeddings"]
+                and state.keys() == self.state.keys()
             )
             same = same and all(torch.equal(self.state[n], t) for n, t in state.items())
-            source = self.source(opened if same else self.other(described, model, config))
+            source = self.source(opened if same else self.other(parsed, model, config))
         except ConfigError as error:
             assert any(name in str(error) for name in names), f"{change} is refused for another reason: {error}"
             return "refused"
@@ -189,10 +190,10 @@ class Family:
         torch.testing.assert_close(own_loss, loss, rtol=0, atol=1e-4, msg=lambda text: f"loss of {change}: {text}")
         return "followed"
 
-    def check_values(self, model: Model, theirs: Any, their_model: Any) -> None:
+    def check_values(self, model: Model, hf_config: Any, hf_model: Any) -> None:
         """Of what logits hardly show."""
-        assert model == interpret(theirs.to_dict(), "transformers' own", self.dense).model
-        rotary = their_model.model.rotary_emb
+        assert model == interpret(hf_config.to_dict(), "transformers' own", self.dense).model
+        rotary = hf_model.model.rotary_emb
         frequency = rope_frequencies(model, 2 * len(rotary.inv_freq), torch.float32, torch.device("cpu"))
         torch.testing.assert_close(frequency, rotary.inv_freq)
         assert rope_scale(model) == pytest.approx(rotary.attention_scaling, rel=1e-12)
@@ -217,10 +218,10 @@ class Family:
                     tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
         return model
 
-    def other(self, described: Any, model: Any, config: Change) -> HuggingFaceSource:
+    def other(self, parsed: Any, model: Any, config: Change) -> HuggingFaceSource:
         folder = models.save(model, self.folder / "other")
         (folder / "config.json").write_text(json.dumps(config))
-        return HuggingFaceSource(folder, described, described.model)
+        return HuggingFaceSource(folder, parsed, parsed.model)
 
     def source(self, opened: HuggingFaceSource) -> Any:
         if self.dense:
@@ -233,8 +234,8 @@ class Family:
     def logits(self, source: Any, same: bool) -> Tensor:
         """The same model with the same weights is computed once."""
         key = repr(source.model)
-        if same and key in self.known:
-            return self.known[key]
+        if same and key in self.logits_of:
+            return self.logits_of[key]
         part = Transformer(Config(model=source.model), 1, torch.float32)
         ours.load(part, source)
         length = IDS.shape[1]
@@ -243,7 +244,7 @@ class Family:
         with torch.no_grad():
             logits = part(IDS, tokens)
         if same:
-            self.known[key] = logits
+            self.logits_of[key] = logits
         return logits
 
 
@@ -259,7 +260,7 @@ def test_every_field(name: str, tmp_path: Path) -> None:
             except Exception as error:
                 wrong.append(f"{without(change)}: {type(error).__name__} {error}")
     assert not wrong, "\n".join(wrong)
-    ignored = dict.fromkeys(ASIDE - set(family.fields()) - READ_ELSEWHERE, 7)
+    ignored = dict.fromkeys(IGNORED_KEYS - set(family.fields()) - READ_ELSEWHERE, 7)
     assert family.outcome(ignored) == "followed"
     assert family.outcome({"unheard_of": 7}) == "reported"
     assert family.outcome({"is_causal": False}) == family.outcome({"is_causal": None}) == "refused"
@@ -296,7 +297,7 @@ def test_no_key_that_transformers_reads_is_unknown(name: str) -> None:
     read = re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", text) + re.findall(r'getattr\([\w.]*config, "(\w+)"', text)
     keys = set(read) - {"default_theta", "json"}  # of the class; of a comment
     assert keys >= {"is_causal", "rms_norm_eps", "rope_parameters"}
-    hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+    hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
     assert keys - known_keys(hf) == set()
 
 

@@ -17,14 +17,14 @@ from titanmoe.models.families import preset
 
 def test_gate_and_up_take_turns_and_pieces_are_parts(tmp_path):
     folder = models.save(models.make("gpt_oss"), tmp_path / "in")
-    source, theirs = open_hf(folder, describe(folder).model), load_file(folder / "model.safetensors")
-    fused = theirs["model.layers.1.mlp.experts.gate_up_proj"]
+    source, hf_tensors = open_hf(folder, describe(folder).model), load_file(folder / "model.safetensors")
+    fused = hf_tensors["model.layers.1.mlp.experts.gate_up_proj"]
     for name, phase in (("w1", 0), ("w3", 1)):
         whole = source.read(f"layers.1.moe.experts.{name}", (0, 0, 0), (8, 32, 32))
         assert torch.equal(whole, fused[:, :, phase::2].transpose(1, 2))
         assert torch.equal(source.read(f"layers.1.moe.experts.{name}", (2, 8, 3), (4, 16, 9)), whole[2:6, 8:24, 3:12])
         biases = source.read(f"layers.1.moe.experts.{name}_bias", (3, 5), (2, 8))
-        assert torch.equal(biases, theirs["model.layers.1.mlp.experts.gate_up_proj_bias"][3:5, phase::2][:, 5:13])
+        assert torch.equal(biases, hf_tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][3:5, phase::2][:, 5:13])
 
 
 def test_mxfp4_comes_in_as_its_values_and_goes_out_as_bfloat16(tmp_path, capsys):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from titanmoe.checkpoint.hf.config import read_json
-from titanmoe.checkpoint.hf.files import INDEX, SINGLE, Folder, companions
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.hf.files import INDEX, SINGLE, Folder, config_and_tokenizer_files
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 
 
@@ -39,14 +39,14 @@ def test_weights_and_companions_must_not_be_links(model: Path) -> None:
     (model / SINGLE).symlink_to("../x.safetensors")
     with pytest.raises(ConfigError, match="is a link to"):
         Folder(model)
-    assert companions(model) == {}
+    assert config_and_tokenizer_files(model) == {}
     (model / "tokenizer.json").symlink_to("../id_rsa")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*id_rsa"):
-        companions(model)
+        config_and_tokenizer_files(model)
     (model / "tokenizer.json").unlink()
     os.mkfifo(model / "tokenizer.json")
     with pytest.raises(CheckpointError, match="is not a regular file"):
-        companions(model)
+        config_and_tokenizer_files(model)
     (model / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"config\.json is a link to /dev/zero"):
         read_json(model / "config.json")
@@ -62,13 +62,13 @@ def test_the_cache_of_hugging_face_consists_of_links_to_its_blobs(tmp_path: Path
     (folder / SINGLE).symlink_to("../../blobs/aa")
     (folder / "tokenizer.json").symlink_to("../../blobs/bb")
     assert Folder(folder).read("x", (0,), (3,)).tolist() == [1, 1, 1]
-    assert companions(folder)["tokenizer.json"].read_text() == "{}"
+    assert config_and_tokenizer_files(folder)["tokenizer.json"].read_text() == "{}"
     (cache / "blobs/cc").symlink_to(tmp_path / "id_rsa")
     (folder / "vocab.json").symlink_to("../../blobs/cc")
     with pytest.raises(CheckpointError, match=r"vocab\.json is a link to .*id_rsa"):
-        companions(folder)
+        config_and_tokenizer_files(folder)
     (folder / "vocab.json").unlink()
     os.rename(cache / "blobs", tmp_path / "blobs")
     (cache / "blobs").symlink_to(tmp_path / "blobs")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to"):
-        companions(folder)
+        config_and_tokenizer_files(folder)

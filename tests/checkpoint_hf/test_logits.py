@@ -23,14 +23,14 @@ FOLDED = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Folder and logits by family."""
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
+        if name not in cache:
             model = models.make(name)
             folder = models.save(model, tmp_path_factory.mktemp(name))
-            made[name] = str(folder), models.logits(model, models.ids())
-        return made[name]
+            cache[name] = str(folder), models.logits(model, models.ids())
+        return cache[name]
 
     return get
 
@@ -55,6 +55,6 @@ def test_the_page_reads_what_it_says(folders):
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
     names = {"folder": Path(folder)}
     exec(code, names)
-    theirs = models.tensors(Path(folder))
-    want = [theirs[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"] for expert in (4, 5)]
+    hf_tensors = models.tensors(Path(folder))
+    want = [hf_tensors[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"] for expert in (4, 5)]
     assert torch.equal(names["two"], torch.stack(want))

@@ -12,8 +12,8 @@ from tests.checkpoint import folders
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, to_config_json
-from titanmoe.checkpoint.hf.source import compressed, open_hf
-from titanmoe.checkpoint.write_tensors import Lazy
+from titanmoe.checkpoint.hf.source import compress_names, open_hf
+from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
@@ -193,9 +193,9 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
 
 def test_names_share_a_line_where_that_says_everything():
     names = {f"a.{i}.b.{j}" for i in (0, 1, 5) for j in range(3)}
-    assert compressed(names) == ["a.{0-1,5}.b.{0-2}"]
-    assert compressed(names - {"a.1.b.2"}) == sorted(names - {"a.1.b.2"})
-    assert compressed(["x", "y"]) == ["x", "y"]
+    assert compress_names(names) == ["a.{0-1,5}.b.{0-2}"]
+    assert compress_names(names - {"a.1.b.2"}) == sorted(names - {"a.1.b.2"})
+    assert compress_names(["x", "y"]) == ["x", "y"]
 
 
 def test_experts_of_different_dtypes(copy, capsys):
@@ -352,7 +352,7 @@ def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, cha
     saved = open_checkpoint(tmp_path / "ours")
     tensors = {name: saved.read(name) for name in saved.tensors}
     tensors[f"model.{name}"] = change(tensors.get(f"model.{name}"))
-    pieces = {name: Lazy(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items() if t is not None}
+    pieces = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items() if t is not None}
     write_checkpoint(tmp_path / "other", pieces, saved.record)
     capsys.readouterr()
     assert main(["convert", "--to-hf", str(tmp_path / "other"), str(tmp_path / "out")]) == 2

@@ -48,24 +48,30 @@ def why(**changes) -> list[str]:
 )
 def test_a_size_that_no_model_has(monkeypatch, key, field, number):
     monkeypatch.setattr(configs, "_model", lambda *_: pytest.fail("it was made"))
-    (said,) = why(**{key: number})
-    assert said.startswith(f"config.json gives model.{field} = ") and "and the limit is " in said and len(said) < 200
+    (message,) = why(**{key: number})
+    assert (
+        message.startswith(f"config.json gives model.{field} = ")
+        and "and the limit is " in message
+        and len(message) < 200
+    )
 
 
 def test_a_size_that_several_keys_give():
-    (said,) = why(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400})
-    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the limit is 2,147,483,648" in said
+    (message,) = why(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400})
+    assert (
+        message.startswith("config.json gives model.rope_original_len = 0x") and "the limit is 2,147,483,648" in message
+    )
 
 
 def test_floats_that_are_not_numbers():
-    (said,) = why(rms_norm_eps=10**400)
-    assert "model.norm_eps = 0x" in said and "the limit is 9,223,372,036,854,775,807" in said
+    (message,) = why(rms_norm_eps=10**400)
+    assert "model.norm_eps = 0x" in message and "the limit is 9,223,372,036,854,775,807" in message
     assert "rope_theta" in why(rope_theta=10**400)[0]
 
 
 def test_experts_of_all_layers_are_counted_together():
-    (said,) = why(num_hidden_layers=10_000, num_local_experts=60_000)
-    assert "10000 layers (model.num_layers) of 60000 experts (model.num_experts), 600,000,000 in all" in said
+    (message,) = why(num_hidden_layers=10_000, num_local_experts=60_000)
+    assert "10000 layers (model.num_layers) of 60000 experts (model.num_experts), 600,000,000 in all" in message
     assert interpret(MIXTRAL | {"num_hidden_layers": 1000, "num_local_experts": 1000}, "c").model.num_layers == 1000
 
 
@@ -112,9 +118,9 @@ def test_which_blocks_are_narrow_is_found_as_by_trying_all():
 
 
 def test_ten_thousand_layers_take_a_pass_or_two(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        "titanmoe.models.families.huggingface.has_experts", lambda *it: asked.append(it) or has_experts(*it)
+        "titanmoe.models.families.huggingface.has_experts", lambda *it: calls.append(it) or has_experts(*it)
     )
     assert dense_blocks([False] * 9999 + [True]) == {"num_dense_layers": 9999, "moe_every": 1}
-    assert len(asked) == 10_000
+    assert len(calls) == 10_000

@@ -19,14 +19,14 @@ def upcycle(folder, out, experts, top_k, granularity, *more):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    made = {}
+    cache = {}
 
     def get(name):
-        if name not in made:
+        if name not in cache:
             model = models.make(name)
             folder = models.save(model, tmp_path_factory.mktemp(name))
-            made[name] = folder, models.logits(model, models.ids())
-        return made[name]
+            cache[name] = folder, models.logits(model, models.ids())
+        return cache[name]
 
     return get
 

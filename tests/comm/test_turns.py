@@ -30,7 +30,7 @@ def script(name: str, segments: int, log: list[str], lands: int = 1) -> Callable
                     turns.hand_over()
             log.append(f"{name}{i}")
             if i < segments - 1:
-                turns.sent()
+                turns.mark_sent()
 
     return run
 
@@ -61,8 +61,8 @@ def test_nobody_hands_over_what_is_not_under_way() -> None:
     def first() -> None:
         turns.hand_over()
         log.append("a0")
-        turns.sent()
-        turns.sent()
+        turns.mark_sent()
+        turns.mark_sent()
         turns.hand_over()
         turns.hand_over()  # the second of the two that were sent: it was in flight all along
         log.append("a1")
@@ -78,10 +78,10 @@ def test_nobody_hands_over_what_is_not_under_way() -> None:
 
 
 def test_without_a_pair_nothing_happens() -> None:
-    turns.sent()
+    turns.mark_sent()
     turns.hand_over()
     Turns().take(lambda: None, lambda: None)
-    turns.sent()
+    turns.mark_sent()
     turns.hand_over()
 
 
@@ -106,7 +106,7 @@ class _Fly(torch.autograd.Function):
         if x.is_cuda:
             _Fly.streams.add(torch.cuda.current_stream())
         log.append(f"{name} sends")
-        turns.sent()
+        turns.mark_sent()
         turns.hand_over()
         log.append(f"{name} lands")
         return x * 2
@@ -190,7 +190,7 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
 
     def waits() -> None:
         try:
-            turns.sent()
+            turns.mark_sent()
             turns.hand_over()
         except Exception as error:
             cleaned.append(type(error))

@@ -10,7 +10,8 @@ import pytest
 import titanmoe.parallel.pipeline  # noqa: F401 (torch is loaded before steps are counted)
 from titanmoe.config import Config, ConfigError, load
 from titanmoe.config.fields import fields, toml_value
-from titanmoe.models.families import FAMILIES, preset
+from titanmoe.models.families import names
+from titanmoe.parts import PARTS
 from titanmoe.train.legal import refusals
 
 ROOT = Path(__file__).parents[2]
@@ -72,10 +73,10 @@ def recipe(rng: random.Random) -> str:
             field = fields()[path]
             by_table.setdefault(field.table, []).append(f"{field.name} = {written(rng, value(rng, field))}")
         if rng.random() < 0.5:
-            family = rng.choice(list(FAMILIES))
+            family = rng.choice(list(names()))
             of_model = by_table.setdefault("model", [])
             if not any(line.startswith(("family ", "size ")) for line in of_model):
-                of_model += [f'family = "{family}"', f'size = "{rng.choice(list(FAMILIES[family]))}"']
+                of_model += [f'family = "{family}"', f'size = "{rng.choice(names()[family])}"']
         lines = [line for table, its in by_table.items() for line in [f"[{table}]", *its]]
     for _ in range(rng.choice([0, 0, 0, 1, 3])):
         at = rng.randrange(len(lines) + 1)
@@ -148,7 +149,7 @@ def answered(seed: int, folder: Path) -> int:
         argv = ["--config", str(file), *argv]
     with Counted(CALLS) as counted:
         try:
-            config = load(argv, preset, lambda config: refusals(config, world))
+            config = load(argv, PARTS, lambda config: refusals(config, world))
         except ConfigError as error:
             assert error.problems and all(error.problems)
             return counted.made

@@ -5,12 +5,13 @@ from math import inf, nan
 
 import pytest
 
-from titanmoe.config.dispatchers import in_pieces_quoted
 from titanmoe.config.fields import build, fields, flat
 from titanmoe.config.laws import contradictions
 from titanmoe.config.ranges import RANGES, Range, out_of_range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import names, preset
+from titanmoe.moe.dispatchers.rules import in_chunks_quoted
+from titanmoe.parts import PARTS
 
 LATENT = {
     "model.kv_lora_rank": 16,
@@ -34,7 +35,7 @@ def test_defaults_and_every_size_of_every_family_are_lawful():
     for family, sizes in names().items():
         for size in sizes:
             values = {f"model.{name}": value for name, value in preset(family, size).items()}
-            assert out_of_range(values) == contradictions(build(values)) == [], (family, size)
+            assert out_of_range(values) == contradictions(build(values, PARTS)) == [], (family, size)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_out_of_range(path, value):
         ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
-            f'overlap_chunks = 2 .*dispatcher = "allgather" has none: use dispatcher = {in_pieces_quoted()}',
+            f'overlap_chunks = 2 .*dispatcher = "allgather" has none: use dispatcher = {in_chunks_quoted()}',
         ),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
@@ -219,7 +220,7 @@ def test_out_of_range(path, value):
     ],
 )
 def test_contradiction(values, says):
-    (violation,) = contradictions(build(values))
+    (violation,) = contradictions(build(values, PARTS))
     assert re.search(says, violation.text)
     assert set(violation.fields) & set(values)
     assert set(violation.fields) <= set(fields())
@@ -252,9 +253,9 @@ def test_contradiction(values, says):
     ],
 )
 def test_lawful(values):
-    assert out_of_range(flat(build(values))) == contradictions(build(values)) == []
+    assert out_of_range(flat(build(values, PARTS))) == contradictions(build(values, PARTS)) == []
 
 
 def test_contradictions_come_together():
     values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "files"}
-    assert len(contradictions(build(values))) == 4
+    assert len(contradictions(build(values, PARTS))) == 4

@@ -15,24 +15,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
 from titanmoe.config.load import format_problems
+from titanmoe.config.parts import Kind, PartError, Parts, Rules
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": "head"}}
 
 
-def preset(family, size):
-    if family != "mixtral" or size not in SHAPES | {"debug": {}}:
-        raise LookupError(f"model.size = {size!r} is not a size of {family}: known are debug, small, large")
-    return {"family": family, "size": size, **SHAPES.get(size, {})}
+class ThreeSizes(Rules):
+    def preset(self, values):
+        if (size := values["model.size"]) not in SHAPES | {"debug": {}}:
+            text = f"model.size = {size!r} is not a size of mixtral: known are debug, small"
+            raise PartError(("model.family", "model.size"), text)
+        return {f"model.{name}": value for name, value in SHAPES.get(size, {}).items()}
+
+
+PARTS = Parts((Kind("model.family", {"mixtral": ThreeSizes()}), DISPATCHERS))
 
 
 def read(*argv, check=lambda config: [], resolve=None):
-    return load(argv, preset, check, resolve)
+    return load(argv, PARTS, check, resolve)
 
 
 def problems(*argv, check=lambda config: []):
@@ -174,13 +180,13 @@ def test_problems_of_every_source_come_together(recipe):
         (
             '[moe]\ndispatcher = "all2all"\n',
             2,
-            f'moe.dispatcher = "all2all" is not one of {", ".join(DISPATCHERS)}: did you mean allto',
+            f'moe.dispatcher = "all2all" is not one of {", ".join(DISPATCHERS.table)}: did you mean allto',
         ),
         ("[model]\nqk_norm = true\n", 2, "model.qk_norm = true is not one of none, head, full"),
         (
             "[moe]\ndispatcher = 2\n",
             2,
-            f"moe.dispatcher = 2 is not one of {', '.join(DISPATCHERS)}",
+            'moe.dispatcher = 2 is not a string: write "2", in quotes',
         ),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
@@ -196,7 +202,7 @@ def test_problems_of_every_source_come_together(recipe):
             2,
             "optimizer.lr = 1e+30 is out of range: it must be in [0, 100], because a step of AdamW",
         ),
-        ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small, large"),
+        ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small"),
     ],
 )
 def test_problem_in_a_recipe(recipe, text, line, says):
@@ -238,7 +244,7 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         (["--compile.enable", "yes"], "compile.enable = yes is not true or false"),
         (
             ["--moe.dispatcher", "gather"],
-            f"moe.dispatcher = gather is not one of {', '.join(DISPATCHERS)}: did you mean allg",
+            f'moe.dispatcher = "gather" is not one of {", ".join(DISPATCHERS.table)}: did you mean allg',
         ),
         (["--data.paths=[1]"], "data.paths = [1] is not a list of strings"),
         (["--data.paths=[a"], "data.paths = [a is not a list of strings"),
@@ -367,7 +373,7 @@ ANY = {
     "training.seed": st.integers(-(2**60), 2**60),
     "optimizer.lr": st.floats(allow_nan=False),
     "compile.enable": st.booleans(),
-    "moe.dispatcher": st.sampled_from(list(DISPATCHERS)),
+    "moe.dispatcher": st.sampled_from(list(DISPATCHERS.table)),
     "data.paths": st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=3),
     "pipeline.layers_per_stage": st.lists(st.integers(0, 99), max_size=3),
     "data.weights": st.lists(st.floats(allow_nan=False), max_size=3),
@@ -395,7 +401,7 @@ def test_help_shows_every_field_with_its_value_and_where_it_comes_from(recipe, c
     assert "  --training.steps INT = 7   (my.toml:4)\n      Optimizer steps" in page
     assert "  --moe.z_loss FLOAT = 0.5   (command line)\n" in page
     assert "  --model.num_layers INT = 2\n" in page
-    assert f"  --moe.dispatcher {{{','.join(DISPATCHERS)}}} = " in page
+    assert f"  --moe.dispatcher {{{','.join(DISPATCHERS.table)},MODULE:NAME}} = " in page
     assert "  --compile.enable {true,false} = false\n" in page
     assert all(len(line) <= 120 or line.startswith("  --") for line in page.splitlines())
 
@@ -454,7 +460,9 @@ def test_rank_that_waits_for_rank_0_ends_with_code_2_too():
 
 
 def test_help_into_a_closed_pipe_is_quiet():
-    code = "from titanmoe.config import load; load(['--help'], lambda family, size: {}, lambda config: [])"
+    code = (
+        "from titanmoe.config import load; from titanmoe.parts import PARTS; load(['--help'], PARTS, lambda config: [])"
+    )
     command = f'"{sys.executable}" -c "{code}" | head -1'
     done = subprocess.run(command, shell=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.stdout.startswith(b"usage:") and done.stderr == b""

@@ -10,7 +10,7 @@ from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.recipe import toml
 from titanmoe.config.world_size import recipe_ranks, world_of
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import launch
 
 BODY = '[model]\nfamily = "mixtral"\nsize = "debug"\n'
@@ -29,29 +29,27 @@ def recipe(tmp_path: Path):
 
 def test_the_recipes_own_number_and_whatever_overrides_it(recipe):
     file = recipe("[job]\nranks = 8\n" + BODY)
-    assert recipe_ranks([file], preset) == recipe_ranks(["--config", file], preset) == 8
+    assert recipe_ranks([file], PARTS) == recipe_ranks(["--config", file], PARTS) == 8
     assert (
-        recipe_ranks(["debug", "--job.ranks", "16"], preset)
-        == world_of(None, ["debug", "--job.ranks=16"], preset)
-        == 16
+        recipe_ranks(["debug", "--job.ranks", "16"], PARTS) == world_of(None, ["debug", "--job.ranks=16"], PARTS) == 16
     )
-    assert recipe_ranks(["--training.steps", "5", file, "--data.paths", "a"], preset) == 8
-    assert recipe_ranks([recipe(BODY)], preset) == 0
-    assert world_of(3, [file], preset) == 3
+    assert recipe_ranks(["--training.steps", "5", file, "--data.paths", "a"], PARTS) == 8
+    assert recipe_ranks([recipe(BODY)], PARTS) == 0
+    assert world_of(3, [file], PARTS) == 3
 
 
 def test_a_comment_that_said_it_is_told_what_to_write(recipe):
     with pytest.raises(ConfigError) as refusal:
-        recipe_ranks([file := recipe("# world = 4\n#\n" + TP2)], preset)
+        recipe_ranks([file := recipe("# world = 4\n#\n" + TP2)], PARTS)
     assert refusal.value.problems == [
         f"{file}:1: the comment # world = 4 does not say the number of ranks any more: "
         "write ranks = 4 below a line [job], or give --ranks N"
     ]
     with pytest.raises(ConfigError, match=r"write ranks = 4 below \[job\] in line 2, or"):
-        recipe_ranks([recipe('# world = 4\n[job]\nname = "x"\n')], preset)
+        recipe_ranks([recipe('# world = 4\n[job]\nname = "x"\n')], PARTS)
     file = recipe("# world = 4\n[job]\nranks = 8\n")
-    assert recipe_ranks([file], preset) == 8, "the key decides, the comment is only a comment"
-    assert world_of(2, [recipe("# world = 4\n" + TP2)], preset) == 2
+    assert recipe_ranks([file], PARTS) == 8, "the key decides, the comment is only a comment"
+    assert world_of(2, [recipe("# world = 4\n" + TP2)], PARTS) == 2
 
 
 def test_no_number_at_all_is_one_message_with_what_else_is_wrong(recipe):
@@ -59,12 +57,12 @@ def test_no_number_at_all_is_one_message_with_what_else_is_wrong(recipe):
         with pytest.raises(
             ConfigError, match=r"on how many ranks. Give --ranks N, or write it into the recipe: ranks = N"
         ):
-            world_of(None, argv, preset)
+            world_of(None, argv, PARTS)
     with pytest.raises(ConfigError) as refusal:
-        world_of(None, ["--job.ranks", "four"], preset)
+        world_of(None, ["--job.ranks", "four"], PARTS)
     assert "job.ranks = four is not an integer" in refusal.value.problems[0] and "how many" in refusal.value.problems[1]
     with pytest.raises(ConfigError, match="--ranks = 0 is not a number of ranks: use 1 or more"):
-        world_of(0, [], preset)
+        world_of(0, [], PARTS)
 
 
 COMMANDS = ("plan", "rehearse", "fold", "train")

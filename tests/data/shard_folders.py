@@ -27,22 +27,22 @@ def manifest(shards, **changes):
     } | changes
 
 
-def make(folder: Path, shards: list[list[list[int]]], counted=None, **changes) -> Path:
+def make(folder: Path, shards: list[list[list[int]]], label_masks=None, **changes) -> Path:
     """shards: for each, its documents' tokens."""
     (folder / WORK).mkdir(parents=True)
-    made = []
+    entries = []
     for n, documents in enumerate(shards):
         dtype = DTYPES[changes.get("dtype", "uint16")]
-        writer = ShardWriter(folder, f"{n:05d}-000", dtype, counted is not None)
+        writer = ShardWriter(folder, f"{n:05d}-000", dtype, label_masks is not None)
         for k, document in enumerate(documents):
-            mask = None if counted is None else np.array(counted[n][k], bool)
+            mask = None if label_masks is None else np.array(label_masks[n][k], bool)
             writer.add(np.array(document, np.uint32), mask)
-        made.append(writer.close())
+        entries.append(writer.close())
     (folder / WORK).rmdir()
-    write_json(folder / MANIFEST, manifest(made, **({} if counted is None else {"counted": 1}) | changes))
+    write_json(folder / MANIFEST, manifest(entries, **({} if label_masks is None else {"counted": 1}) | changes))
     return folder
 
 
 def edit(folder: Path, **changes) -> None:
-    found = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(found | changes))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | changes))

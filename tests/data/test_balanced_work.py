@@ -25,8 +25,8 @@ def test_windows_bound_what_a_token_sees():
     work = DocumentWork(model)
     pairs = {n: sum(min(i + 1, 4) for i in range(n)) for n in (1, 3, 4, 5, 50)}
     (cost,) = work.per_pair.values()
-    for n, seen in pairs.items():
-        assert work(np.array([n])) == work.per_token * n + cost * seen
+    for n, visible in pairs.items():
+        assert work(np.array([n])) == work.per_token * n + cost * visible
     both = DocumentWork(Model(num_layers=2, sliding_window=4, full_attention_every=2))
     assert both(np.array([50])) == both.per_token * 50 + cost * (pairs[50] + 50 * 51 / 2)
 

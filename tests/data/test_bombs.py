@@ -10,29 +10,29 @@ import pytest
 import zstandard
 
 from titanmoe.config import Config, ConfigError
+from titanmoe.data import decompress
 from titanmoe.data import read_files as reading
-from titanmoe.data import unpack
+from titanmoe.data.decompress import open_decompressed
 from titanmoe.data.open import open_documents
 from titanmoe.data.read_files import Bad, Reader, find_files, spans
-from titanmoe.data.unpack import opened
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}
 LINE = json.dumps({"text": "one"}).encode() + b"\n"
 
 
 def read(file, most_mb=1, size=1 << 30):
-    found = []
+    records = []
     for source in find_files([str(file)], "auto"):
         for span in spans(source, size):
-            found += Reader(span, "text", most_mb)
-    return found
+            records += Reader(span, "text", most_mb)
+    return records
 
 
 def why(file, size=1 << 30):
     with pytest.raises(ConfigError) as error:
         read(file, size=size)
-    (said,) = error.value.problems
-    return said
+    (problem,) = error.value.problems
+    return problem
 
 
 def long_line(mb: float) -> bytes:
@@ -74,7 +74,7 @@ def test_a_text_is_refused_as_a_whole(tmp_path, packed):
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_memory_follows_the_limit_and_not_the_file(tmp_path, kind, packed, monkeypatch):
     file = tmp_path / f"a.{kind}{packed}"
-    monkeypatch.setattr(unpack, "PIECE", 64)
+    monkeypatch.setattr(decompress, "PIECE", 64)
     file.write_bytes(PACK[packed](long_line(16)))
     assert file.stat().st_size < 1 << 17
     tracemalloc.start()
@@ -88,23 +88,23 @@ def test_memory_follows_the_limit_and_not_the_file(tmp_path, kind, packed, monke
 def test_zst_is_unpacked_in_small_pieces_of_the_file(tmp_path, monkeypatch):
     file = tmp_path / "a.jsonl.zst"
     file.write_bytes(PACK[".zst"](b"".join(json.dumps({"text": str(n)}).encode() + b"\n" for n in range(5000))))
-    given, make = [], unpack._unpacker
+    block_sizes, make = [], decompress._zstd_class
 
     class Watched:
         def __init__(self, frame):
             self.frame = frame
 
         def decompress(self, block):
-            given.append(len(block))
+            block_sizes.append(len(block))
             return self.frame.decompress(block)
 
         def __getattr__(self, name):
             return getattr(self.frame, name)
 
-    monkeypatch.setattr(unpack, "_unpacker", lambda file: lambda: Watched(make(file)()))
-    with opened(str(file)) as (stream, _):
+    monkeypatch.setattr(decompress, "_zstd_class", lambda file: lambda: Watched(make(file)()))
+    with open_decompressed(str(file)) as (stream, _):
         assert len(stream.read()) == sum(len(json.dumps({"text": str(n)})) + 1 for n in range(5000))
-    assert max(given) == unpack.PIECE and sum(given) == file.stat().st_size
+    assert max(block_sizes) == decompress.PIECE and sum(block_sizes) == file.stat().st_size
 
 
 def test_what_is_too_long_is_not_skipped(tmp_path):
@@ -149,7 +149,7 @@ def test_a_value_that_can_be_read_and_not_written_again(tmp_path, monkeypatch):
     def deep(value):
         raise RecursionError
 
-    monkeypatch.setattr(reading, "_surrogate", deep)
+    monkeypatch.setattr(reading, "_has_surrogate", deep)
     (tmp_path / "a.jsonl").write_text('{"text": "\\u00e9"}\n')
     (entry,) = read(tmp_path / "a.jsonl")
     assert f"{tmp_path}/a.jsonl:1: JSON nested too deeply" in entry.why
@@ -172,8 +172,8 @@ def test_a_long_value_of_parquet(tmp_path):
 def test_a_group_of_rows_that_unpacks_to_much(tmp_path):
     file = tmp_path / "a.parquet"
     parquet(file, ["one"] * 3 + ["a" * (2 << 20)], compression="zstd", row_group_size=3)
-    said = why(file)
-    assert said.startswith(f"{file}: row group 2: 'text', ") and "packed 256 to 1, has more than 1 MiB" in said
+    problem = why(file)
+    assert problem.startswith(f"{file}: row group 2: 'text', ") and "packed 256 to 1, has more than 1 MiB" in problem
 
 
 def test_a_long_value_many_times_over_is_held_few_times(tmp_path):

@@ -25,14 +25,14 @@ TALK = [
 ]
 
 
-def said(chat, messages) -> tuple[str, list[str]]:
+def answers_of(chat, messages) -> tuple[str, list[str]]:
     """The whole text, and the runs of tokens that count."""
-    tokens, counted = chat.encode(messages)
-    assert len(tokens) == len(counted)
+    tokens, assistant_mask = chat.encode(messages)
+    assert len(tokens) == len(assistant_mask)
     runs: list[list[int]] = []
-    for n, (token, counts) in enumerate(zip(tokens.tolist(), counted.tolist(), strict=True)):
+    for n, (token, counts) in enumerate(zip(tokens.tolist(), assistant_mask.tolist(), strict=True)):
         if counts:
-            runs = [*runs, []] if not n or not counted[n - 1] else runs
+            runs = [*runs, []] if not n or not assistant_mask[n - 1] else runs
             runs[-1].append(token)
 
     def text(ids):
@@ -46,7 +46,7 @@ def said(chat, messages) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(("template", "after"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_the_assistants_part_counts(kind, template, after, bpe):
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
-    text, runs = said(Chat(template, "t", tokenizer), TALK)
+    text, runs = answers_of(Chat(template, "t", tokenizer), TALK)
     assert runs == [TALK[2]["content"] + after, TALK[4]["content"] + after]
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?")
     assert "\ufdd0" not in text and text.count("<|im_end|>") == 5
@@ -55,20 +55,22 @@ def test_the_assistants_part_counts(kind, template, after, bpe):
 def test_tokens_and_masks_are_those_of_transformers(bpe):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
+    transformers_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
     for template in MARKED, CHATML:
         options = dict(chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        expected = theirs.apply_chat_template(TALK, **options)
-        tokens, counted = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        expected = transformers_tokenizer.apply_chat_template(TALK, **options)
+        tokens, assistant_mask = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
         assert tokens.tolist() == expected["input_ids"]
         if template == MARKED:  # theirs cannot otherwise know what the assistant said
-            assert counted.tolist() == [bool(said) for said in expected["assistant_masks"]]
+            assert assistant_mask.tolist() == [bool(answers_of) for answers_of in expected["assistant_masks"]]
 
 
 def test_a_token_on_both_sides_of_the_border_counts(bpe):
     """Byte-level BPE joins a space with the word after it."""
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    _, runs = said(Chat(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}])
+    _, runs = answers_of(Chat(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}])
     assert runs == [" the fox"]
 
 
@@ -80,9 +82,11 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
     )
     with pytest.raises(ConfigError) as error:
         Chat(forgets, "templates/t", tokenizer).encode(TALK)
-    (said,) = error.value.problems
-    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in said
-    assert "a copy of the template and name that with --chat-template or data.chat_template" in said
+    (answers_of,) = error.value.problems
+    assert (
+        "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in answers_of
+    )
+    assert "a copy of the template and name that with --chat-template or data.chat_template" in answers_of
     other = (
         each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
     )
@@ -118,14 +122,14 @@ def test_the_refusal_says_where_the_marks_go():
     assert f"{head}...{tail}, where ... is what writes the answer (from line 2 of the template on)" in why
     marked = THINKS.replace('{{- "<|im_start|>assistant\\n" + (', "{{- '' }}" + head + "{{- (")
     marked = marked.replace('m.content + "<|im_end|>\\n" }}\n    {%- else', "m.content }}" + tail + "\n    {%- else")
-    text, runs = said(Chat(marked, "t", ByteTokenizer()), REASONED)
+    text, runs = answers_of(Chat(marked, "t", ByteTokenizer()), REASONED)
     assert runs == ["Because.<|im_end|>\n", "<think>so</think>\nThus.<|im_end|>\n"]
     assert text == Chat(THINKS, "t", ByteTokenizer())._render(REASONED)
 
 
 def test_an_assistant_that_begins_has_no_header_counted():
     greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
-    assert said(Chat(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
+    assert answers_of(Chat(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
     with pytest.raises(ChatError, match="its first message is the assistant's, and the chat template t cannot be ren"):
         Chat("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
 
@@ -150,10 +154,10 @@ def test_null_and_parts_as_transformers_renders_them(bpe):
     """Where the template handles them."""
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
-    expected = theirs.apply_chat_template(CALLED, chat_template=ANY_CONTENT, tokenize=False)
+    transformers_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
+    expected = transformers_tokenizer.apply_chat_template(CALLED, chat_template=ANY_CONTENT, tokenize=False)
     assert expected.startswith('<user>What is None?;<assistant>I addadd{"a": null, "b": [1]};<tool>4;')
-    text, runs = said(Chat(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
+    text, runs = answers_of(Chat(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
     assert text == expected and runs == ['I addadd{"a": null, "b": [1]};', "four;"]
 
 
@@ -164,7 +168,7 @@ def test_null_and_parts_are_not_written_as_python_writes_them(write):
         chat.encode([{"role": "user", "content": "None"}, *CALLED[1:]])
     with pytest.raises(ChatError, match="writes message 1's content, a list, as Python writes it: make it text"):
         chat.encode([CALLED[0], CALLED[3]])
-    assert said(chat, [{"role": "user", "content": "None"}, {"role": "assistant", "content": "x", "name": None}])
+    assert answers_of(chat, [{"role": "user", "content": "None"}, {"role": "assistant", "content": "x", "name": None}])
 
 
 def test_contents_that_a_template_cannot_take_are_named():
@@ -206,11 +210,11 @@ def test_what_published_templates_use():
         "{{ m | tojson }}{% endfor %}{% if strftime_now is defined %}today{% endif %}"
     )
     messages = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "<é>"}]
-    text, _ = said(Chat(template, "t", ByteTokenizer()), messages)
+    text, _ = answers_of(Chat(template, "t", ByteTokenizer()), messages)
     assert text == '{"role": "assistant", "content": "<é>"}'
     tokenizer = ByteTokenizer()
     tokenizer.marks = {"bos_token": "<s>"}
-    assert said(Chat(template, "t", tokenizer), messages)[0] == f"<s>{text}"
+    assert answers_of(Chat(template, "t", tokenizer), messages)[0] == f"<s>{text}"
 
 
 def test_where_templates_come_from(bpe, tmp_path, monkeypatch):

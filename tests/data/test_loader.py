@@ -61,16 +61,16 @@ def step_samples(config: Config, data_ranks: int, steps: int, state: dict | None
         if state is not None:
             loader.load_state_dict(state)
     for _ in range(steps):
-        found: dict[int, tuple] = {}
+        samples: dict[int, tuple] = {}
         for rank, loader in enumerate(loaders):
             for m, batch in enumerate(loader.next_step()):
                 size = len(batch.tokens_BS)
                 in_turn = [(m * data_ranks + rank) * size + b for b in range(size)]
                 numbers = in_turn if batch.number_B is None else batch.number_B.tolist()
                 for b, number in enumerate(numbers):
-                    assert number not in found
-                    found[number] = tuple(None if x is None else tuple(x[b].tolist()) for x in batch[:5])
-        out.append(dict(sorted(found.items())))
+                    assert number not in samples
+                    samples[number] = tuple(None if x is None else tuple(x[b].tolist()) for x in batch[:5])
+        out.append(dict(sorted(samples.items())))
     for loader in loaders:
         loader.close()
     return out
@@ -100,13 +100,13 @@ def test_samples_are_the_same_however_they_are_shared_out(config, of_one_rank, p
 
 
 def test_samples_are_identified_alike_however_they_are_distributed(config):
-    config.data.packing, seen = "best_fit", []
+    config.data.packing, identities = "best_fit", []
     for config.data.balance_work in (False, True):
         loaders = [Loader(config, rank, 4) for rank in range(4)]
         steps = [(loader.next_step(), loader.next_step())[1] for loader in loaders]
         parts = [loader.identify(step) for loader, step in zip(loaders, steps, strict=True)]
-        seen.append({number: digest for part in parts for number, digest in part.items()})
-    assert seen[0] == seen[1] and set(seen[0]) == set(range(24, 48))
+        identities.append({number: digest for part in parts for number, digest in part.items()})
+    assert identities[0] == identities[1] and set(identities[0]) == set(range(24, 48))
 
 
 def test_other_steps_and_other_seeds_have_other_samples(config):
@@ -152,21 +152,21 @@ def test_an_epoch_has_every_pair_once(config, packing):
     packer = source.packer
     starts = packer.documents.starts
     for epoch in range(2):
-        seen = Counter()
-        while (packer.state[0] if packing == "best_fit" else packer.taken // packer.per_epoch) == epoch:
+        times_read = Counter()
+        while (packer.state[0] if packing == "best_fit" else packer.sequences_taken // packer.per_epoch) == epoch:
             (pieces,) = packer.take(1)
             assert pieces.pairs_P.sum() <= 32
             for start, pairs in zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True):
-                seen.update(range(start, start + pairs))
-        assert set(seen.values()) == {1}
+                times_read.update(range(start, start + pairs))
+        assert set(times_read.values()) == {1}
         if packing == "best_fit":
-            assert set(seen) == set(range(starts[-1])) - {end - 1 for end in starts[1:]}
+            assert set(times_read) == set(range(starts[-1])) - {end - 1 for end in starts[1:]}
         else:
-            assert len(seen) == packer.per_epoch * 32 > starts[-1] - 33
+            assert len(times_read) == packer.per_epoch * 32 > starts[-1] - 33
 
 
 def test_windows_begin_elsewhere_in_other_epochs():
-    stream = Stream(MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, apart=False)
+    stream = Stream(MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, separate_documents=False)
     offsets = set()
     for _ in range(40):
         (offset,) = {int(pieces.start_P[0]) % 32 for pieces in stream.take(stream.per_epoch)}
@@ -179,9 +179,9 @@ def test_lengths_are_those_of_the_documents_in_a_sequence(config, packing):
     """By which work is distributed."""
     config.data.packing = packing
     packer = Loader(config, 0, 1).mix.sources[0].packer
-    sequences = list(packer.once())
+    sequences = list(packer.first_epoch())
     for pieces, length_P in zip(sequences, packer.lengths(sequences), strict=True):
-        out = empty(1, 32, apart=True)
+        out = empty(1, 32, separate_documents=True)
         packer.fill(pieces, out, 0)
         assert length_P.tolist() == np.bincount(out.document_NS[out.valid_NS]).tolist()
 
@@ -192,11 +192,13 @@ def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
     begun = []
     for _ in range(60):
         loader.next_step()
-        begun += loader.begun
+        begun += loader.epoch_messages
     report = loader.report()
-    taken = [state for (state,) in loader.state]
-    assert taken[0] / taken[1] == pytest.approx(tokens[0] / tokens[1], rel=0.15)  # by tokens: one pass over everything
-    assert report["data.epoch.short"] == pytest.approx(taken[0] / (tokens[0] // 32), rel=0.01)
+    counts = [state for (state,) in loader.state]
+    assert counts[0] / counts[1] == pytest.approx(
+        tokens[0] / tokens[1], rel=0.15
+    )  # by tokens: one pass over everything
+    assert report["data.epoch.short"] == pytest.approx(counts[0] / (tokens[0] // 32), rel=0.01)
     assert report["data_wait_s"] >= 0
     assert begun[0].startswith("data: ") and begun[0].endswith("begins epoch 2")
     assert len(begun) == int(report["data.epoch.short"]) + int(report["data.epoch.long"])
@@ -208,8 +210,8 @@ def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
     assert loader.notes() == {"sources": "short 10.0%, long 90.0% of the samples"}
     for _ in range(60):
         loader.next_step()
-    taken = [state for (state,) in loader.state]
-    assert taken[1] / sum(taken) == pytest.approx(0.9, abs=0.02)
+    counts = [state for (state,) in loader.state]
+    assert counts[1] / sum(counts) == pytest.approx(0.9, abs=0.02)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -236,14 +238,14 @@ def test_the_contents_of_a_sequence(config, packing):
             for number in document[valid].unique().tolist():
                 own = document == number
                 assert position[own].tolist() == list(range(int(own.sum())))
-                its, next_ones = tokens[own].tolist(), labels[own].tolist()
-                assert its[1:] == next_ones[:-1]
-                assert any(decode([*its, *[t for t in next_ones[-1:] if t != IGNORE]]) in d for d in documents)
-                assert ByteTokenizer.bos not in its[1:] and ByteTokenizer.bos not in next_ones
-                if packing == "documents" and ByteTokenizer.eos in its:
-                    assert next_ones[its.index(ByteTokenizer.eos)] == IGNORE
+                inputs, next_ones = tokens[own].tolist(), labels[own].tolist()
+                assert inputs[1:] == next_ones[:-1]
+                assert any(decode([*inputs, *[t for t in next_ones[-1:] if t != IGNORE]]) in d for d in documents)
+                assert ByteTokenizer.bos not in inputs[1:] and ByteTokenizer.bos not in next_ones
+                if packing == "documents" and ByteTokenizer.eos in inputs:
+                    assert next_ones[inputs.index(ByteTokenizer.eos)] == IGNORE
                 if packing == "best_fit":
-                    assert ByteTokenizer.eos not in its and IGNORE not in next_ones
+                    assert ByteTokenizer.eos not in inputs and IGNORE not in next_ones
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -267,12 +269,12 @@ def bounds(source) -> list[tuple[int, int]]:
 def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
     config.data.packing = "best_fit"
     source = Loader(config, 0, 1).mix.sources[1]
-    sequences = list(source.packer.once())
+    sequences = list(source.packer.first_epoch())
     used = sum(int(pieces.pairs_P.sum()) for pieces in sequences)
     assert used / (32 * len(sequences)) > 0.95
     whole = {(a, b - a - 1) for a, b in bounds(source)}
-    found = {(s, n) for p in sequences for s, n in zip(p.start_P.tolist(), p.pairs_P.tolist(), strict=True)}
-    assert {(s, n) for s, n in whole if n <= 32} <= found
+    pieces = {(s, n) for p in sequences for s, n in zip(p.start_P.tolist(), p.pairs_P.tolist(), strict=True)}
+    assert {(s, n) for s, n in whole if n <= 32} <= pieces
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -373,17 +375,17 @@ def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):
     sets = []
     for source in (every, rest):
         sets.append([tuple(source.packer.documents.read(a, b).tolist()) for a, b in bounds(source)])
-    assert sets[1] == [its for i, its in enumerate(sets[0]) if i % 6 != 5]
-    seen = []
+    assert sets[1] == [document for i, document in enumerate(sets[0]) if i % 6 != 5]
+    validated = []
     for batches in ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out):
         for batch in batches:
             for tokens, labels, document in zip(batch.tokens_BS, batch.labels_BS, batch.document_BS, strict=True):
                 for number in set(document.tolist()) - {-1}:
                     own = document == number
-                    seen.append((*tokens[own].tolist(), int(labels[own][-1])))
-    held = sorted(its for i, its in enumerate(sets[0]) if i % 6 == 5)
-    pairs = sorted(its[a : a + 33] for its in held for a in range(0, len(its) - 1, 32))
-    assert sorted(seen) == pairs
+                    validated.append((*tokens[own].tolist(), int(labels[own][-1])))
+    held_out = sorted(document for i, document in enumerate(sets[0]) if i % 6 == 5)
+    pairs = sorted(document[a : a + 33] for document in held_out for a in range(0, len(document) - 1, 32))
+    assert sorted(validated) == pairs
 
 
 def test_each_source_may_name_its_text_differently(config, tmp_path):
@@ -394,7 +396,7 @@ def test_each_source_may_name_its_text_differently(config, tmp_path):
     with pytest.raises(ConfigError, match=r"b.jsonl:1: has no field 'text', it has 'body': .* data.fields for each"):
         Loader(config, 0, 1)
     config.data.fields = ["text", "body"]
-    read = [its.packer.documents.read(1, 41).tolist() for its in Loader(config, 0, 1).mix.sources]
+    read = [source.packer.documents.read(1, 41).tolist() for source in Loader(config, 0, 1).mix.sources]
     assert read == [[*b"x" * 40], [*b"y" * 40]]
 
 
@@ -403,8 +405,8 @@ def test_sources_too_small_to_hold_out_from(config):
     short, long = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
     assert (short.name, len(short.packer.documents)) == ("short", 1)  # of 60 documents; the other has 40
     whole = int(Loader(config, 0, 1).mix.sources[1].packer.documents.starts[-1])
-    held = int(long.packer.documents.starts[-1])
-    assert long.name == "long" and held == (whole + held) // 50
+    held_out_tokens = int(long.packer.documents.starts[-1])
+    assert long.name == "long" and held_out_tokens == (whole + held_out_tokens) // 50
     config.validation.held_out = 700
     with pytest.raises(ConfigError, match="holds out every 700th document, but no source has that many, or enough"):
         ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
@@ -416,15 +418,15 @@ def test_a_validation_set_is_whole_once_and_alike_each_time(config, data_ranks):
     sets = [ValidationSet(config, rank, data_ranks) for rank in range(data_ranks)]
     rows = []
     for _ in range(2):
-        found = Counter()
-        lengths = {sum(1 for _ in its) for its in sets}
+        samples = Counter()
+        lengths = {sum(1 for _ in validation_set) for validation_set in sets}
         assert len(lengths) == 1
-        for its in sets:
-            for batches in its:
+        for validation_set in sets:
+            for batches in validation_set:
                 for batch in batches:
                     assert (batch.valid_BS.any(1) == batch.valid_BS.all(1)).all()
-                    found.update(tuple(row.tolist()) for row in batch.tokens_BS[batch.valid_BS.any(1)])
-        rows.append(found)
+                    samples.update(tuple(row.tolist()) for row in batch.tokens_BS[batch.valid_BS.any(1)])
+        rows.append(samples)
     assert rows[0] == rows[1]
     config.validation.steps = 1
     assert sum(1 for _ in ValidationSet(config, 0, 1)) == 1

@@ -51,8 +51,8 @@ def test_the_second_start_finds_what_the_first_made(config, tmp_path, capsys, mo
 
 def test_a_cache_that_cannot_be_made_is_refused(config, tmp_path):
     config.data.cache = str(tmp_path / "a.jsonl")
-    assert f"data.cache: cannot write to {config.data.cache}/" in (said := problem(config, config.data.paths[0]))
-    assert said.endswith("name another folder, or make shards with `titanmoe tokenize` and name those in data.paths")
+    assert f"data.cache: cannot write to {config.data.cache}/" in (message := problem(config, config.data.paths[0]))
+    assert message.endswith("name another folder, or make shards with `titanmoe tokenize` and name those in data.paths")
 
 
 def test_ranks_that_start_together_make_it_once(config, tmp_path):
@@ -68,17 +68,17 @@ assert "torch" not in sys.modules
 """
     (tmp_path / "a.jsonl").write_bytes(lines(["one", "zwei"] * 20_000))
     ranks = [processes.Started(["-c", code], os.environ | {"RANK": rank}) for rank in "01"]
-    said = [rank.wait().stdout.splitlines() for rank in ranks]
-    assert said[0][-1] == said[1][-1] and said[0][-1].startswith("tokens:")
-    assert [len(line) for line in said] == [2, 1]  # rank 0 prints what was made
+    output = [rank.wait().stdout.splitlines() for rank in ranks]
+    assert output[0][-1] == output[1][-1] and output[0][-1].startswith("tokens:")
+    assert [len(line) for line in output] == [2, 1]  # rank 0 prints what was made
     assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1
 
 
 def test_a_vocabulary_that_does_not_fit_is_reported_before_the_work(config, tmp_path, monkeypatch, bpe):
     monkeypatch.setattr(open_module, "tokenize", None)
     config.model.vocab_size = 258
-    said = problem(config, config.data.paths[0])
-    assert "model.vocab_size = 258 is below 259" in said and "use 259 or more (320" in said
+    message = problem(config, config.data.paths[0])
+    assert "model.vocab_size = 258 is below 259" in message and "use 259 or more (320" in message
     config.data.tokenizer = str(bpe)
     assert "is below 295" in problem(config, config.data.paths[0])
     assert "is below 1000" in problem(config, make(tmp_path / "shards", [[[1, 2]]]))

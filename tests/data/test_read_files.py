@@ -122,8 +122,8 @@ def test_a_bad_line_is_reported_by_file_and_number(tmp_path, line, says):
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines(["one", "two"]) + b"\n" + line + b"\n" + lines(["three"]))
     for size in (1 << 20, 7 + len(line) // 20):
-        one, two, bad, three = read([file], size=size)
-        assert (one.value, two.value, three.value) == ("one", "two", "three")
+        first, second, bad, three = read([file], size=size)
+        assert (first.value, second.value, three.value) == ("one", "two", "three")
         assert isinstance(bad, Bad)
         assert re.search(f"^{re.escape(str(file))}:4: .*{says}", bad.why), bad.why
 

@@ -29,7 +29,7 @@ def test_shards_are_one_row(tmp_path_factory, shards, data):
     assert len(opened) == len(every) and len(opened.starts) == len(starts)
     a, b = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
     assert opened.read(a, b).tolist() == tokens[a:b].tolist()
-    assert opened.counted(a, b) is None
+    assert opened.label_mask(a, b) is None
     at = np.array(data.draw(st.lists(st.integers(-len(starts), len(starts) - 1), max_size=9)), np.int64)
     assert opened.starts[at].tolist() == starts[at].tolist()
     i, j, step = data.draw(
@@ -45,12 +45,12 @@ def test_shards_are_one_row(tmp_path_factory, shards, data):
 
 @pytest.mark.parametrize(("dtype", "top"), [("uint16", 65535), ("uint32", 200_000)])
 def test_tokens_keep_their_width_and_masks_their_place(tmp_path, dtype, top):
-    shards, counted = [[[1, top], [3]], [[4, 5, 6]]], [[[0, 1], [1]], [[0, 0, 1]]]
-    opened = ShardDocuments(make(tmp_path / "x", shards, counted, dtype=dtype, vocab_size=top + 1))
+    shards, label_masks = [[[1, top], [3]], [[4, 5, 6]]], [[[0, 1], [1]], [[0, 0, 1]]]
+    opened = ShardDocuments(make(tmp_path / "x", shards, label_masks, dtype=dtype, vocab_size=top + 1))
     opened = pickle.loads(pickle.dumps(opened))  # as in a worker process of the loader
     assert opened.read(0, 6).tolist() == [1, top, 3, 4, 5, 6] and opened.read(0, 6).dtype == dtype
-    assert opened.counted(1, 6).tolist() == [True, True, False, False, True]
-    assert opened.counted(1, 6).dtype == bool
+    assert opened.label_mask(1, 6).tolist() == [True, True, False, False, True]
+    assert opened.label_mask(1, 6).dtype == bool
     assert len(pickle.dumps(opened)) < 2000  # the maps stay here
 
 
@@ -68,10 +68,10 @@ def test_a_hundred_billion_tokens_open_in_seconds_and_little_memory(tmp_path):
     record = {"documents": per_shard, "tokens": per_shard * each, "crc32": {"tokens": 0, "starts": 0}}
     records = [{"name": f"{n:05d}-000"} | record for n in range(shards)]
     starts = np.arange(0, per_shard * each + 1, each, dtype="<u8").tobytes()
-    for n, its in enumerate(records):
-        with (tmp_path / f"{its['name']}.tokens").open("wb") as file:
+    for n, shard in enumerate(records):
+        with (tmp_path / f"{shard['name']}.tokens").open("wb") as file:
             file.truncate(per_shard * each * 2)
-        with (tmp_path / f"{its['name']}.starts").open("wb") as file:
+        with (tmp_path / f"{shard['name']}.starts").open("wb") as file:
             if n in (0, 400, 799):
                 file.write(starts)
             file.truncate(len(starts))
@@ -104,9 +104,9 @@ def test_damage_is_reported_when_opened(tmp_path):
     folder = make(tmp_path / "x", [[[1, 2], [3]], [[4, 5]]])
     (folder / "00001-000.tokens").write_bytes(b"1")
     (folder / "00000-000.starts").unlink()
-    said = problems(folder)
-    assert "00001-000.tokens has 1 bytes, but 4 in its manifest" in said
-    assert "00000-000.starts: No such file" in said
+    message = problems(folder)
+    assert "00001-000.tokens has 1 bytes, but 4 in its manifest" in message
+    assert "00000-000.starts: No such file" in message
 
 
 def test_manifests_that_cannot_be_believed(tmp_path):
@@ -130,10 +130,10 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
 
 
-def large(folder, counted=False):
+def large(folder, with_label_masks=False):
     """Three blocks of tokens, one of starts."""
     tokens = (np.arange(BLOCK + 100) % 999).reshape(-1, 2).tolist()
-    return make(folder, [tokens, [[7]]], [[[0, 1]] * len(tokens), [[1]]] if counted else None)
+    return make(folder, [tokens, [[7]]], [[[0, 1]] * len(tokens), [[1]]] if with_label_masks else None)
 
 
 def flip(file, at):
@@ -149,17 +149,17 @@ def refused(read):
 
 
 def test_changed_bytes_are_noticed_when_they_are_first_read(tmp_path):
-    folder = large(tmp_path / "x", counted=True)
+    folder = large(tmp_path / "x", with_label_masks=True)
     flip(folder / "00000-000.tokens", BLOCK + 10)
     flip(folder / "00000-000.counted", 5)
     opened = ShardDocuments(folder)
     assert opened.has_sums and opened.read(0, 100).tolist() == list(range(100))
-    said = refused(lambda: opened.read(BLOCK // 2 - 1, BLOCK // 2 + 1))
-    assert "00000-000.tokens has changed since it was written, between bytes 65,536 and 131,072" in said
-    assert f"titanmoe data verify {folder}" in said
+    message = refused(lambda: opened.read(BLOCK // 2 - 1, BLOCK // 2 + 1))
+    assert "00000-000.tokens has changed since it was written, between bytes 65,536 and 131,072" in message
+    assert f"titanmoe data verify {folder}" in message
     (_, [tokens, _]), _ = verify(folder)
     assert "00000-000.tokens has changed since it was written, first between bytes 65,536 and 131,072: check" in tokens
-    assert "00000-000.counted has changed" in refused(lambda: opened.counted(0, 8))
+    assert "00000-000.counted has changed" in refused(lambda: opened.label_mask(0, 8))
     assert len(opened.read(BLOCK + 99, BLOCK + 101)) == 2, "the third block, and the next shard, are as they were"
     flip(folder / "00000-000.tokens", 0)
     assert len(opened.read(0, 100)) == 100, "a block is checked once"
@@ -177,8 +177,8 @@ def test_tokens_beyond_the_vocabulary_are_named_with_their_place(tmp_path):
     edit(folder, shards=[{name: shard[name] for name in ("name", "documents", "tokens", "crc32")} for shard in shards])
     opened = ShardDocuments(folder)  # as made before there were sums
     assert not opened.has_sums and len(opened.read(0, 998)) == 998
-    said = refused(lambda: opened.read(900, 1100))
-    assert "00000-000.tokens has token 998 at position 998, beyond the vocabulary of 998" in said
+    message = refused(lambda: opened.read(900, 1100))
+    assert "00000-000.tokens has token 998 at position 998, beyond the vocabulary of 998" in message
 
 
 def test_changed_contents_are_found_by_reading_them(tmp_path):
@@ -187,10 +187,10 @@ def test_changed_contents_are_found_by_reading_them(tmp_path):
     (folder / "00001-000.counted").write_bytes(b"\1\0")
     (folder / "00000-000.tokens").write_bytes(np.array([1, 2, 2000], "<u2").tobytes())
     ShardDocuments(folder)
-    (_, [beyond, sums]), (_, [counted]) = verify(folder)
+    (_, [beyond, sums]), (_, [masks]) = verify(folder)
     assert "contains token 2000, beyond the vocabulary of 1000" in beyond
     assert "00000-000.tokens has changed since it was written, first between bytes 0 and 6: checksum" in sums
-    assert "00001-000.counted has changed since it was written, first between bytes 0 and 2: checksum" in counted
+    assert "00001-000.counted has changed since it was written, first between bytes 0 and 2: checksum" in masks
 
 
 def test_a_shard_is_written_as_it_comes(tmp_path, monkeypatch):

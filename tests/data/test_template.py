@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.data.test_chat import TALK, said
+from tests.data.test_chat import TALK, answers_of
 from titanmoe.config import ConfigError
 from titanmoe.data import chat, template
 from titanmoe.data.chat import Chat, ChatError
@@ -153,7 +153,7 @@ def test_long_conversations_have_more_to_spend(monkeypatch):
     monkeypatch.setattr(template, "MEMORY", 1 << 20)
     talk = [{"role": "assistant", "content": "word " * 400_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
-    text, _ = opened(trimmed)._marked(talk)
+    text, _ = opened(trimmed)._render_with_marks(talk)
     assert text.count("work") == 400_000
 
 
@@ -180,11 +180,15 @@ def test_rendering_is_that_of_transformers(bpe):
         "{% filter upper %}x{% endfilter %}{% set y %}q{{ 1 }}{% endset %}{{ y }}{% for c in 'ab' %}{{ c }}{% endfor %}"
         "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}"
     )
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
-    ours = Chat(text, "t", open_tokenizer(str(bpe)))
+    transformers_tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>"
+    )
+    chat = Chat(text, "t", open_tokenizer(str(bpe)))
     for prompt in False, True:
-        expected = theirs.apply_chat_template(TALK, chat_template=text, tokenize=False, add_generation_prompt=prompt)
-        assert ours._render(TALK, prompt) == expected
+        expected = transformers_tokenizer.apply_chat_template(
+            TALK, chat_template=text, tokenize=False, add_generation_prompt=prompt
+        )
+        assert chat._render(TALK, prompt) == expected
     assert opened(ANSWER)._render([{"content": "\ud800 \U0001f98a"}]) == "\ud800 \U0001f98a"
 
 
@@ -222,7 +226,7 @@ def test_an_answer_that_was_not_waited_for_answers_nothing_else(monkeypatch):
         patch.setattr(template, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.encode(TALK)
-    assert said(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
+    assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
     assert process_of(chat) is not first
 
 
@@ -244,14 +248,14 @@ def test_a_process_ends_with_its_chat():
 def test_a_fork_has_a_process_of_its_own():
     chat = opened(ANSWER)
     if child := os.fork():
-        assert said(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
+        assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        assert said(chat, TALK)[0].endswith("the fox 日") and process_of(chat).poll() is None
+        assert answers_of(chat, TALK)[0].endswith("the fox 日") and process_of(chat).poll() is None
         return
     code = 1
     try:
-        theirs = process_of(chat).pid
-        code = 0 if chat._render(TALK).endswith("the fox 日") and process_of(chat).pid != theirs else 2
+        parent_process = process_of(chat).pid
+        code = 0 if chat._render(TALK).endswith("the fox 日") and process_of(chat).pid != parent_process else 2
         chat._compiled._idle[0].end()
     finally:
         os._exit(code)

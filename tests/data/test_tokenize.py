@@ -42,7 +42,7 @@ def here(monkeypatch):
             items = records[-1]["items"] if records else 0
             ShardUnit(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
 
-    monkeypatch.setattr(tokenize_module, "_run", in_process)
+    monkeypatch.setattr(tokenize_module, "_run_workers", in_process)
 
 
 def corpus(folder: Path, texts=TEXTS) -> Path:
@@ -59,9 +59,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def documents(folder: Path) -> list[list[int]]:
-    opened = ShardDocuments(folder)
-    starts = opened.starts[:]
-    return [opened.read(a, b).tolist() for a, b in pairwise(starts)]
+    shards = ShardDocuments(folder)
+    starts = shards.starts[:]
+    return [shards.read(a, b).tolist() for a, b in pairwise(starts)]
 
 
 def run(tmp_path, name, *paths, workers=1, **job):
@@ -165,11 +165,11 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
 
     last = victim("parent:99:self")
     assert last.returncode == 0 and "resuming: " in last.stdout, last.stderr
-    ours, theirs = tree(out), tree(tmp_path / "whole")
-    assert ours == theirs
+    files, expected_files = tree(out), tree(tmp_path / "whole")
+    assert files == expected_files
     again = victim("worker:1:self")  # finished: there is nothing to do
     assert again.returncode == 0 and "61 documents" in again.stdout
-    assert tree(out) == ours
+    assert tree(out) == files
 
 
 def test_ended_at_every_point_in_turn(tmp_path, small_units, here, monkeypatch):
@@ -207,41 +207,43 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     job = TokenizeJob([str(source)], str(tmp_path / "out"), shard_tokens=1500)
-    planned, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
+    plan, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
         with pytest.raises(ConfigError):
-            tokenize(planned, 1, log=lambda line: None)
-    gone, kept = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
-    gone.unlink()
-    before = kept.stat().st_mtime_ns
+            tokenize(plan, 1, log=lambda line: None)
+    removed, intact = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
+    removed.unlink()
+    before = intact.stat().st_mtime_ns
     logged = []
-    tokenize(planned, 1, log=logged.append)
+    tokenize(plan, 1, log=logged.append)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert kept.stat().st_mtime_ns == before and logged == ["resuming: 7 of 8 units are made"]
+    assert intact.stat().st_mtime_ns == before and logged == ["resuming: 7 of 8 units are made"]
 
 
 def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     source = corpus(tmp_path / "in")
     with (source / "1.jsonl").open("ab") as file:
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
-    said = problems(tmp_path, "out", source)
-    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, not text"
+    message = problems(tmp_path, "out", source)
+    assert message == f"{source / '1.jsonl'}:22: 'text' is a number, not text"
     # Finished work is reused by a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
     assert [line.partition(" ")[0] for line in manifest["examples"]] == [f"{source / '1.jsonl'}:{n}:" for n in (22, 23)]
     run(tmp_path, "fresh", source, bad_lines="skip")
-    ours, theirs = tree(tmp_path / "out"), tree(tmp_path / "fresh")
-    assert {**ours, MANIFEST: b""} == {**theirs, MANIFEST: b""}
+    files, expected_files = tree(tmp_path / "out"), tree(tmp_path / "fresh")
+    assert {**files, MANIFEST: b""} == {**expected_files, MANIFEST: b""}
     assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
 
 
 def test_a_folder_that_a_failed_command_began_does_not_block_its_correction(tmp_path, small_units):
     source = tmp_path / "code.jsonl"
     source.write_bytes(b"".join(json.dumps({"content": text}).encode() + b"\n" for text in TEXTS))
-    said = problems(tmp_path, "out", source)
-    assert "has no field 'text', it has 'content': name the one that holds text with --field (data.field, or " in said
+    message = problems(tmp_path, "out", source)
+    assert (
+        "has no field 'text', it has 'content': name the one that holds text with --field (data.field, or " in message
+    )
     assert (tmp_path / "out/work").is_dir()
     run(tmp_path, "out", source, field="content")
     run(tmp_path, "fresh", source, field="content")
@@ -261,8 +263,8 @@ def test_mistakes_are_reported_before_any_work(tmp_path, here):
     assert "in/x is inside " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
-    said = problems(tmp_path, "x", source)
-    assert "was made, in another way: bytes was" in said and "Name another --out" in said
+    message = problems(tmp_path, "x", source)
+    assert "was made, in another way: bytes was" in message and "Name another --out" in message
     assert "field was 'text' and is 'body'" in problems(tmp_path, "x", source, field="body")
     with (tmp_path / "x" / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -273,23 +275,23 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the fox"}]
     bad = [{"role": "user", "content": "why"}]
     (tmp_path / "a.jsonl").write_bytes(lines([talk, bad, talk[::-1]], field="messages"))
-    said = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
-    assert said.endswith("a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from")
+    message = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
+    assert message.endswith("a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from")
     manifest = run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe), bad_lines="skip")
-    opened, tokenizer = ShardDocuments(tmp_path / "x"), open_tokenizer(str(bpe))
-    assert (len(opened), manifest["skipped"]) == (2, 1)
-    first, second = zip(opened.starts[:-1], opened.starts[1:], strict=True)
+    shards, tokenizer = ShardDocuments(tmp_path / "x"), open_tokenizer(str(bpe))
+    assert (len(shards), manifest["skipped"]) == (2, 1)
+    first, second = zip(shards.starts[:-1], shards.starts[1:], strict=True)
 
-    def said_in(span) -> str:
-        tokens, counted = opened.read(*span), opened.counted(*span)
+    def answer_in(span) -> str:
+        tokens, label_mask = shards.read(*span), shards.label_mask(*span)
         assert (
-            tokens[-1] == tokenizer.eos and not counted[-1]
+            tokens[-1] == tokenizer.eos and not label_mask[-1]
         )  # the template wrote no end mark: it is not part of an answer
-        return tokenizer._plain.decode(tokens[counted].tolist(), skip_special_tokens=False)
+        return tokenizer._plain.decode(tokens[label_mask].tolist(), skip_special_tokens=False)
 
-    assert said_in(first) == "the fox<|im_end|>\n"
-    assert said_in(second) == "the fox<|im_end|>\n"  # the prompt for an answer is not said without a question either
-    assert manifest["counted"] == opened.counted(0, opened.starts[-1]).sum()
+    assert answer_in(first) == "the fox<|im_end|>\n"
+    assert answer_in(second) == "the fox<|im_end|>\n"  # the prompt for an answer is not said without a question either
+    assert manifest["counted"] == shards.label_mask(0, shards.starts[-1]).sum()
 
     template = tmp_path / "t.jinja"
     template.write_text(
@@ -302,8 +304,10 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
     template.write_text("{% for m in messages %}{{ m.content * 10 ** 9 }}{% endfor %}")
     (tmp_path / "a.jsonl").write_bytes(lines([[{"role": "assistant", "content": ""}], talk], field="messages"))
-    said = problems(tmp_path, "z", tmp_path / "a.jsonl", **options)
-    assert f"a.jsonl:2: the chat template {template} takes more than 256 MiB of memory, the limit for this conv" in said
+    message = problems(tmp_path, "z", tmp_path / "a.jsonl", **options)
+    assert (
+        f"a.jsonl:2: the chat template {template} takes more than 256 MiB of memory, the limit for this conv" in message
+    )
 
 
 def test_a_begin_mark_is_not_written_twice(tmp_path, here):
@@ -311,25 +315,27 @@ def test_a_begin_mark_is_not_written_twice(tmp_path, here):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", chat_template=str(tmp_path / "t.jinja"))
     assert documents(tmp_path / "x") == [[256, 97, 98, 257]]
-    assert ShardDocuments(tmp_path / "x").counted(0, 4).tolist() == [False, True, True, False]
+    assert ShardDocuments(tmp_path / "x").label_mask(0, 4).tolist() == [False, True, True, False]
 
 
 def test_the_command(tmp_path, capsys):
     source = corpus(tmp_path / "in")
     out, size = str(tmp_path / "out"), sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     assert main(["tokenize", str(source), "--out", out, "--workers", "2"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith(f"4 files, {size:,} bytes\n") and "tokens in 61 documents and 1 shard\n" in said
+    output = capsys.readouterr().out
+    assert output.startswith(f"4 files, {size:,} bytes\n") and "tokens in 61 documents and 1 shard\n" in output
     assert main(["data", "verify", out]) == 0
     assert "1 shard is as it was written\n" in capsys.readouterr().out
     with (tmp_path / "out" / "00000-000.tokens").open("r+b") as file:
         file.write(b"x")
     assert main(["data", "verify", out, str(source)]) == 1
-    said = capsys.readouterr().err
-    assert "00000-000.tokens has changed since it was written" in said and f"{source} contains no token shards" in said
+    output = capsys.readouterr().err
+    assert (
+        "00000-000.tokens has changed since it was written" in output and f"{source} contains no token shards" in output
+    )
     assert main(["tokenize", "--workers", "0", "--chat-template", "t"]) == 2
-    said = capsys.readouterr().err
-    assert all(word in said for word in ("name files, folders", "--out is missing", "--format chat", "--workers = 0"))
+    output = capsys.readouterr().err
+    assert all(word in output for word in ("name files, folders", "--out is missing", "--format chat", "--workers = 0"))
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):

@@ -37,7 +37,7 @@ def test_a_mark_written_in_a_text_is_text_and_in_a_template_a_mark(bpe):
     tokenizer = open_tokenizer(str(bpe))
     text = "a<|endoftext|>b"
     assert tokenizer.eos not in tokenizer.encode_all([text])[0]
-    tokens, begins, ends = tokenizer.with_offsets(text)
+    tokens, begins, ends = tokenizer.encode_with_offsets(text)
     at = tokens.tolist().index(tokenizer.eos)
     assert (begins[at], ends[at]) == (1, 14)
 
@@ -46,7 +46,7 @@ def test_a_mark_written_in_a_text_is_text_and_in_a_template_a_mark(bpe):
 def test_every_token_knows_its_characters(kind, bpe):
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
     text = "ab é日😀 the fox"
-    tokens, begins, ends = tokenizer.with_offsets(text)
+    tokens, begins, ends = tokenizer.encode_with_offsets(text)
     assert len(tokens) == len(begins) == len(ends) and begins[0] == 0 and ends[-1] == len(text)
     for a, b in zip(begins, ends, strict=True):
         inside = tokens[(begins >= a) & (ends <= b)]
@@ -57,10 +57,10 @@ def test_long_texts_are_cut_between_tokens(bpe, monkeypatch):
     tokenizer = open_tokenizer(str(bpe))
     text = "the fox\n\n  said the\nlazy dog\n" * 20 + "no line ends here at all" * 3
     whole = tokenizer.encode_all([text])[0]
-    assert text == "".join(tokenizer_module._pieces(text))
+    assert text == "".join(tokenizer_module._split_long_text(text))
     monkeypatch.setattr(tokenizer_module, "PIECE", 50)
-    assert len(list(tokenizer_module._pieces(text))) > 10
-    assert "".join(tokenizer_module._pieces(text)) == text
+    assert len(list(tokenizer_module._split_long_text(text))) > 10
+    assert "".join(tokenizer_module._split_long_text(text)) == text
     cut = tokenizer.encode_all([text[:580], text])
     assert cut[0].tolist() == whole[: len(cut[0])].tolist()
     assert tokenizer.decode(cut[1]) == text
@@ -68,8 +68,8 @@ def test_long_texts_are_cut_between_tokens(bpe, monkeypatch):
 
 def change(folder, to, tokenizer=None, **settings):
     to.mkdir()
-    made = json.loads((folder / "tokenizer.json").read_text()) | (tokenizer or {})
-    (to / "tokenizer.json").write_text(json.dumps(made))
+    content = json.loads((folder / "tokenizer.json").read_text()) | (tokenizer or {})
+    (to / "tokenizer.json").write_text(json.dumps(content))
     if settings:
         (to / "tokenizer_config.json").write_text(json.dumps(settings))
     return str(to)

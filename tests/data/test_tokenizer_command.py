@@ -26,36 +26,43 @@ def train(folder: Path, *options: str) -> int:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
+def trained(tmp_path: Path) -> Path:
     (tmp_path / "code.py").write_text(TEXT)
     (tmp_path / "code.jsonl").write_text(json.dumps({"body": TEXT}) + "\n")
     assert train(tmp_path / "made", str(tmp_path / "code.py"), "--vocab-size", "288") == 0
     return tmp_path / "made"
 
 
-def test_it_writes_any_text_in_few_tokens(made, tmp_path, capsys):
-    tokenizer = open_tokenizer(str(made))
+def test_it_writes_any_text_in_few_tokens(trained, tmp_path, capsys):
+    tokenizer = open_tokenizer(str(trained))
     other = "Größe: 東京 <|endoftext|>\n"
     (known, unknown) = tokenizer.encode_all([TEXT, other])
     assert len(known) < len(TEXT) / 2 and tokenizer.vocab_size == 288
     assert tokenizer.decode(known.tolist()) == TEXT and tokenizer.decode(unknown.tolist()) == other
     assert tokenizer.eos == 0 and 0 not in unknown
     assert train(tmp_path / "same", str(tmp_path / "code.jsonl"), "--field", "body", "--vocab-size", "288") == 0
-    assert (tmp_path / "same/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
+    assert (tmp_path / "same/tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
     assert "288 tokens, from 1 file with" in capsys.readouterr().out
 
 
-def test_transformers_reads_it_and_renders_its_chats_alike(made):
+def test_transformers_reads_it_and_renders_its_chats_alike(trained):
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(made)
-    ours = open_tokenizer(str(made))
-    assert theirs.encode(TEXT) == ours.encode_all([TEXT])[0].tolist() and theirs.eos_token_id == ours.eos
-    tokens, said = open_chat("", ours).encode(CHAT)
-    rendered = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    assert rendered["input_ids"] == tokens.tolist() and rendered["assistant_masks"] == said.astype(int).tolist()
-    learned = [*ours.with_offsets("value 2").tokens_T.tolist(), ours.eos]
-    assert tokens[said].tolist()[: len(learned)] == learned
-    assert theirs.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True).endswith("4?<|assistant|>")
+    transformers_tokenizer = transformers.AutoTokenizer.from_pretrained(trained)
+    tokenizer = open_tokenizer(str(trained))
+    assert (
+        transformers_tokenizer.encode(TEXT) == tokenizer.encode_all([TEXT])[0].tolist()
+        and transformers_tokenizer.eos_token_id == tokenizer.eos
+    )
+    tokens, assistant_mask = open_chat("", tokenizer).encode(CHAT)
+    rendered = transformers_tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
+    assert (
+        rendered["input_ids"] == tokens.tolist() and rendered["assistant_masks"] == assistant_mask.astype(int).tolist()
+    )
+    learned = [*tokenizer.encode_with_offsets("value 2").tokens_T.tolist(), tokenizer.eos]
+    assert tokens[assistant_mask].tolist()[: len(learned)] == learned
+    assert transformers_tokenizer.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True).endswith(
+        "4?<|assistant|>"
+    )
 
 
 def test_it_says_when_the_text_is_too_small(tmp_path, capsys):
@@ -64,15 +71,15 @@ def test_it_says_when_the_text_is_too_small(tmp_path, capsys):
     assert "260 tokens" in (out := capsys.readouterr().out) and "fewer than --vocab-size 400" in out
 
 
-def test_what_is_wrong_is_told_at_once_and_nothing_is_made(made, tmp_path, capsys):
+def test_what_is_wrong_is_told_at_once_and_nothing_is_made(trained, tmp_path, capsys):
     def problems(*options: str, out: Path = tmp_path / "new") -> str:
         assert train(out, *options) == 2 and not (tmp_path / "new").exists()
         return capsys.readouterr().err
 
-    before = (made / "tokenizer.json").read_bytes()
-    everything = problems(str(tmp_path / "missing"), "--vocab-size", "260", out=made)
+    before = (trained / "tokenizer.json").read_bytes()
+    everything = problems(str(tmp_path / "missing"), "--vocab-size", "260", out=trained)
     assert "3 problems" in everything and "exists already" in everything and "alone are 260 tokens" in everything
-    assert (made / "tokenizer.json").read_bytes() == before
+    assert (trained / "tokenizer.json").read_bytes() == before
     assert "nothing to read" in problems("--vocab-size", "300") and "--vocab-size is missing" in problems("a")
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
     assert "there is no text in" in problems(str(tmp_path / "empty.jsonl"), "--vocab-size", "300")

@@ -8,7 +8,7 @@ from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import Fold, FoldError, derive
 
 
-def asked(**degrees: int) -> Parallelism:
+def parallelism_of(**degrees: int) -> Parallelism:
     names = ("ep", "etp", "edp", "edp_replicate")
     experts = Experts(**{name: n for name, n in degrees.items() if name in names})
     return Parallelism(**{name: n for name, n in degrees.items() if name not in names}, experts=experts)
@@ -16,13 +16,13 @@ def asked(**degrees: int) -> Parallelism:
 
 def problems(world: int, **degrees: int) -> list[str]:
     with pytest.raises(FoldError) as error:
-        derive(world, asked(**degrees))
+        derive(world, parallelism_of(**degrees))
     assert str(error.value) == "\n".join(error.value.problems)
     return error.value.problems
 
 
 def test_derives_both_views():
-    fold = derive(16, asked(pp=2, tp=2, cp=2, ep=4))
+    fold = derive(16, parallelism_of(pp=2, tp=2, cp=2, ep=4))
     assert fold == Fold(
         world=16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=2, ep=4, etp=1
     )  # fmt: skip
@@ -44,12 +44,12 @@ def test_derives_both_views():
     ],
 )
 def test_experts_are_replicated_like_attention_where_possible(world, degrees, edp_replicate, edp):
-    fold = derive(world, asked(**degrees))
+    fold = derive(world, parallelism_of(**degrees))
     assert (fold.edp_replicate, fold.edp) == (edp_replicate, edp)
 
 
 def test_given_derived_degrees_are_checked():
-    assert derive(8, asked(dp_shard=4, tp=2, edp=2, ep=4)).dp_shard == 4
+    assert derive(8, parallelism_of(dp_shard=4, tp=2, edp=2, ep=4)).dp_shard == 4
     assert problems(8, dp_shard=3, tp=2, edp=5, ep=4) == [
         "parallelism.dp_shard = 3 is not what dp_replicate 1 * cp 1 * tp 2 leaves of the stage of 8 ranks "
         "(world 8 / pp 1): use 4, or -1 to derive it",
@@ -86,8 +86,8 @@ def test_pp_that_does_not_divide_the_world():
 
 
 def test_an_impossible_count_is_a_problem_and_hides_no_other():
-    found = problems(16, pp=2, dp_replicate=0, dp_shard=-2, cp=-1, tp=3, ep=0, etp=3, edp=0, edp_replicate=-5)
-    assert [problem.split(" ")[0] for problem in found] == [
+    reasons = problems(16, pp=2, dp_replicate=0, dp_shard=-2, cp=-1, tp=3, ep=0, etp=3, edp=0, edp_replicate=-5)
+    assert [problem.split(" ")[0] for problem in reasons] == [
         "parallelism.dp_replicate",
         "parallelism.dp_shard",
         "parallelism.cp",
@@ -97,9 +97,9 @@ def test_an_impossible_count_is_a_problem_and_hides_no_other():
         "parallelism.tp",
         "parallelism.experts.etp",
     ]
-    assert found[0] == "parallelism.dp_replicate = 0 is not a number of ranks: use 1 or more"
-    assert found[1] == "parallelism.dp_shard = -2 is not a number of ranks: use 1 or more, or -1 to derive it"
-    assert "tp = 3 does not divide the stage of 8 ranks" in found[6]
+    assert reasons[0] == "parallelism.dp_replicate = 0 is not a number of ranks: use 1 or more"
+    assert reasons[1] == "parallelism.dp_shard = -2 is not a number of ranks: use 1 or more, or -1 to derive it"
+    assert "tp = 3 does not divide the stage of 8 ranks" in reasons[6]
 
 
 @pytest.mark.parametrize("world", [0, -4])

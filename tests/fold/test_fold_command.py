@@ -69,9 +69,9 @@ def test_json_is_the_groups_of_both_views(fold):
 
 def test_json_joins_the_replicated_and_the_sharded_axes(fold):
     _, out, _ = fold("--ranks", 8, "--dp-replicate", 2, "--tp", 2, "--ep", 2, "--json")
-    found = json.loads(out)
-    assert found["attention"]["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert found["experts"]["edp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    report = json.loads(out)
+    assert report["attention"]["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert report["experts"]["edp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):
@@ -200,9 +200,9 @@ def test_a_pipe_that_closes_early_and_an_ascii_one():
 
 def test_the_picture_of_the_readme_is_what_the_command_draws(fold, tmp_path):
     code, out, _ = fold("--ranks", 8, "--tp", 2, "--cp", 2, "--ep", 8, "--svg", tmp_path / "fold.svg")
-    drawn, kept = ((folder / "fold.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
-    words = [re.findall(r">([^<>]+)</text>", picture) for picture in (drawn, kept)]
+    new_picture, page_picture = ((folder / "fold.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
+    words = [re.findall(r">([^<>]+)</text>", picture) for picture in (new_picture, page_picture)]
     assert code == 0 and words[0] == words[1] and "ep7" in str(words) and "ep7" in out
-    assert "font-face" not in drawn and "url(http" not in drawn
+    assert "font-face" not in new_picture and "url(http" not in new_picture
     code, _, err = fold("--ranks", 2, "--svg", tmp_path / "gone" / "fold.svg")
     assert code == 2 and "cannot write" in err

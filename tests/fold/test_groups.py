@@ -36,8 +36,8 @@ def folds(draw: st.DrawFn) -> Fold:
     return Fold(pp * stage, pp, *attention, *experts, left)
 
 
-def text(found: list[tuple[int, ...]]) -> str:
-    return "|".join("".join(map(str, group)) for group in found)
+def text(ranks_of_groups: list[tuple[int, ...]]) -> str:
+    return "|".join("".join(map(str, group)) for group in ranks_of_groups)
 
 
 def test_reference_groups_of_8_ranks():
@@ -72,12 +72,12 @@ def test_dp_is_both_data_axes():
 @given(folds(), st.sampled_from(COMBINATIONS))
 def test_groups_partition_the_world(fold, combination):
     view, axes = combination
-    found = groups(fold, view, axes)
-    assert sorted(rank for group in found for rank in group) == list(range(fold.world))
-    assert all(len(group) == prod(getattr(fold, axis) for axis in axes) for group in found)
-    assert all(list(group) == sorted(group) for group in found)
-    assert found == sorted(found)
-    assert found == groups(fold, view, tuple(reversed(axes)))
+    all_groups = groups(fold, view, axes)
+    assert sorted(rank for group in all_groups for rank in group) == list(range(fold.world))
+    assert all(len(group) == prod(getattr(fold, axis) for axis in axes) for group in all_groups)
+    assert all(list(group) == sorted(group) for group in all_groups)
+    assert all_groups == sorted(all_groups)
+    assert all_groups == groups(fold, view, tuple(reversed(axes)))
 
 
 @given(folds(), st.sampled_from(COMBINATIONS))
@@ -127,7 +127,7 @@ def test_crossing_agrees_with_counting(fold, node, combination):
     assert crossing(fold, view, axes, node) == ("all" if all(cross) else "some" if any(cross) else "none")
 
 
-def traced(function, *given):
+def traced(function, *arguments):
     """What it returns, and how many lines of Python that took."""
     lines = 0
 
@@ -139,7 +139,7 @@ def traced(function, *given):
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        result = function(*given)
+        result = function(*arguments)
     finally:
         sys.settrace(before)
     return result, lines

@@ -31,9 +31,9 @@ def factorisations(world: int) -> list[Fold]:
 
 @pytest.mark.parametrize(("world", "count"), [(1, 1), (2, 17), (4, 117), (6, 289), (8, 517)])
 def test_every_mapping_of_a_world(world, count):
-    found = list(legal_folds(world))
-    assert len(found) == len(set(found)) == count
-    assert set(found) == set(factorisations(world))
+    folds = list(legal_folds(world))
+    assert len(folds) == len(set(folds)) == count
+    assert set(folds) == set(factorisations(world))
 
 
 @pytest.mark.parametrize("world", [6, 8])
@@ -53,10 +53,10 @@ def test_every_mapping_of_a_model(world, batch):
         )
 
     config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=batch))
-    found = set(legal_folds(world, config))
-    assert found == set(filter(legal, factorisations(world)))
+    folds = set(legal_folds(world, config))
+    assert folds == set(filter(legal, factorisations(world)))
     for fold in factorisations(world):
-        assert (violations(wish_for(config, fold), world) == []) == (fold in found)
+        assert (violations(wish_for(config, fold), world) == []) == (fold in folds)
 
 
 def wish_for(config: Config, fold: Fold) -> Config:
@@ -67,29 +67,29 @@ def wish_for(config: Config, fold: Fold) -> Config:
 
 
 def test_nearest_changes_little():
-    asked = Parallelism(tp=3, experts=Experts(ep=3))
-    config = Config(model=MODEL, training=Training(seq_len=64), parallelism=asked)
-    found = nearest(16, asked, config)
-    assert [changes(asked, fold) for fold in found] == [
+    parallelism = Parallelism(tp=3, experts=Experts(ep=3))
+    config = Config(model=MODEL, training=Training(seq_len=64), parallelism=parallelism)
+    folds = nearest(16, parallelism, config)
+    assert [changes(parallelism, fold) for fold in folds] == [
         {"tp": (3, 4), "ep": (3, 4)},
         {"tp": (3, 4), "ep": (3, 2)},
         {"tp": (3, 2), "ep": (3, 4)},
     ]
-    assert all(fold in set(legal_folds(16, config)) for fold in found)
+    assert all(fold in set(legal_folds(16, config)) for fold in folds)
     # the changed recipe derives exactly the mapping that is named
-    assert all(fold.edp_replicate == gcd(fold.dp_replicate, fold.edp_replicate * fold.edp) for fold in found)
+    assert all(fold.edp_replicate == gcd(fold.dp_replicate, fold.edp_replicate * fold.edp) for fold in folds)
 
 
 def test_nearest_to_a_legal_mapping_is_itself():
-    asked = Parallelism(tp=2, dp_replicate=2, experts=Experts(ep=2))
-    (fold,) = nearest(8, asked)
-    assert changes(asked, fold) == {}
+    parallelism = Parallelism(tp=2, dp_replicate=2, experts=Experts(ep=2))
+    (fold,) = nearest(8, parallelism)
+    assert changes(parallelism, fold) == {}
     assert (fold.dp_shard, fold.edp_replicate, fold.edp) == (2, 2, 2)
 
 
 def test_nearest_changes_a_given_derived_degree_too():
-    asked = Parallelism(dp_shard=3, experts=Experts(edp=3))
-    assert [changes(asked, fold) for fold in nearest(8, asked)] == [
+    parallelism = Parallelism(dp_shard=3, experts=Experts(edp=3))
+    assert [changes(parallelism, fold) for fold in nearest(8, parallelism)] == [
         {"dp_shard": (3, 8), "edp": (3, 8)},
         {"dp_replicate": (1, 2), "dp_shard": (3, 4), "edp": (3, 4)},
         {"pp": (1, 2), "dp_shard": (3, 4), "edp": (3, 4)},
@@ -98,15 +98,15 @@ def test_nearest_changes_a_given_derived_degree_too():
 
 def test_nearest_writes_down_an_edp_replicate_that_is_not_derived():
     config = Config(model=Model(dim=62, num_experts=8, num_layers=1), training=Training(seq_len=64))
-    asked = Parallelism()
-    assert {"edp_replicate": (-1, 3)} in [changes(asked, fold) for fold in nearest(12, asked, config)]
+    parallelism = Parallelism()
+    assert {"edp_replicate": (-1, 3)} in [changes(parallelism, fold) for fold in nearest(12, parallelism, config)]
 
 
 def test_nearest_leaves_out_needless_changes():
-    asked = Parallelism(tp=4, experts=Experts(ep=8))
+    parallelism = Parallelism(tp=4, experts=Experts(ep=8))
     config = Config(model=MODEL, training=Training(seq_len=65))
-    found = [changes(asked, fold) for fold in nearest(16, asked, config, count=5)]
-    assert found == [{"tp": (4, 1)}]
+    folds = [changes(parallelism, fold) for fold in nearest(16, parallelism, config, count=5)]
+    assert folds == [{"tp": (4, 1)}]
 
 
 def test_nothing_is_nearest_if_nothing_is_legal():

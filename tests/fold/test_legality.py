@@ -9,6 +9,7 @@ import pytest
 from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Training
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
+from titanmoe.parts import PARTS
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
@@ -153,7 +154,7 @@ def test_a_model_without_experts_has_no_expert_laws():
 
 def test_all_at_once():
     training = Training(seq_len=63, global_batch_size=5)
-    found = broken(16, Parallelism(tp=16, experts=Experts(ep=3, edp=7)), training)
+    problems = broken(16, Parallelism(tp=16, experts=Experts(ep=3, edp=7)), training)
     parts = [
         "ep = 3 does not divide the stage of 16 ranks",
         "tp = 16 does not divide model.num_heads",
@@ -161,12 +162,12 @@ def test_all_at_once():
         "ep = 3 does not divide model.num_experts",
         "training.seq_len = 63",
     ]
-    assert [part in problem for part, problem in zip(parts, found, strict=True)] == [True] * 5
+    assert [part in problem for part, problem in zip(parts, problems, strict=True)] == [True] * 5
     # a broken expert view does not hide what depends on the attention view's derived degrees, nor vice versa
-    found = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
-    assert any("global_batch_size = 5 is not a multiple" in problem for problem in found)
-    found = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)
-    assert any("edp = 24 ranks cannot share" in problem for problem in found)
+    problems = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
+    assert any("global_batch_size = 5 is not a multiple" in problem for problem in problems)
+    problems = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)
+    assert any("edp = 24 ranks cannot share" in problem for problem in problems)
 
 
 def test_nonsense_in_other_fields_does_not_crash():
@@ -178,9 +179,8 @@ def test_nonsense_in_other_fields_does_not_crash():
 
 def hierarchical(world: int, parallelism: Parallelism) -> list[str]:
     model, training = replace(MODEL, num_experts=8, dim=96), Training(seq_len=64)
-    return violations(
-        Config(model=model, parallelism=parallelism, training=training, moe=MoE(dispatcher="hierarchical")), world
-    )
+    moe = MoE(dispatcher="hierarchical")
+    return violations(Config(model=model, parallelism=parallelism, training=training, moe=moe, parts=PARTS), world)
 
 
 @pytest.mark.parametrize(

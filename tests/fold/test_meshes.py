@@ -41,7 +41,7 @@ def living() -> list[dist.ProcessGroup]:
 def lanes_of(meshes: Meshes) -> dict[str, set[str]]:
     """By lane, the names of its groups."""
     lanes: dict[str, set[str]] = {}
-    for (lane, _), group in meshes.lanes.made.items():
+    for (lane, _), group in meshes.lanes.groups.items():
         lanes.setdefault(lane, set()).add(group.group_name)
     return lanes
 
@@ -53,7 +53,7 @@ def sharding(meshes: Meshes) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "asked", "node", "want"),
+    ("world_size", "parallelism", "node", "want"),
     [
         (1, Parallelism(), -1, {"blocking": 1}),
         (8, Parallelism(), -1, {"blocking": 1, "shards": 1}),  # attention and experts are sharded over the same ranks
@@ -66,11 +66,11 @@ def sharding(meshes: Meshes) -> set[str]:
         (1024, LARGE, 4, {"blocking": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
     ],
 )
-def test_as_many_groups_as_somebody_sends_in(world_size: int, asked: Parallelism, node: int, want: Any) -> None:
+def test_as_many_groups_as_somebody_sends_in(world_size: int, parallelism: Parallelism, node: int, want: Any) -> None:
     for rank in {0, world_size // 2 + 1, world_size - 1} & set(range(world_size)):
         with rank_of(world_size, rank):
-            meshes = build_meshes(derive(world_size, asked), "cpu", node)
-            assert Counter(lane for lane, _ in meshes.lanes.made) == want
+            meshes = build_meshes(derive(world_size, parallelism), "cpu", node)
+            assert Counter(lane for lane, _ in meshes.lanes.groups) == want
             assert len(living()) == (sum(want.values()) if world_size > 1 else 0)
 
 
@@ -130,18 +130,21 @@ def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
     dist.new_group([0, 1])
     by_hand, threads_then = set(living()), threads()
     trainer = parity.make_trainer({"model.vocab_size": 320, "parallelism.tp": 2, "parallelism.experts.ep": 2})
-    made, more = set(living()) - by_hand, threads() - threads_then
+    new_groups, more = set(living()) - by_hand, threads() - threads_then
     from titanmoe.checkpoint.saver import Saver
 
     saver = Saver(Path(folder), Checkpoint(save="sync"))
-    own = saver.group not in before | by_hand | made and saver.group not in trainer.parts.meshes.lanes.made.values()
-    return len(made), more, threads_then - threads_before, own
+    own = (
+        saver.group not in before | by_hand | new_groups
+        and saver.group not in trainer.parts.meshes.lanes.groups.values()
+    )
+    return len(new_groups), more, threads_then - threads_before, own
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted where Linux lists them")
 def test_a_trainer_makes_no_group_and_no_thread_but_those(tmp_path: Path) -> None:
     world.restart(2)  # ranks without groups from before
-    for made, more, each, own in world.run(2, of_a_trainer, str(tmp_path)):
-        assert made == 1  # rows: tp is the world, and nothing is sharded
-        assert each > 0 and more == made * each
+    for new_groups, more, each, own in world.run(2, of_a_trainer, str(tmp_path)):
+        assert new_groups == 1  # rows: tp is the world, and nothing is sharded
+        assert each > 0 and more == new_groups * each
         assert own

@@ -16,7 +16,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legal_mappings import legal_folds, nearest
 from titanmoe.fold.pipeline_schedules import single_order
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import legal
 
 SMALL = [
@@ -31,7 +31,7 @@ SMALL = [
     "--model.expert_hidden=24",
     "--model.dim=64",
 ]
-ASKED = {
+OPTIONS = {
     "nothing more": [],
     "ulysses": ["--parallelism.cp_kind=ulysses", "--model.num_heads=8"],
     "nodes of 2": ["--moe.dispatcher=hierarchical", "--parallelism.node=2"],
@@ -70,15 +70,15 @@ def mapped(config: Config, fold: Fold) -> Config:
     return replace(config, parallelism=replace(table, **values, experts=replace(table.experts, **experts)))
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_of_all_mappings_of_8_ranks(asked: list[str], complete_machine: None, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_of_all_mappings_of_8_ranks(options: list[str], complete_machine: None, tmp_path: Path, capsys) -> None:
     recipe, path = tmp_path / "recipe.toml", tmp_path / "schedule.csv"
     with path.open("w") as file:
         csv.writer(file).writerows([[str(*cell) for cell in row] for row in single_order("1F1B", 2, 4)])
     with pytest.raises(SystemExit):
-        load([*SMALL, *(word.replace("FILE", str(path)) for word in asked), "--print-config"], preset, lambda _: [])
+        load([*SMALL, *(word.replace("FILE", str(path)) for word in options), "--print-config"], PARTS, lambda _: [])
     recipe.write_text(capsys.readouterr().out)
-    config = load(["--config", str(recipe)], preset, lambda _: [])
+    config = load(["--config", str(recipe)], PARTS, lambda _: [])
 
     assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
     listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]

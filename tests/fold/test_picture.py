@@ -40,10 +40,13 @@ def test_both_views_of_every_stage():
 def test_bars_cover_the_ranks_that_share():
     rows = plain(8, tp=2, experts=Experts(ep=2, etp=4), model=Model(num_experts=8)).split("\n")
     ranks = next(row for row in rows if row.startswith("  rank"))
-    held = next(row for row in rows if row.startswith("    ep "))
+    expert_row = next(row for row in rows if row.startswith("    ep "))
     for rank, experts in enumerate(["0-3", "0-3", "0-3", "0-3", "4-7", "4-7", "4-7", "4-7"]):
-        start, end = held.rfind("├", 0, ranks.index(f" {rank} ") + 2), held.find("┤", ranks.index(f" {rank} "))
-        assert experts in held[start:end]
+        start, end = (
+            expert_row.rfind("├", 0, ranks.index(f" {rank} ") + 2),
+            expert_row.find("┤", ranks.index(f" {rank} ")),
+        )
+        assert experts in expert_row[start:end]
 
 
 def test_replicas_number_their_samples_apart():

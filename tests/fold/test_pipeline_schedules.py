@@ -58,8 +58,8 @@ def test_single_order_runs_every_microbatch_forward_and_then_backward(p: int, m:
         for rank, row in enumerate(table(p, m, schedule)):
             assert sorted(row) == sorted(f"{rank}{kind}{i}" for kind in "FB" for i in range(m))
             assert all(row.index(f"{rank}F{i}") < row.index(f"{rank}B{i}") for i in range(m))
-            held = list(itertools.accumulate(1 if "F" in action else -1 for action in row))
-            assert max(held) == (m if schedule == "GPipe" else min(m, p - rank))
+            in_flight = list(itertools.accumulate(1 if "F" in action else -1 for action in row))
+            assert max(in_flight) == (m if schedule == "GPipe" else min(m, p - rank))
 
 
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:

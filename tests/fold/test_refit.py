@@ -11,7 +11,7 @@ from titanmoe.fold.refit import refit
 EXPERTS = ("edp_replicate", "edp", "ep", "etp")
 
 
-def asked(**degrees: int) -> Parallelism:
+def parallelism_of(**degrees: int) -> Parallelism:
     experts = {name: degrees.pop(name) for name in EXPERTS if name in degrees}
     return replace(Parallelism(**degrees), experts=Experts(**experts))
 
@@ -41,7 +41,7 @@ def asked(**degrees: int) -> Parallelism:
     ],
 )
 def test_only_data_parallel_changes(recipe, world, now, change):
-    fitted, line = refit(world, asked(**recipe))
+    fitted, line = refit(world, parallelism_of(**recipe))
     fold = derive(world, fitted)
     assert {name: getattr(fold, name) for name in now} == now
     for name in ("pp", "cp", "tp", "ep", "etp"):
@@ -51,7 +51,7 @@ def test_only_data_parallel_changes(recipe, world, now, change):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world", "unit", "kept"),
+    ("recipe", "world", "unit", "fixed"),
     [
         (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 needs"),
         (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 needs"),
@@ -59,21 +59,21 @@ def test_only_data_parallel_changes(recipe, world, now, change):
         (dict(cp=4, etp=8), 4, 8, "parallelism.cp = 4, parallelism.experts.etp = 8"),
     ],
 )
-def test_if_no_mapping_is_legal_the_reason_is_given(recipe, world, unit, kept):
+def test_if_no_mapping_is_legal_the_reason_is_given(recipe, world, unit, fixed):
     with pytest.raises(FoldError) as refused:
-        refit(world, asked(**recipe))
+        refit(world, parallelism_of(**recipe))
     (problem,) = refused.value.problems
-    assert f"started again on {world} ranks, where" in problem and kept in problem
+    assert f"started again on {world} ranks, where" in problem and fixed in problem
     assert f"a multiple of {unit} ranks ({world} % {unit} = {world % unit})" in problem
-    derive(unit, refit(unit, asked(**recipe))[0])  # and what it asks for is enough
+    derive(unit, refit(unit, parallelism_of(**recipe))[0])  # and what it asks for is enough
 
 
 def test_a_world_that_grows_again_is_as_the_recipe_says():
-    recipe = asked(dp_replicate=2, dp_shard=2, edp=2)
+    recipe = parallelism_of(dp_replicate=2, dp_shard=2, edp=2)
     assert refit(2, recipe)[0] != recipe
     assert refit(4, recipe) == (recipe, "")
 
 
 @pytest.mark.parametrize("degrees", [dict(tp=0), dict(dp_shard=-2), dict(ep=-1)])
 def test_impossible_degrees_are_left_to_the_laws(degrees):
-    assert refit(4, asked(**degrees)) == (asked(**degrees), "")
+    assert refit(4, parallelism_of(**degrees)) == (parallelism_of(**degrees), "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests import parity, reference
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.write_tensors import Lazy
+from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
 
@@ -33,7 +33,7 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
         for name, zero in reference.initial_bias(config.model).items()
     }
     tensors = {
-        f"model.{name}": Lazy(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+        f"model.{name}": LazyTensor(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
         for name, tensor in (weights | bias).items()
     }
     write_checkpoint(path, tensors, {"step": 7, "config": dataclasses.asdict(config)})
@@ -55,28 +55,28 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
     from titanmoe.generate.loop import Generator
     from titanmoe.generate.model import build, config_to_run, find_model
 
-    found, device = find_model(path), torch.device("cpu")
+    trained, device = find_model(path), torch.device("cpu")
     config = config_to_run(
-        found, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu"
+        trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu"
     )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
-    return Generator(build(config, meshes, found, device), meshes, device, config.model.vocab_size, eos)
+    return Generator(build(config, meshes, trained, device), meshes, device, config.model.vocab_size, eos)
 
 
 def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:
     """On a rank: by row number, the logits after a prompt of that many tokens and after each following token."""
-    made = generator(path, degrees)
-    data = made.meshes.data
-    mine = list(range(len(rows)))[data.rank :: data.size]
+    text_generator = generator(path, degrees)
+    data = text_generator.meshes.data
+    own_rows = list(range(len(rows)))[data.rank :: data.size]
     steps_of_rows = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
     (steps,) = steps_of_rows
     with torch.no_grad():
-        made.rows.begin([prompts[i] for i in mine], steps)
-        seen = [made.forward([token for i in mine for token in rows[i][: prompts[i]]])]
+        text_generator.rows.begin([prompts[i] for i in own_rows], steps)
+        logits = [text_generator.forward([token for i in own_rows for token in rows[i][: prompts[i]]])]
         for step in range(steps):
-            made.rows.advance()
-            seen.append(made.forward([rows[i][prompts[i] + step] for i in mine]))
-    return {i: torch.stack([logits_BV[b] for logits_BV in seen]) for b, i in enumerate(mine)}
+            text_generator.rows.advance()
+            logits.append(text_generator.forward([rows[i][prompts[i] + step] for i in own_rows]))
+    return {i: torch.stack([logits_BV[b] for logits_BV in logits]) for b, i in enumerate(own_rows)}
 
 
 def tokens(
@@ -92,6 +92,6 @@ def tokens(
     from titanmoe.generate.loop import Prompt
     from titanmoe.generate.sample import Sampling
 
-    asked = [Prompt(number, ids) for number, ids in enumerate(prompts)]
-    batches = generator(path, degrees, eos).batches(asked, size, most, Sampling(**sampling))
-    return [(made.number, made.tokens, made.end) for batch in batches for made in batch]
+    numbered_prompts = [Prompt(number, ids) for number, ids in enumerate(prompts)]
+    batches = generator(path, degrees, eos).batches(numbered_prompts, size, most, Sampling(**sampling))
+    return [(generated.number, generated.tokens, generated.end) for batch in batches for generated in batch]

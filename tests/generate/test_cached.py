@@ -43,15 +43,15 @@ def rows(vocab_size: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    made: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
     def get(name: str) -> tuple[Path, list[torch.Tensor]]:
         """A checkpoint, and the plain logits of every row."""
-        if name not in made:
+        if name not in cache:
             path = tmp_path_factory.mktemp(name) / "saved"
             model = saved.write(path, MODELS[name] | {"model.mtp_depth": int(name == "deepseek_v3")})
-            made[name] = path, [saved.plain_logits(*model, row) for row in rows(model[0].model.vocab_size)]
-        return made[name]
+            cache[name] = path, [saved.plain_logits(*model, row) for row in rows(model[0].model.vocab_size)]
+        return cache[name]
 
     return get
 
@@ -61,11 +61,11 @@ def test_cached_logits_are_those_of_the_whole_sequence(checkpoints, name: str, f
     path, want = checkpoints(name)
     degrees = FOLDS.get(fold, {})
     answers = world.run(4 if degrees else 1, saved.forced, path, degrees, rows(want[0].shape[1]), PROMPTS)
-    seen = set()
+    checked = set()
     for answer in answers:
         for row, logits in answer.items():
             whole = want[row][PROMPTS[row] - 1 :]
             assert logits.shape == whole.shape == (FURTHER + 1, want[row].shape[1])
             assert (logits - whole).abs().max() <= 1e-10 * whole.abs().max()
-            seen.add(row)
-    assert seen == set(range(len(PROMPTS)))
+            checked.add(row)
+    assert checked == set(range(len(PROMPTS)))

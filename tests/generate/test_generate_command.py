@@ -67,15 +67,15 @@ def run(tmp_path_factory) -> Path:
 def test_greedy_text_of_a_run_is_what_the_plain_model_finds_likeliest(run: Path) -> None:
     prompts = ["a", "héllo\n", ""]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    made = lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64")
-    assert [(line["number"], line["prompt"]) for line in made] == list(enumerate(prompts))
+    answers = lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64")
+    assert [(line["number"], line["prompt"]) for line in answers] == list(enumerate(prompts))
 
     path = run / "checkpoints/step-00000001"
     weights = {name: open_checkpoint(path).read(name) for name in open_checkpoint(path).tensors}
     weights = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name.startswith("model.")}
     bias = {name: tensor for name, tensor in weights.items() if name.endswith("expert_bias")}
     config = parity.read(TEXT, 1)
-    for line, prompt in zip(made, prompts, strict=True):
+    for line, prompt in zip(answers, prompts, strict=True):
         row = [256, *prompt.encode()]
         assert line["prompt_tokens"] == row
         want: list[int] = []
@@ -88,9 +88,9 @@ def test_greedy_text_of_a_run_is_what_the_plain_model_finds_likeliest(run: Path)
         assert line["end"] == ("length" if len(want) == 8 else "eos")
         assert line["text"] == bytes(token for token in want if token < 256).decode("utf-8", "replace")
 
-    assert lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64", *FOLDED, ranks=4) == made
+    assert lines("--checkpoint", run, *words, *GREEDY, "--dtype", "float64", *FOLDED, ranks=4) == answers
     (alone,) = lines("--checkpoint", path, "--prompt", prompts[1], *GREEDY, "--dtype", "float64")
-    assert alone == made[1] | {"number": 0}
+    assert alone == answers[1] | {"number": 0}
 
 
 def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
     assert [line["tokens"] for line in lines(*words, "--seed", 2)] != [line["tokens"] for line in first]
     assert first[0]["tokens"] != first[1]["tokens"]  # equal prompts are still different prompts
     assert [line["prompt"] for line in first] == ["x", "x", ""]
-    (one,) = lines(*words[:2], "--prompt", "x", *words[4:], "--seed", 1, "--top-k", 1)
+    (sampled,) = lines(*words[:2], "--prompt", "x", *words[4:], "--seed", 1, "--top-k", 1)
     (likeliest,) = lines(*words[:2], "--prompt", "x", "--temperature", 0, "--max-tokens", 6)
-    assert one == likeliest
+    assert sampled == likeliest
 
 
 def test_plain_and_streamed_output(run: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_question_is_written_by_the_chat_template(run: Path, tmp_path: Path) -
     words = "--checkpoint", run, "--tokenizer", tmp_path / "made", "--chat", "--prompt", "half <|user|>", *GREEDY
     (line,) = lines(*words)
     tokenizer = open_tokenizer(str(tmp_path / "made"))
-    ids = tokenizer.with_offsets("<|user|>half <|user|><|assistant|>").tokens_T.tolist()
+    ids = tokenizer.encode_with_offsets("<|user|>half <|user|><|assistant|>").tokens_T.tolist()
     assert line["prompt_tokens"] == ids and ids[-2:] == [2, 3]  # a mark in a message is a mark, as in training
     assert ask(*words)[:2] == (0, f"half <|user|>\n{line['text']}\n")
     assert "has no chat template" in ask("--checkpoint", run, "--chat", "--prompt", "a")[2]
@@ -170,8 +170,8 @@ def test_a_hugging_face_folder_continues_as_in_transformers(published: tuple[Pat
     folder, model = published
     prompts = [[5, 9, 33], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60]]
     words = [word for prompt in prompts for word in ("--prompt", " ".join(f"w{i}" for i in prompt))]
-    made = lines("--checkpoint", folder, *words, *GREEDY, "--dtype", "float32")
-    for line, prompt in zip(made, prompts, strict=True):
+    answers = lines("--checkpoint", folder, *words, *GREEDY, "--dtype", "float32")
+    for line, prompt in zip(answers, prompts, strict=True):
         ids = torch.tensor([prompt])
         whole = model.generate(
             ids,

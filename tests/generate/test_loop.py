@@ -19,7 +19,7 @@ FOLDS: dict[str, dict[str, int]] = {
     "tp2-ep2-etp2": dict(tp=2, ep=2, etp=2),
     "dp4-etp4": dict(etp=4),
 }
-DRAWN = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+SAMPLED = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
 
 
 def prompts(vocab_size: int) -> list[list[int]]:
@@ -52,7 +52,7 @@ def test_greedy_tokens_are_the_plain_models(checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
-    "sampling, folds", [({"temperature": 0.0}, list(FOLDS)), (DRAWN, ["tp2-ep2-etp2"])], ids=["greedy", "drawn"]
+    "sampling, folds", [({"temperature": 0.0}, list(FOLDS)), (SAMPLED, ["tp2-ep2-etp2"])], ids=["greedy", "drawn"]
 )
 def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, Any], folds: list[str]) -> None:
     path, _ = checkpoint
@@ -90,8 +90,8 @@ def in_two(path: Path) -> tuple[list[int], list[int]]:
 
 def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
     path, _ = checkpoint
-    seen = world.run(1, narrow, path)[0]
-    assert seen <= set(range(5)) and len(seen) > 1
+    tokens = world.run(1, narrow, path)[0]
+    assert tokens <= set(range(5)) and len(tokens) > 1
 
 
 def narrow(path: Path) -> set[int]:
@@ -100,4 +100,4 @@ def narrow(path: Path) -> set[int]:
 
     generator = saved.generator(path, {})
     generator.vocab_size = 5
-    return {token for made in generator.batch([Prompt(0, [1])], 40, Sampling()) for token in made.tokens}
+    return {token for generated in generator.batch([Prompt(0, [1])], 40, Sampling()) for token in generated.tokens}

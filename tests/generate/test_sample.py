@@ -31,22 +31,22 @@ def plain(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: 
     order = order[: top_k or len(order)]
     weights = {token: math.exp(logits[token] / temperature) for token in order}
     share = {token: weight / sum(weights.values()) for token, weight in weights.items()}
-    kept, reached = [], 0.0
+    allowed, reached = [], 0.0
     for token in order:
         if reached < top_p:
-            kept.append(token)
+            allowed.append(token)
         reached += share[token]
-    whole = sum(share[token] for token in kept)
-    return [share[token] / whole if token in kept else 0.0 for token in range(len(logits))]
+    whole = sum(share[token] for token in allowed)
+    return [share[token] / whole if token in allowed else 0.0 for token in range(len(logits))]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_distribution(case: str) -> None:
     share_BV, token_BV = distribution(torch.tensor([LOGITS, LOGITS[::-1]]), Sampling(**CASES[case]))
-    got = torch.zeros_like(share_BV).scatter(1, token_BV, share_BV)
-    want = [plain(row, **CASES[case]) for row in (LOGITS, LOGITS[::-1])]
-    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-6)
-    assert torch.equal(got > 0, torch.tensor(want) > 0)
+    actual = torch.zeros_like(share_BV).scatter(1, token_BV, share_BV)
+    expected = [plain(row, **CASES[case]) for row in (LOGITS, LOGITS[::-1])]
+    torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.equal(actual > 0, torch.tensor(expected) > 0)
 
 
 def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
@@ -57,8 +57,8 @@ def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
 @pytest.mark.parametrize("case", ["all", "both"])
 def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    drawn = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
-    count = torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)).double()
+    tokens = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
+    count = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS)).double()
     share = torch.tensor(plain(LOGITS, **CASES[case]), dtype=torch.float64)
     deviation = (DRAWS * share * (1 - share)).sqrt()
     assert ((count - DRAWS * share).abs() <= 4 * deviation).all()

@@ -12,7 +12,7 @@ from tests.data import shard_folders
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Data
 from titanmoe.data.tokenizer import open_tokenizer
-from titanmoe.generate.model import Trained, tokenizer_of
+from titanmoe.generate.model import TrainedModel, tokenizer_of
 
 
 def words(folder: Path, count: int) -> Path:
@@ -26,43 +26,43 @@ def words(folder: Path, count: int) -> Path:
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Trained:
-    return Trained(tmp_path, Config(), 1)
+def trained(tmp_path: Path) -> TrainedModel:
+    return TrainedModel(tmp_path, Config(), 1)
 
 
-def of(found: Trained, asked: str | None = None, **data: object) -> int:
+def vocab_size_of(trained: TrainedModel, name: str | None = None, **data: object) -> int:
     """Its number of tokens."""
-    return tokenizer_of(replace(found, config=replace(found.config, data=Data(**data))), asked).vocab_size
+    return tokenizer_of(replace(trained, config=replace(trained.config, data=Data(**data))), name).vocab_size
 
 
-def test_the_runs_own(found: Trained, tmp_path: Path) -> None:
-    named, given = words(tmp_path / "named", 10), words(tmp_path / "given", 20)
-    assert of(found) == 259
-    assert of(found, tokenizer=str(named)) == 10
-    assert of(found, str(given), tokenizer=str(named)) == 20
-    words(found.path / "hf", 30)  # copied along from a Hugging Face model
-    assert of(found) == 30
-    assert of(found, tokenizer=str(named)) == 10
-    assert of(found, "bytes") == 259
+def test_the_runs_own(trained: TrainedModel, tmp_path: Path) -> None:
+    in_config, option = words(tmp_path / "named", 10), words(tmp_path / "given", 20)
+    assert vocab_size_of(trained) == 259
+    assert vocab_size_of(trained, tokenizer=str(in_config)) == 10
+    assert vocab_size_of(trained, str(option), tokenizer=str(in_config)) == 20
+    words(trained.path / "hf", 30)  # copied along from a Hugging Face model
+    assert vocab_size_of(trained) == 30
+    assert vocab_size_of(trained, tokenizer=str(in_config)) == 10
+    assert vocab_size_of(trained, "bytes") == 259
 
 
-def test_token_shards_say_whose_they_are(found: Trained, tmp_path: Path) -> None:
+def test_token_shards_say_whose_they_are(trained: TrainedModel, tmp_path: Path) -> None:
     def shards(name: str, identity: str) -> str:
-        said = {"identity": identity, "bos": None, "eos": 1}
-        return str(shard_folders.make(tmp_path / name, [[[2, 3]]], tokenizer=said))
+        tokenizer = {"identity": identity, "bos": None, "eos": 1}
+        return str(shard_folders.make(tmp_path / name, [[[2, 3]]], tokenizer=tokenizer))
 
-    theirs = words(tmp_path / "theirs", 20)
-    foreign = shards("foreign", open_tokenizer(str(theirs)).identity)
-    assert of(found, source="files", paths=[shards("bytes", "bytes")]) == 259
+    foreign_tokenizer = words(tmp_path / "theirs", 20)
+    foreign = shards("foreign", open_tokenizer(str(foreign_tokenizer)).identity)
+    assert vocab_size_of(trained, source="files", paths=[shards("bytes", "bytes")]) == 259
     with pytest.raises(ConfigError, match=r"token shards of the tokenizer .* name it with --tokenizer"):
-        of(found, source="files", paths=[foreign])
-    assert of(found, str(theirs), source="files", paths=[foreign]) == 20
-    words(found.path / "hf", 20)
-    assert of(found, source="files", paths=[foreign]) == 20
-    assert of(found, source="files", paths=[shards("ours", "bytes")]) == 259
+        vocab_size_of(trained, source="files", paths=[foreign])
+    assert vocab_size_of(trained, str(foreign_tokenizer), source="files", paths=[foreign]) == 20
+    words(trained.path / "hf", 20)
+    assert vocab_size_of(trained, source="files", paths=[foreign]) == 20
+    assert vocab_size_of(trained, source="files", paths=[shards("ours", "bytes")]) == 259
 
 
-def test_a_hugging_face_folder_without_one(found: Trained) -> None:
+def test_a_hugging_face_folder_without_one(trained: TrainedModel) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json: name one with --tokenizer"):
-        of(replace(found, step=None))
-    assert of(replace(found, step=None), "bytes") == 259
+        vocab_size_of(replace(trained, step=None))
+    assert vocab_size_of(replace(trained, step=None), "bytes") == 259

@@ -115,7 +115,7 @@ def test_out_of_memory_says_where_and_what_helps(tmp_path: Path) -> None:
     big = {"model.vocab_size": 2**22, "training.seq_len": 4096, "training.local_batch_size": 2}
     done = started(tmp_path, "--ranks=1", **big | {"checkpoint.enable": False, "training.loss_chunks": 0}).wait()
     assert done.returncode == 1
-    found = re.search(
+    match = re.search(
         r"^error: .*rank 0 is out of memory: .*\nheld: weights \d.*\nwhat helps most:\n", done.stderr, re.M
     )
-    assert found, done.stderr
+    assert match, done.stderr

@@ -11,7 +11,7 @@ from titanmoe.config.load import peek
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import search
@@ -37,24 +37,24 @@ def refused(*words: str) -> ConfigError:
 
 def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
     (problem,) = refused("olmoe_7b_a1b").problems
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"8 ranks need at least (\d+) GB of memory here, and this machine has 25.8 GB \(weights, gradients and "
         r"optimizer state alone are (\d+.\d) GB a rank\): (\d) H100 GPUs are enough, as titanmoe plan olmoe_7b_a1b "
         r"--ranks \3 --hardware h100 shows; --memory ignore starts it all the same",
         problem,
     )
-    assert found, problem
-    whole, state, count = map(float, found.groups())
+    assert match, problem
+    whole, state, count = map(float, match.groups())
     assert state == pytest.approx(16 * 6.92 / 8, rel=0.01) and whole > 8 * state, "6.92 billion weights in float32"
-    config, _ = peek(["--config", "olmoe_7b_a1b"], preset)
+    config, _ = peek(["--config", "olmoe_7b_a1b"], PARTS)
     h100 = read_device("h100")
-    enough = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
-    assert enough == [False, True], "and half of them are not"
+    fits = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
+    assert fits == [False, True], "and half of them are not"
 
 
 def test_it_can_be_started_all_the_same(on):
-    found = prepare(parse_words(["olmoe_7b_a1b", "--memory", "ignore"]))
-    assert found.nproc == 8 and "memory" not in " ".join(found.request.words)
+    prepared = prepare(parse_words(["olmoe_7b_a1b", "--memory", "ignore"]))
+    assert prepared.nproc == 8 and "memory" not in " ".join(prepared.request.words)
     assert "--memory 'no' is not ignore" in refused("debug", "--memory", "no").problems[0]
     on(Machine(0, 2))  # a system that does not say how much it has
     assert prepare(parse_words(["olmoe_7b_a1b"])).nproc == 8
@@ -107,13 +107,13 @@ def test_a_gpu_is_of_one_rank(on):
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():
-    config, _ = peek(["--config", "debug_pp"], preset)
-    held = memory_check.need(config, 4, 4, GPUS)
+    config, _ = peek(["--config", "debug_pp"], PARTS)
+    on_gpu = memory_check.memory_need(config, 4, 4, GPUS)
     config.optimizer.offload = True
-    away = memory_check.need(config, 4, 4, GPUS)
-    assert away.rank < held.rank and away.state * 2 == pytest.approx(held.state, rel=0.01)
-    assert memory_check.need(config, 4, 4, CPUS) == held, "without GPUs it is the same memory"
-    alone, two = memory_check.need(config, 4, 1, CPUS), memory_check.need(config, 4, 2, CPUS)
-    assert alone.machine == alone.rank and two.machine == 2 * alone.rank > held.machine / 2, (
+    offloaded = memory_check.memory_need(config, 4, 4, GPUS)
+    assert offloaded.rank < on_gpu.rank and offloaded.state * 2 == pytest.approx(on_gpu.state, rel=0.01)
+    assert memory_check.memory_need(config, 4, 4, CPUS) == on_gpu, "without GPUs it is the same memory"
+    one_rank, two_ranks = memory_check.memory_need(config, 4, 1, CPUS), memory_check.memory_need(config, 4, 2, CPUS)
+    assert one_rank.machine == one_rank.rank and two_ranks.machine == 2 * one_rank.rank > on_gpu.machine / 2, (
         "the first stage holds most"
     )

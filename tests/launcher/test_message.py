@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError
-from titanmoe.launcher.agent import Ended, Logs
-from titanmoe.launcher.message import Failure, first, following, message, oom_kills, parts_of_step
+from titanmoe.launcher.agent import LaunchResult, Logs
+from titanmoe.launcher.message import Failure, first_failure, message, oom_kills, parts_of_step, ranks_ended_by_hang
 from titanmoe.launcher.train_command import verdict
 from titanmoe.train import failure
 
@@ -19,11 +19,11 @@ from titanmoe.train import failure
 def failed(
     folder: Path, rank: int, exitcode: int, when: float = 0.0, note: dict | None = None, log: str = ""
 ) -> Failure:
-    found = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
-    found.log.write_text(log)
+    entry = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
+    entry.log.write_text(log)
     if note:
-        found.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
-    return found
+        entry.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
+    return entry
 
 
 LOST = {"message": "RuntimeError: Connection closed by peer", "consequence": True}
@@ -34,11 +34,11 @@ def test_the_cause_comes_before_its_consequences(tmp_path):
     stopped = failed(tmp_path, 1, -signal.SIGTERM, 4.0)
     later = failed(tmp_path, 2, 1, 7.0, {"message": "ValueError: later"})
     killed = failed(tmp_path, 3, -signal.SIGKILL, 6.0)
-    assert first([lost, stopped, later, killed]) is killed
-    assert first([lost, stopped, later]) is later
-    assert first([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
+    assert first_failure([lost, stopped, later, killed]) is killed
+    assert first_failure([lost, stopped, later]) is later
+    assert first_failure([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
     no = {"message": "no", "alike": True}
-    assert first([failed(tmp_path, rank, 2, float(9 - rank), no) for rank in (2, 0, 1)]).rank == 0
+    assert first_failure([failed(tmp_path, rank, 2, float(9 - rank), no) for rank in (2, 0, 1)]).rank == 0
 
 
 def test_what_the_last_message_says(tmp_path):
@@ -86,17 +86,19 @@ def test_a_rank_that_the_watch_killed_is_not_said_to_have_been_out_of_memory(tmp
     """Whatever the clocks say: torch notes the end of a killed rank in whole seconds, before the report."""
     note = {"message": "hang: rank 1 on node is late", "alike": True, "during": {1: "step 3"}, "following": [1, 2]}
     watch = failed(tmp_path, 0, 1, 5.7, note)
-    assert following([watch.note_file, tmp_path / "rank1.json"]) == {1, 2}
-    stopped = replace(failed(tmp_path, 1, -signal.SIGKILL, 5.0), during="step 3", follows=True)
+    assert ranks_ended_by_hang([watch.note_file, tmp_path / "rank1.json"]) == {1, 2}
+    stopped = replace(failed(tmp_path, 1, -signal.SIGKILL, 5.0), during="step 3", ended_by_hang=True)
     failures = [stopped, failed(tmp_path, 2, 1, 5.0, LOST), watch]
-    code, text = verdict(Ended(failures=failures, world=3), 2, saves=True, out_of_memory=True)
+    code, text = verdict(LaunchResult(failures=failures, world=3), 2, saves=True, out_of_memory=True)
     assert (code, text) == (1, "error: hang: rank 1 on node is late")
 
 
 def test_exit_codes_are_kept(tmp_path):
     def code(*exitcodes: int, **more) -> tuple[int, str]:
         failures = [failed(tmp_path, rank, exitcode, float(rank)) for rank, exitcode in enumerate(exitcodes)]
-        return verdict(Ended(failures=failures, world=2, **more), 1, saves=more.get("signal") == 2, out_of_memory=False)
+        return verdict(
+            LaunchResult(failures=failures, world=2, **more), 1, saves=more.get("signal") == 2, out_of_memory=False
+        )
 
     assert code() == (0, "")
     assert code(3)[0] == 3 and code(-signal.SIGKILL)[0] == 137
@@ -109,7 +111,7 @@ def test_exit_codes_are_kept(tmp_path):
 
 def test_a_save_that_fails_while_it_stops_is_reported(tmp_path):
     full = failed(tmp_path, 0, 1, note={"message": "step-00000003: the disk is full"})
-    code, text = verdict(Ended(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
+    code, text = verdict(LaunchResult(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
     assert code == 1 and "the disk is full" in text
 
 
@@ -117,9 +119,9 @@ def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
     lost = failed(tmp_path, 5, 1, note=LOST)
     assert (
         "look for the cause in the logs of the other nodes"
-        in verdict(Ended(failures=[lost], world=8), 2, False, False)[1]
+        in verdict(LaunchResult(failures=[lost], world=8), 2, False, False)[1]
     )
-    assert "other nodes" not in verdict(Ended(failures=[lost], world=8), 1, False, False)[1]
+    assert "other nodes" not in verdict(LaunchResult(failures=[lost], world=8), 1, False, False)[1]
 
 
 # ---- what a rank leaves
@@ -157,15 +159,28 @@ def test_errors_that_only_follow_those_of_other_ranks(error, caused):
 def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     logs = Logs(tmp_path / "logs")
     env: dict[int, dict[str, str]] = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
-    found = logs.reify(env)
-    assert found.stdouts == {0: "", 1: f"{tmp_path}/logs/rank9.out"}
-    assert found.stderrs[0].endswith("logs/rank8.log") and env[1][failure.FILE] == f"{tmp_path}/logs/rank9.json"
+    destination = logs.reify(env)
+    assert destination.stdouts == {0: "", 1: f"{tmp_path}/logs/rank9.out"}
+    assert destination.stderrs[0].endswith("logs/rank8.log") and env[1][failure.FILE] == f"{tmp_path}/logs/rank9.json"
     assert logs.reify(env).stderrs[1].endswith("logs/attempt2/rank9.log")
-    Path(found.stderrs[0]).touch()
-    Path(found.stderrs[1]).write_text("why")
+    Path(destination.stderrs[0]).touch()
+    Path(destination.stderrs[1]).write_text("why")
     Path(env[1][failure.FILE] + failure.ADVICE).write_text("memory")
     logs.tidy()
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
+
+
+def test_a_refusal_leaves_no_logs_and_no_new_folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    logs = Logs(tmp_path / "runs/launch/debug")
+    logs.make_folder()
+    env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
+    found = logs.reify(env)
+    Path(found.stderrs[0]).touch()
+    Path(found.error_files[0]).write_text("{}")
+    (logs.folder / "agent.log").write_text("rank 0 failed (exitcode: 2)")
+    logs.tidy(refused=True)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
 
 
 def test_notes_of_an_earlier_start_in_the_same_folder_are_removed(tmp_path):

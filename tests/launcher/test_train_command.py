@@ -13,8 +13,10 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.launcher import fit_ranks, train_command
+from titanmoe.launcher import agent, fit_ranks, train_command
+from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
+from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.train import handed_on as handed_on_module
 from titanmoe.train import launch
@@ -52,12 +54,12 @@ def refused(*words: str) -> ConfigError:
     ],
 )
 def test_the_launchers_options_are_separated_from_the_runs(words, recipe, options, rest):
-    found = parse_words(words.split())
-    assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
+    request = parse_words(words.split())
+    assert (request.recipe, request.options, request.rest, request.problems) == (recipe, options, rest.split(), [])
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("", "which recipe? For example: titanmoe train train_configs/debug.toml"),
         ("debug --ranks many", "--ranks 'many' is not N|auto"),
@@ -77,8 +79,8 @@ def test_the_launchers_options_are_separated_from_the_runs(words, recipe, option
         ),
     ],
 )
-def test_mistakes_on_the_command_line(words, said):
-    assert any(said in problem for problem in refused(*words.split()).problems)
+def test_mistakes_on_the_command_line(words, message):
+    assert any(message in problem for problem in refused(*words.split()).problems)
 
 
 def test_help_has_the_launchers_options_and_every_field(capsys):
@@ -86,7 +88,7 @@ def test_help_has_the_launchers_options_and_every_field(capsys):
         main(["train", "--help"])
     printed = capsys.readouterr().out
     assert end.value.code == 0
-    for name in (*train_command.OWN, *train_command.TORCHRUN, "training.steps"):
+    for name in (*train_command.OUR_OPTIONS, *train_command.TORCHRUN_OPTIONS, "training.steps"):
         assert f"  --{name}" in printed
     with pytest.raises(SystemExit):
         main(["--help"])
@@ -95,7 +97,7 @@ def test_help_has_the_launchers_options_and_every_field(capsys):
 
 def test_torchrun_gets_its_own_options():
     def words(text: str) -> set[str]:
-        return set(train_command._as_for_torchrun(parse_words(text.split())))
+        return set(train_command._torchrun_options(parse_words(text.split())))
 
     alone = words("debug --max-restarts 2")
     assert {"--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"} <= alone
@@ -107,10 +109,12 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    train_command._environment(train_command.Prepared(Request(options={"nnodes": "2"}), None, None, 4, Machine(0, 8)))
+    train_command._environment(
+        train_command.PreparedRun(Request(options={"nnodes": "2"}), None, None, 4, Machine(0, 8))
+    )
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    train_command._environment(train_command.Prepared(Request(), None, None, 4, Machine(0, 8)))
+    train_command._environment(train_command.PreparedRun(Request(), None, None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
@@ -118,7 +122,7 @@ def test_the_environment_of_the_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "nodes", "own", "machine", "count"),
+    ("requested", "nodes", "recipe_ranks", "machine", "count"),
     [
         ("", 1, 4, CPUS, 4),  # the recipe's own
         ("", 2, 8, GPUS, 8),
@@ -128,13 +132,13 @@ def test_the_environment_of_the_ranks(monkeypatch):
         ("", 1, 0, GPUS, 8),
     ],
 )
-def test_how_many_ranks(given, nodes, own, machine, count):
-    assert fit_ranks.choose_ranks(given, nodes, own, machine) == count
-    assert fit_ranks.too_many(count, nodes, machine, "" if given else "r.toml") == ""
+def test_how_many_ranks(requested, nodes, recipe_ranks, machine, count):
+    assert fit_ranks.choose_ranks(requested, nodes, recipe_ranks, machine) == count
+    assert fit_ranks.too_many(count, nodes, machine, "" if requested else "r.toml") == ""
 
 
 @pytest.mark.parametrize(
-    ("world", "nodes", "machine", "recipe", "said"),
+    ("world", "nodes", "machine", "recipe", "message"),
     [
         (128, 1, GPUS, "r.toml", "r.toml is for 128 ranks (job.ranks) and this machine has 8 GPUs: use --nnodes 16"),
         (64, 1, CPUS, "r.toml", "this machine has 2 CPU cores and no GPU in use"),
@@ -143,26 +147,30 @@ def test_how_many_ranks(given, nodes, own, machine, count):
         (18, 2, GPUS, "", "--ranks = 18, 9 of them here, and this machine has 8 GPUs: give 16 or fewer"),
     ],
 )
-def test_ranks_that_this_machine_does_not_have(world, nodes, machine, recipe, said):
-    assert said in fit_ranks.too_many(world, nodes, machine, recipe)
+def test_ranks_that_this_machine_does_not_have(world, nodes, machine, recipe, message):
+    assert message in fit_ranks.too_many(world, nodes, machine, recipe)
 
 
 # ---- a mapping that fits
 
 
 def test_the_recipes_own_number_needs_no_option():
-    found = prepare(parse_words(["debug"]))
-    assert found.nproc == 4 and found.config.parallelism.experts.ep == 4 and found.config.parallelism.dp_shard == 2
+    prepared = prepare(parse_words(["debug"]))
+    assert (
+        prepared.nproc == 4
+        and prepared.config.parallelism.experts.ep == 4
+        and prepared.config.parallelism.dp_shard == 2
+    )
 
 
 def test_the_nearest_mapping_is_offered_and_taken(capsys):
     refusal = refused("debug", "--ranks", "auto")
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
-    found = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
-    assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
+    prepared = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
+    assert prepared.config.parallelism.experts.ep == 2 and prepared.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
-    assert launch.receive(found.checked, 2).parallelism.experts.ep == 2, "the ranks agree"
+    assert launch.receive(prepared.checked, 2).parallelism.experts.ep == 2, "the ranks agree"
     assert main(["train", "debug", "--ranks", "auto"]) == 2
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
@@ -243,10 +251,10 @@ def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
 
 
 def test_a_port_in_use_is_one_line(capfd):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--master-port {port} is in use by another program on here: give anoth"):
             check_port("here", port)
     check_port("here", port)
@@ -261,6 +269,20 @@ def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path)
         f"error: cannot write the ranks' logs to {tmp_path}/file/logs: Not a directory: "
         "give --logs FOLDER, or another job.dump_folder\n"
     )
+
+
+@pytest.mark.parametrize(("code", "left"), [(2, []), (1, ["launch"])], ids=["refused", "failed"])
+def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, capsys, tmp_path):
+    def launch(options: object, words: list[str], logs: Logs) -> LaunchResult:
+        found = logs.reify({0: {"RANK": "0"}})
+        note = Path(found.error_files[0])
+        note.write_text('{"message": "error: no", "timestamp": 0}')
+        return LaunchResult(failures=[Failure(0, code, 0.0, Path(found.stderrs[0]), note)])
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(agent, "launch", launch)
+    assert main(["train", "debug", "--job.dump_folder", str(tmp_path)]) == code
+    assert "error: " in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == left
 
 
 HOLDS = """

@@ -150,7 +150,7 @@ def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want
 def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
-    from titanmoe.comm.fsdp_cpu import StraightToPlace
+    from titanmoe.ops.cpu.fsdp import StraightToPlace
     from titanmoe.parallel.batch_slice import take_slice
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +16,8 @@ from tests.moe.test_symmetric import check_round_trip, round_trip
 from tests.support import emulated_deep_ep
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.moe.deepep import DeepEP
+from titanmoe.moe.dispatchers.rules import DeepEPRules
 from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch
 
@@ -70,7 +69,7 @@ def test_without_a_loan_or_alone_it_is_alltoall(memory: bool) -> None:
 
 def any_dtype() -> Any:
     """The emulation sends what the real kernels cannot."""
-    return mock.patch.dict(DISPATCHERS, {"deepep": replace(DISPATCHERS["deepep"], param="")})
+    return mock.patch.object(DeepEPRules, "param", "")
 
 
 def measured(changes: dict[str, Any]) -> Any:

@@ -243,9 +243,9 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
 
 def test_units_are_filled_up_expert_by_expert() -> None:
     counts, rows = torch.tensor([0, UNIT + 1, UNIT, 1]), 2 * UNIT + 2
-    source_P, slot_R1, whole_e = whole_units.fill(counts, rows)
+    source_P, slot_R, whole_e = whole_units.fill(counts, rows)
     assert whole_e.tolist() == [0, 2 * UNIT, UNIT, UNIT]
-    assert source_P[slot_R1[:, 0]].tolist() == list(range(rows))
+    assert source_P[slot_R].tolist() == list(range(rows))
     assert (source_P == rows).sum() == len(source_P) - rows == 2 * (UNIT - 1)
     start_e = whole_e.cumsum(0) - whole_e
-    assert [int(n) for n in slot_R1[[0, UNIT + 1, 2 * UNIT + 1], 0]] == start_e[1:].tolist()
+    assert [int(n) for n in slot_R[[0, UNIT + 1, 2 * UNIT + 1]]] == start_e[1:].tolist()

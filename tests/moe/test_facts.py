@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
-from titanmoe.config.dispatchers import DISPATCHERS, Facts, in_pieces
 from titanmoe.config.schema import Model, MoE
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
+from titanmoe.moe.dispatchers.rules import DISPATCHERS, DispatcherRules, in_chunks
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
 
@@ -42,9 +40,9 @@ class HostReads(TorchFunctionMode):
 def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
-    facts = DISPATCHERS[name]
-    if facts.param:  # what is read from the recipe does not matter to the emulation
-        shape |= {"training.mixed_precision_param": facts.param, "model.dim": facts.dim_of}
+    rules = DISPATCHERS.look_up(name)
+    if getattr(rules, "param", ""):  # what is read from the recipe does not matter to the emulation
+        shape |= {"training.mixed_precision_param": rules.param, "model.dim": rules.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
     fold = derive(RANKS, config.parallelism)
     dispatcher = dispatcher_class(name)(E, chunks)
@@ -79,20 +77,22 @@ def rows_for_no_expert(name: str) -> bool:
     return found
 
 
-@pytest.mark.parametrize("name", DISPATCHERS)
+@pytest.mark.parametrize("name", DISPATCHERS.table)
 def test_facts_are_true(name: str) -> None:
-    facts = DISPATCHERS[name]
-    assert world.run(RANKS, host_syncs, name, 0) == [facts.host_syncs] * RANKS
-    assert world.run(RANKS, rows_for_no_expert, name) == [facts.unused_rows] * RANKS
-    if not facts.no_bins:
+    rules = DISPATCHERS.look_up(name)
+    assert world.run(RANKS, host_syncs, name, 0) == [rules.host_syncs] * RANKS
+    assert world.run(RANKS, rows_for_no_expert, name) == [rules.unused_rows] * RANKS
+    if not rules.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
-    assert world.run(RANKS, messages, name, 3) == [3 if name in in_pieces() else 1] * RANKS
-    assert facts.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)
-    assert facts.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
+    assert world.run(RANKS, messages, name, 3) == [3 if name in in_chunks() else 1] * RANKS
+    assert rules.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)
+    assert rules.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
 
 
 class Nowhere(Dispatcher):
     """Only this rank's experts, one row for each kept choice, and no message."""
+
+    rules = DispatcherRules()
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple:
         flat = chosen_TK.flatten()
@@ -106,17 +106,13 @@ class Nowhere(Dispatcher):
         return y_RD.new_zeros(tokens, y_RD.shape[1]).index_add(0, token_R, y_RD)
 
 
-def test_a_new_dispatcher_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dispatcher_may_lie_outside_the_package() -> None:
     """The class only defines how rows get to their experts and back."""
-    module = ModuleType("titanmoe.moe.nowhere")
-    module.Nowhere = Nowhere
-    monkeypatch.setitem(sys.modules, "titanmoe.moe.nowhere", module)
-    monkeypatch.setitem(DISPATCHERS, "nowhere", Facts("nowhere.Nowhere", "nowhere sends no row.", 1, "makes none"))
     model, index = Model(num_experts=4, top_k=2, dim=16, expert_hidden=24), torch.arange(24)
     tokens = Tokens(index.view(2, 12) % 12, index, index // 12, index % 5 != 4, torch.tensor(0))
     x_BsD = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = []
-    for name in ("alltoall", "nowhere"):
+    for name in ("alltoall", f"{__name__}:Nowhere"):
         layer = Layer(model, MoE(dispatcher=name), None, 0, 0, 1, torch.float64)
         for seed, weight in enumerate(layer.parameters()):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))

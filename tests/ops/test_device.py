@@ -1,17 +1,22 @@
 """Only titanmoe.ops.device decides which code runs on a device."""
 
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
-from titanmoe.models.layers import RMSNorm
-from titanmoe.moe.experts import can_group
+from titanmoe.config.schema import Model, MoE
+from titanmoe.models.attention import causal_attention
+from titanmoe.models.layers import RMSNorm, rotate, swiglu
+from titanmoe.moe.experts import Experts, can_group
 from titanmoe.ops import device
-from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import fused, installed
+from titanmoe.parallel.norm import local_norms
 
 SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
@@ -19,34 +24,49 @@ CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/r
 CALLS_CUDA |= {"moe/symmetric.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
 CALLS_CUDA |= {"train/offload.py", "train/out_of_memory.py", "launcher/fit_ranks.py", "launcher/check_cluster.py"}
 """Files that check for a real GPU because they call torch.cuda, not to choose which code runs."""
+NO_BACKWARD_ON_CPUS, PREPARES_THE_PROCESS = "parallel/flex.py", "train/runtime.py"
 
 
 def test_nobody_else_asks():
     asks = re.compile(r'\.type [!=]= "|device_type [!=]= "|cuda\.is_available|get_device_capability')
-    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if asks.search(path.read_text())}
-    assert found - CALLS_CUDA == {"ops/device.py"}
+    source = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
+    assert {name for name, text in source.items() if asks.search(text)} - CALLS_CUDA == {"ops/device.py"}
+    asks = re.compile(r'kind\(.*\) [!=]= "cpu"')
+    assert {name for name, text in source.items() if asks.search(text)} == {"ops/device.py", NO_BACKWARD_ON_CPUS}
+    serves_cpus = {name for name, text in source.items() if "titanmoe.ops.cpu" in text and not name.startswith("ops/")}
+    assert all("device.way(" in source[name] for name in serves_cpus - {PREPARES_THE_PROCESS})
+
+
+def way(where: torch.Tensor | str, compiled: bool = False) -> str:
+    return device.way(where, "usual", cpu="cpu", compiled=compiled)
+
+
+def test_compilers_fuse_by_themselves(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.zeros(2)
+    assert way(x) == "usual" and way(x, compiled=True) == "cpu"
 
 
 def test_tensors_go_the_ways_of_their_own_device():
     x = torch.zeros(2, 8, dtype=torch.float32)
     assert device.kind(x) == device.kind(x.device) == device.kind("cpu") == "cpu"
     assert device.kind(x.to("meta")) == "meta"
-    assert rowwise.pays(x) and not rowwise.pays(x.to("meta")) and not fused("auto", x)
+    assert way(x) == "cpu" and way(x.to("meta")) == "usual" and not fused("auto", x)
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_or_those_of_hardware_that_is_not_there():
     narrow, wide = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8)
     with as_on(HOPPER):
-        assert fused("auto", narrow) and not rowwise.pays(narrow)
+        assert fused("auto", narrow) and way(narrow) == way("cpu") == "usual"
         assert can_group(narrow, 8) and not can_group(wide, 8)
         for other in (AMPERE, Hardware("cuda", (12, 0))):
             with as_on(other):
                 assert not can_group(narrow, 8)
         with as_on(Hardware("cuda", (10, 0))):
             assert can_group(narrow, 8)
-        assert device.chosen("auto") == "cuda" and device.chosen("cpu") == "cpu"
-    assert not fused("auto", narrow) and rowwise.pays(narrow) and can_group(wide, 8)
+        assert device.kind_for("auto") == "cuda" and device.kind_for("cpu") == "cpu"
+    assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
 
 
 def test_ways_differ_and_numbers_do_not():
@@ -57,3 +77,37 @@ def test_ways_differ_and_numbers_do_not():
     with as_on(HOPPER):
         there = norm(x)
     torch.testing.assert_close(here, there)
+
+
+def compute() -> None:
+    """What has a way of its own on CPUs, forward and backward, without a kernel."""
+    x = torch.randn(1, 256, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    norm = RMSNorm(16, 1e-6, torch.bfloat16)
+    experts = Experts(Model(num_experts=2, dim=16, expert_hidden=16), MoE(kernels="torch"), torch.bfloat16)
+    for weight in (norm.weight, *experts.parameters()):
+        torch.nn.init.ones_(weight)
+    angle = torch.zeros(1, 256, 1, 16)
+    y = swiglu(rotate(norm(x), (angle.cos(), angle.sin()), "torch"), x)
+    y_RD = causal_attention(y, y, y).flatten(0, 2)
+    experts.products(y_RD, torch.ones(len(y_RD), 1), torch.tensor([1, len(y_RD) - 1])).sum().backward()
+    local_norms([x.grad])
+
+
+@pytest.mark.parametrize("hardware", [None, HOPPER])
+def test_code_for_gpus_never_meets_what_serves_cpus(hardware):
+    met = set()
+
+    def note(frame: FrameType, event: str, _) -> None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if folder.endswith("ops/cpu"):
+            met.add(name)
+
+    before = sys.getprofile()
+    with nullcontext() if hardware is None else as_on(hardware):
+        sys.setprofile(note)
+        try:
+            compute()
+        finally:
+            sys.setprofile(before)
+    blocks = {"blocked_attention.py", "gradient_norms.py", "rowwise.py", "whole_units.py"}
+    assert met == (blocks if hardware is None else set())

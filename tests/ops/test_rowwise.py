@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.live_bytes import saved_bytes
-from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rotate, swiglu
+from titanmoe.models.layers import RMSNorm, plain_norm, plain_rotate, rotate, swiglu
 from titanmoe.moe.experts import plain_swiglu, plain_swiglu_backward
 from titanmoe.ops.cpu import rowwise
 
@@ -39,25 +39,14 @@ def near(one: Callable[..., Tensor], other: Callable[..., Tensor], *given: Tenso
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_norm(rows: int) -> None:
-    made = RMSNorm(8, 1e-6, torch.float64)
+    def blocks(x: Tensor, weight: Tensor) -> Tensor:
+        return rowwise.norm(x, weight, 1e-6)
 
-    def norm(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
-        def run(x: Tensor, weight: Tensor) -> Tensor:
-            return torch.func.functional_call(Variant(made, variant), {"norm.weight": weight}, (x,))
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return plain_norm(x, weight, 1e-6)
 
-        return run
-
-    near(norm("forward"), norm("plain"), random(rows, 3, 8), random(8, seed=1))
-    near(norm("forward"), norm("plain"), random(rows, 12)[:, 2:10], random(8, seed=1))  # a part of wider rows
-
-
-class Variant(torch.nn.Module):
-    def __init__(self, norm: RMSNorm, variant: str):
-        super().__init__()
-        self.norm, self.variant = norm, variant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return getattr(self.norm, self.variant)(x)
+    near(blocks, plain, random(rows, 3, 8), random(8, seed=1))
+    near(blocks, plain, random(rows, 12)[:, 2:10], random(8, seed=1))  # a part of wider rows
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -90,12 +79,10 @@ def test_bfloat16_rounds_results_alone() -> None:
         assert (got - want).norm() <= rounding * want.norm()
 
 
-@pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
-def test_the_plain_norm_rounds_its_result_alone(kind: type[RMSNorm]) -> None:
+def test_the_plain_norm_rounds_its_result_alone() -> None:
     x, weight = (random(*shape, dtype=torch.bfloat16) for shape in ((65, 24), (24,)))
-    narrow, wide = kind(24, 1e-6, torch.bfloat16), kind(24, 1e-6, torch.float32)
-    narrow.weight.data, wide.weight.data = weight, weight.float()
-    assert torch.equal(narrow.plain(x), wide.plain(x.float()).to(torch.bfloat16))
+    wide = plain_norm(x.float(), weight.float(), 1e-6)
+    assert torch.equal(plain_norm(x, weight, 1e-6), wide.to(torch.bfloat16))
 
 
 def test_inputs_alone_are_kept() -> None:

@@ -20,6 +20,7 @@ from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.recompute import recompute
+from titanmoe.parts import PARTS
 from titanmoe.tokens import Tokens
 from titanmoe.train.launch import read
 
@@ -216,7 +217,7 @@ def small(config: Config) -> Config:
 )
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
-    world = recipe_ranks([str(recipe)], preset)
+    world = recipe_ranks([str(recipe)], PARTS)
     config = small(read(["--config", str(recipe)], world))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()

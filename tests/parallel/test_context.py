@@ -183,7 +183,7 @@ def test_the_pairs_see_what_the_window_and_causality_let_them(size: int, chunk: 
     everything = list(range(placement.chunks))
     seen = torch.zeros(length, length)
     for rank in range(size):
-        mine = placement.held(rank)
+        mine = placement.chunks_of(rank)
         where = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in mine])
         for i, rows, j, keys in _pairs(len(where), mine, everything, window):
             step = rows.stop - rows.start

@@ -53,7 +53,8 @@ def test_the_norm_of_ones_counts_every_logical_parameter_once(changes: dict[str,
 
 
 def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
-    from titanmoe.parallel.norm import ROW, local_norms
+    from titanmoe.ops.cpu.gradient_norms import ROW
+    from titanmoe.parallel.norm import local_norms
 
     generator = torch.Generator().manual_seed(0)
     shapes = (3 * 4096 + 7, 5), (4096,), (0, 8), (1,), (70, 4096)

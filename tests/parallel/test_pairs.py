@@ -18,6 +18,7 @@ from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -38,7 +39,8 @@ def problems_of(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | Non
         model=Model(num_layers=4), pipeline=Pipeline(overlap_pairs=True, **pipeline), moe=MoE(**(moe or {}))
     )
     config.training.local_batch_size = 1
-    return [*schedule_violations(config, 2, 2, 4), *pair_violations(config, 2, ep, 1)]
+    of_parts = DISPATCHERS.look_up(config.moe.dispatcher).violations(config, {"pp": 2, "ep": ep, "etp": 1})
+    return [*schedule_violations(config, 2, 2, 4), *pair_violations(config, 2, ep, 1), *of_parts]
 
 
 # ---- what cannot run
@@ -58,7 +60,7 @@ def test_a_dispatcher_that_never_waits_for_rows_is_refused(dispatcher: str) -> N
 
 def test_all_problems_are_reported_at_once() -> None:
     found = problems_of(dict(), 1, dict(dispatcher="allgather"))
-    assert ["has none" in found[0], "allgather" in found[1], "ep * etp = 1 sends none" in found[2]] == [True] * 3
+    assert ["has none" in found[0], "ep * etp = 1 sends none" in found[1], "allgather" in found[2]] == [True] * 3
     assert len(found) == 3
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
-from titanmoe.comm.fsdp_cpu import StraightToPlace
+from titanmoe.ops.cpu.fsdp import StraightToPlace
 
 # 4 data ranks for attention, 2 for the experts of each of 2 ranks.
 MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.ep": 2}

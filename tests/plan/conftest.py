@@ -1,4 +1,4 @@
-"""The script that makes docs/planner.md."""
+"""The script that makes docs/planner.md and docs/planner_rows.md."""
 
 from __future__ import annotations
 

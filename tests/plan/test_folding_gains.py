@@ -13,7 +13,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.search import unfolded
+from titanmoe.plan.search import is_unfolded
 
 
 def test_folding_gains_what_readme_says(script: ModuleType) -> None:
@@ -30,7 +30,7 @@ def test_folding_gains_what_readme_says(script: ModuleType) -> None:
             seconds = prices(config, device, Factors()).price(config, fold).step
             again = "run scripts/planner_page.py --folding again"
             assert seconds == pytest.approx(row[kind]["seconds"], rel=1e-3), f"{row['recipe']}: {again}"
-        assert unfolded(fold) and script.gain(row) >= 0
+        assert is_unfolded(fold) and script.gain(row) >= 0
 
 
 def test_a_group_of_ep_on_one_mesh_leaves_the_node(script: ModuleType) -> None:
@@ -39,5 +39,7 @@ def test_a_group_of_ep_on_one_mesh_leaves_the_node(script: ModuleType) -> None:
         changed = ["--parallelism.pp=8", "--parallelism.tp=1", f"--parallelism.cp={cp}", "--parallelism.experts.ep=8"]
         config = script.recipe("mixtral_8x22b", [*changed, "--parallelism.experts.etp=1"])
         fold = derive(128, config.parallelism)
-        one, folded = (kind(config, device, Factors()).price(config, fold) for kind in (script.OneMesh, Pricer))
-        assert (one.components["rows to experts and back"] > folded.components["rows to experts and back"]) == slower
+        one_mesh, folded = (kind(config, device, Factors()).price(config, fold) for kind in (script.OneMesh, Pricer))
+        assert (
+            one_mesh.components["rows to experts and back"] > folded.components["rows to experts and back"]
+        ) == slower

@@ -9,7 +9,7 @@ import pytest
 from titanmoe.config.recipes import names
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.plan.memory import ranks
+from titanmoe.plan.memory import rank_memories
 from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -61,12 +61,12 @@ MORE = {
 def agrees(config: Config, world: int, rank: int) -> int:
     """The rehearsed peak, after comparing it and all else with the plan's."""
     fold = derive(world, config.parallelism)
-    found = rehearse(config, world, rank, "h100")
-    planned = ranks(config, fold)[rank // fold.stage]
-    assert (planned.weights, planned.gradients) == (found.parameter_bytes, found.gradient_bytes)
-    assert planned.moments == found.optimizer_bytes
-    assert planned.peak == pytest.approx(found.memory.peak, rel=0.05)
-    return found.memory.peak
+    rehearsed = rehearse(config, world, rank, "h100")
+    planned = rank_memories(config, fold)[rank // fold.stage]
+    assert (planned.weights, planned.gradients) == (rehearsed.parameter_bytes, rehearsed.gradient_bytes)
+    assert planned.moments == rehearsed.optimizer_bytes
+    assert planned.peak == pytest.approx(rehearsed.memory.peak, rel=0.05)
+    return rehearsed.memory.peak
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -77,11 +77,11 @@ def test_memory_is_that_of_a_rehearsal(case: str) -> None:
 
 def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     """Small ones, which anyone may add, are left out or right."""
-    wanted, shown = [], {row[0] for row in script.rows_on_page()}
+    expected, shown = [], {row[0] for row in script.rows_on_page()}
     for name in [name for name in names() if name in shown or not name.startswith("debug")]:
         _, fold, peaks = script.planned_peaks(name)
-        wanted += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
-    assert [row[:3] for row in script.rows_on_page()] == wanted
+        expected += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
+    assert [row[:3] for row in script.rows_on_page()] == expected
 
 
 @pytest.mark.parametrize(

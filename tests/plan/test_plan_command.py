@@ -16,13 +16,13 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.plan_table import ERROR
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.search import MODES, _candidates, evaluate, search, unfolded
+from titanmoe.plan.search import MODES, _candidates, evaluate, is_unfolded, search
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 RECIPE = "train_configs/debug.toml"
@@ -36,10 +36,10 @@ def plan(*words: str) -> int:
 def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file, data = tmp_path / "best.toml", tmp_path / "plan.json"
     assert plan("--ranks", "4", "--write", str(file), "--json", str(data), "--tokens", "1e9", *SMALL) == 0
-    said = capsys.readouterr().out
-    assert "mappings on 4 h100" in said and "best unfolded" in said and "US dollars" in said
+    output = capsys.readouterr().out
+    assert "mappings on 4 h100" in output and "best unfolded" in output and "US dollars" in output
     best = json.loads(data.read_text())["best"]
-    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    assert [mapping["step_s"] for mapping in best] == sorted(mapping["step_s"] for mapping in best)
     config = recipe_to_rehearse(["--config", str(file)], 4, "h100")
     assert rehearse(config, 4, 0, "h100").optimizer_bytes == best[0]["memory"][0]["moments"]
 
@@ -47,13 +47,13 @@ def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.Capt
 def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
     assert plan("--ranks", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
-    said = capsys.readouterr().out
-    assert "left out: compilation" in said and "matrix work" in said
-    assert "which fits into 77.7 GB (85 GB less 2.3 GB for CUDA and fragmentation and 5.01 GB for NCCL" in said
-    assert "mapping on 4 h100: dp_shard 2, tp 2, ep 4;" in said and "What helps: a larger microbatch" in said
-    found = json.loads(data.read_text())["plan"]
-    assert sum(found["time"].values()) == pytest.approx(found["step_s"])
-    assert all(sum(rank["components"].values()) == rank["peak"] for rank in found["memory"])
+    output = capsys.readouterr().out
+    assert "left out: compilation" in output and "matrix work" in output
+    assert "which fits into 77.7 GB (85 GB less 2.3 GB for CUDA and fragmentation and 5.01 GB for NCCL" in output
+    assert "mapping on 4 h100: dp_shard 2, tp 2, ep 4;" in output and "What helps: a larger microbatch" in output
+    plan_json = json.loads(data.read_text())["plan"]
+    assert sum(plan_json["time"].values()) == pytest.approx(plan_json["step_s"])
+    assert all(sum(rank["components"].values()) == rank["peak"] for rank in plan_json["memory"])
 
 
 def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> None:
@@ -96,24 +96,24 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) ->
 def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
     words = ["--ranks", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
     assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
-    said = capsys.readouterr().err
-    assert "no mapping of 2 a100 fits" in said and "on pipeline rank" in said and "too much" in said
-    assert "of single changes --ranks 4 helps most" in said and "GPUs are enough" in said
+    message = capsys.readouterr().err
+    assert "no mapping of 2 a100 fits" in message and "on pipeline rank" in message and "too much" in message
+    assert "of single changes --ranks 4 helps most" in message and "GPUs are enough" in message
 
 
 def test_the_table_lists_different_mappings() -> None:
-    config = load(["--config", RECIPE, *SMALL], preset, lambda config: [])
-    found = search(config, 4, read_device("h100"), Factors(), 5).best
-    assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (one.fold for one in found)}) == len(found) == 5
-    assert [one.price.step for one in found] == sorted(one.price.step for one in found)
+    config = load(["--config", RECIPE, *SMALL], PARTS, lambda config: [])
+    best = search(config, 4, read_device("h100"), Factors(), 5).best
+    assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (mapping.fold for mapping in best)}) == len(best) == 5
+    assert [mapping.price.step for mapping in best] == sorted(mapping.price.step for mapping in best)
 
 
 def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> None:
     stages = "--model.num_layers 4 --parallelism.pp 2 --pipeline.layers_per_stage 3 1"
-    given = load(["--config", RECIPE, *SMALL, *stages.split()], preset, lambda config: [])
-    free = replace(given, pipeline=replace(given.pipeline, layers_per_stage=[]))
-    found = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (given, free)]
-    steps = [[one.price.step for one in best] for best in found]
+    restricted = load(["--config", RECIPE, *SMALL, *stages.split()], PARTS, lambda config: [])
+    free = replace(restricted, pipeline=replace(restricted.pipeline, layers_per_stage=[]))
+    searches = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (restricted, free)]
+    steps = [[mapping.price.step for mapping in best] for best in searches]
     assert steps[0] == steps[1] and len(steps[0]) == 5
 
 
@@ -121,18 +121,22 @@ def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: py
     data = tmp_path / "plan.json"
     assert plan("--ranks", "4", "--json", str(data), *SMALL) == 0
     best = json.loads(data.read_text())["best"]
-    ties = [one["step_s"] / best[0]["step_s"] <= 1 + ERROR for one in best]
-    assert [one["within_error"] for one in best] == ties and 1 < sum(ties) < len(ties)
+    ties = [mapping["step_s"] / best[0]["step_s"] <= 1 + ERROR for mapping in best]
+    assert [mapping["within_error"] for mapping in best] == ties and 1 < sum(ties) < len(ties)
     assert f"The first {sum(ties)} are within the model's error of 6%: take the simplest" in capsys.readouterr().out
 
 
 def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
     """DeepSeek-V3 under DualPipeV, pp 16 and full recomputation: planned 69.5 GB, rehearsed 108."""
     argv = ["--config", RECIPE, *SMALL]
-    pricer = Pricer(load(argv, preset, lambda config: []), read_device("h100"), Factors())
-    found = {(one.schedule, one.mode) for one in _candidates(pricer.config, 4, pricer, math.inf) if one.fold.pp == 2}
-    assert ("DualPipeV", "none") in found and ("1F1B", "full") in found
-    assert not {("DualPipeV", mode) for mode in MODES[1:]} & found
+    pricer = Pricer(load(argv, PARTS, lambda config: []), read_device("h100"), Factors())
+    proposed = {
+        (candidate.schedule, candidate.mode)
+        for candidate in _candidates(pricer.config, 4, pricer, math.inf)
+        if candidate.fold.pp == 2
+    }
+    assert ("DualPipeV", "none") in proposed and ("1F1B", "full") in proposed
+    assert not {("DualPipeV", mode) for mode in MODES[1:]} & proposed
     split = "--parallelism.pp 2 --parallelism.experts.ep 2 --pipeline.schedule DualPipeV --model.num_layers 4"
     more = "--activation_checkpoint.mode full --training.global_batch_size 16"
     assert plan("--ranks", "4", "--explain", *split.split(), *more.split()) == 0
@@ -142,38 +146,41 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
 def test_what_nccl_takes_follows_the_mapping() -> None:
     """A communicator for each axis, and rows go to every rank of the node directly."""
     argv = ["--config", "train_configs/mixtral_8x22b.toml"]
-    device, found = read_device("h100"), []
+    device, counts = read_device("h100"), []
     for more in ([], ["--parallelism.experts.ep", "1"], ["--parallelism.dp_replicate", "2"], ["--parallelism.cp", "2"]):
-        config = load([*argv, *more], preset, lambda config: [])
+        config = load([*argv, *more], PARTS, lambda config: [])
         fold = derive(128, config.parallelism)
-        found.append((len(communicators(config, fold, 8)), nccl_bytes(config, fold, device)))
-    (plain, held), (without, none), (replicas, shared), (ring, around) = found
+        counts.append((len(communicators(config, fold, 8)), nccl_bytes(config, fold, device)))
+    (plain, plain_bytes), (without, without_bytes), (replicas, replicas_bytes), (ring, ring_bytes) = counts
     # the world, tp, dp, dp_shard x cp, edp, ep, pp; then edp and ep are not, the edp is of replicas, cp and cp x tp too
     assert (plain, without, replicas, ring) == (7, 6, 7, 9)
-    assert held == 7 * device.communicator + 7 * device.peer and none == 6 * device.communicator
-    assert shared == held and around == held + 2 * device.communicator + device.peer
+    assert plain_bytes == 7 * device.communicator + 7 * device.peer and without_bytes == 6 * device.communicator
+    assert replicas_bytes == plain_bytes and ring_bytes == plain_bytes + 2 * device.communicator + device.peer
 
 
 def test_the_search_finds_the_fastest() -> None:
     """Of all mappings that it may choose among, each evaluated by itself."""
     argv = ["--config", RECIPE, *SMALL, "--pipeline.schedule", "GPipe"]
-    config, world, device = load(argv, preset, lambda config: []), 4, read_device("h100")
+    config, world, device = load(argv, PARTS, lambda config: []), 4, read_device("h100")
 
     def with_mapping(fold: object, mode: str, samples: int) -> Config | None:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = [f"--parallelism.{name}={getattr(fold, name)}" for name in names]
         degrees += [f"--parallelism.experts.{name}={getattr(fold, name)}" for name in ("ep", "etp")]
         more = [f"--activation_checkpoint.mode={mode}", f"--training.local_batch_size={samples}"]
-        found = load([*argv, *degrees, *more], preset, lambda config: [])
-        return None if violations(found, world) else found
+        mapped = load([*argv, *degrees, *more], PARTS, lambda config: [])
+        return None if violations(mapped, world) else mapped
 
     every = [
-        evaluate(found, world, device, Factors())
+        evaluate(mapped, world, device, Factors())
         for fold, mode, samples in product(legal_folds(world), MODES[::3], (1, 4))
         if fold.pp == 1 and fold.dp_replicate == fold.edp_replicate == 1
-        if (found := with_mapping(fold, mode, samples)) is not None
+        if (mapped := with_mapping(fold, mode, samples)) is not None
     ]
     assert len(every) > 20
-    fastest, plain = search(config, world, device, Factors(), 1), [one for one in every if unfolded(one.fold)]
-    assert fastest.best[0].price.step <= min(one.price.step for one in every) * (1 + 1e-9)
-    assert fastest.best_unfolded.price.step <= min(one.price.step for one in plain) * (1 + 1e-9)
+    fastest, unfolded_mappings = (
+        search(config, world, device, Factors(), 1),
+        [mapping for mapping in every if is_unfolded(mapping.fold)],
+    )
+    assert fastest.best[0].price.step <= min(mapping.price.step for mapping in every) * (1 + 1e-9)
+    assert fastest.best_unfolded.price.step <= min(mapping.price.step for mapping in unfolded_mappings) * (1 + 1e-9)

@@ -9,28 +9,33 @@ import pytest
 from titanmoe.config import load
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.search import Found, evaluate
+from titanmoe.plan.search import PricedMapping, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 H100 = read_device("h100")
 
 
-def found(world: int, *changes: str) -> Found:
-    def ask(config: Config) -> list[str]:
+def evaluated(world: int, *changes: str) -> PricedMapping:
+    def no_violations(config: Config) -> list[str]:
         return []
 
     argv = ["--config", "train_configs/mixtral_8x22b.toml", *changes]
-    return evaluate(load(argv, preset, ask), world, H100, Factors())
+    return evaluate(load(argv, PARTS, no_violations), world, H100, Factors())
 
 
 def test_messages_follow_the_links_that_groups_cross() -> None:
     links = Links(H100, Factors())
     inside, across = LinkGroup(8, 1), LinkGroup(8, 8)
-    assert (inside.near(8), across.near(8), LinkGroup(16, 1).near(8), LinkGroup(4, 2).near(8)) == (8, 1, 8, 4)
+    assert (
+        inside.ranks_per_domain(8),
+        across.ranks_per_domain(8),
+        LinkGroup(16, 1).ranks_per_domain(8),
+        LinkGroup(4, 2).ranks_per_domain(8),
+    ) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
     assert links.exchange(LinkGroup(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
@@ -68,23 +73,25 @@ def test_the_ring_costs_what_a_rehearsal_counts() -> None:
     """Bytes and kernels of attention beside products, rotations and attention itself, of each layer and microbatch."""
     for cp in (2, 4):
         config = recipe_to_rehearse([*CUT.split(), "--parallelism.cp", str(cp)], 2 * cp, "h100")
-        counted = rehearse(config, 2 * cp, 0, "h100").operations
+        operations = rehearse(config, 2 * cp, 0, "h100").operations
         model, tokens = config.model, config.training.seq_len / cp
         query, keys = tokens * model.num_heads * model.head_dim, 2 * tokens * model.num_kv_heads * model.head_dim
         for part, phase in enumerate(("forward", "backward")):
-            found = {
-                one: count / model.num_layers
-                for one, count in counted.items()
-                if (one.site.region, one.site.phase) == ("attention", phase)
-                and one.name not in ("mm", "rotate")
-                and "flash" not in one.name
-                and "models/layers.py" not in one.site.file
+            counts = {
+                operation: count / model.num_layers
+                for operation, count in operations.items()
+                if (operation.site.region, operation.site.phase) == ("attention", phase)
+                and operation.name not in ("mm", "rotate")
+                and "flash" not in operation.name
+                and "models/layers.py" not in operation.site.file
             }
             (a, b), (c, d) = RING[part]
             planned = query * (a + b * (cp - 1)) + keys * (c + d * (cp - 1))
-            assert sum((one.read + one.written) * n for one, n in found.items()) == pytest.approx(planned, rel=0.02)
-            once, again = RING_KERNELS[part]
-            assert sum(found.values()) == pytest.approx(once + again * (cp - 1), abs=3)
+            assert sum((operation.read + operation.written) * n for operation, n in counts.items()) == pytest.approx(
+                planned, rel=0.02
+            )
+            fixed, per_piece = RING_KERNELS[part]
+            assert sum(counts.values()) == pytest.approx(fixed + per_piece * (cp - 1), abs=3)
 
 
 def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
@@ -92,35 +99,38 @@ def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
     their kernel."""
     for seq, dearer in ((4096, (1.15, 1.4)), (131072, (1.2, 1.5))):
         argv = ["--config", "train_configs/mixtral_8x22b.toml", "--training.seq_len", str(seq)]
-        priced = BlockCosts(load(argv, preset, lambda config: []), H100, Factors())
+        priced = BlockCosts(load(argv, PARTS, lambda config: []), H100, Factors())
         tp, cp = (sum(sum(part) for part in priced.attention(*split, 1, 0)) for split in ((2, 1), (1, 2)))
         assert dearer[0] < cp / tp < dearer[1]
 
 
 def test_components() -> None:
-    plain = found(128)
-    full, slow = found(128, "--activation_checkpoint.mode", "full"), found(128, "--parallelism.experts.etp", "2")
+    plain = evaluated(128)
+    full, slow = (
+        evaluated(128, "--activation_checkpoint.mode", "full"),
+        evaluated(128, "--parallelism.experts.etp", "2"),
+    )
     assert full.price.components["matrix work"] > 1.2 * plain.price.components["matrix work"] * 3 / 4
     assert full.peak < plain.peak
     rows = "rows to experts and back"
     assert slow.price.components[rows] > 2 * plain.price.components[rows]  # twice the rows, and across nodes
-    one_stage = found(128, "--pipeline.schedule", "1F1B", "--pipeline.virtual_stages", "-1")
+    one_stage = evaluated(128, "--pipeline.schedule", "1F1B", "--pipeline.virtual_stages", "-1")
     assert one_stage.price.components["bubble"] > 5 * plain.price.components["bubble"]
-    for one in plain, full, slow, one_stage:
-        assert sum(one.price.components.values()) == pytest.approx(one.price.step)
-        assert 0.1 < one.price.mfu < 0.7 and min(one.price.components.values()) >= 0
+    for mapping in plain, full, slow, one_stage:
+        assert sum(mapping.price.components.values()) == pytest.approx(mapping.price.step)
+        assert 0.1 < mapping.price.mfu < 0.7 and min(mapping.price.components.values()) >= 0
 
 
 @pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 204, 422), ("deepseek_671b", 838, 1627)])
 def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
-    config = load(["--config", f"train_configs/{recipe}.toml"], preset, lambda config: [])
+    config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
     halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
-    for part, counted in enumerate((forward, backward)):
-        moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
-        assert moved / config.training.seq_len / 1000 == pytest.approx(counted, rel=0.2)
+    for part, kilobytes in enumerate((forward, backward)):
+        bytes_moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
+        assert bytes_moved / config.training.seq_len / 1000 == pytest.approx(kilobytes, rel=0.2)
 
 
 def test_rows_of_one_sided_kernels() -> None:
@@ -130,16 +140,16 @@ def test_rows_of_one_sided_kernels() -> None:
     for ranks, rate in ((16, 55.5e9), (32, 49.5e9), (64, 44e9)):
         config = load(
             ["--config", "train_configs/deepseek_671b.toml", "--model.num_groups", "1", "--model.top_groups", "1"],
-            preset,
+            PARTS,
             lambda c: [],
         )
         priced = BlockCosts(config, H100, Factors())
-        taken = priced.exchange("deepep", 4096, ranks, 1) / 2
-        assert taken == pytest.approx(priced.visits(ranks // 8) * row / rate, rel=0.15)
+        seconds = priced.exchange("deepep", 4096, ranks, 1) / 2
+        assert seconds == pytest.approx(priced.visits(ranks // 8) * row / rate, rel=0.15)
 
 
 def test_tokens_of_few_groups_visit_few_nodes() -> None:
-    config = load(["--config", "train_configs/deepseek_671b.toml"], preset, lambda config: [])
+    config = load(["--config", "train_configs/deepseek_671b.toml"], PARTS, lambda config: [])
     priced = BlockCosts(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8

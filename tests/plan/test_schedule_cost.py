@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from titanmoe.fold.pipeline_schedules import Cell, bubble
-from titanmoe.plan.schedule_cost import _in_flight, held, played, table
+from titanmoe.plan.schedule_cost import _in_flight, in_flight_by_stage, schedule_cost, schedule_rows
 
 
 def _by_stage(row: list[Cell]) -> set[tuple[int, ...]]:
     """After each cell: how many microbatches each of the rank's stages keeps."""
     change = {"F": 1, "B": -1, "W": -1, "I": 0}
     counts = dict.fromkeys(sorted({action.stage for cell in row for action in cell}), 0)
-    found = set()
+    states = set()
     for cell in row:
         for action in cell:
             counts[action.stage] += change[action.does]
-        found.add(tuple(counts.values()))
-    return found
+        states.add(tuple(counts.values()))
+    return states
 
 
 @pytest.mark.parametrize(
@@ -35,12 +35,12 @@ def _by_stage(row: list[Cell]) -> set[tuple[int, ...]]:
     ],
 )
 def test_idle_time_and_flights_are_those_of_the_table(schedule: str, pp: int, stages: int, microbatches: int) -> None:
-    rows = table(schedule, pp, stages, microbatches)
-    found = played(schedule, pp, stages, microbatches)
-    assert found.idle / (found.idle + microbatches) == pytest.approx(bubble(rows, pp * stages), abs=1e-9)
-    assert found.flights == tuple(map(_in_flight, rows))
+    rows = schedule_rows(schedule, pp, stages, microbatches)
+    cost = schedule_cost(schedule, pp, stages, microbatches)
+    assert cost.idle / (cost.idle + microbatches) == pytest.approx(bubble(rows, pp * stages), abs=1e-9)
+    assert cost.in_flight == tuple(map(_in_flight, rows))
     for rank, row in enumerate(rows):
-        shares = held(schedule, pp, stages, microbatches, rank)
-        assert sum(shares) == pytest.approx(found.flights[rank])
+        by_stage = in_flight_by_stage(schedule, pp, stages, microbatches, rank)
+        assert sum(by_stage) == pytest.approx(cost.in_flight[rank])
         if schedule in ("DualPipeV", "Interleaved1F1B") and microbatches % pp == 0:
-            assert shares in _by_stage(row)
+            assert by_stage in _by_stage(row)

@@ -85,7 +85,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
             trainer.train_step()
         mine.clear()
         recorder = Recorder(layers, hardware != "cpu")
-        with recorder.on(), listening(CountBytes()):
+        with recorder.recording(), listening(CountBytes()):
             trainer.train_step()
     state = trainer.parts.optimizer.on_device
     return Real(
@@ -97,18 +97,18 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     )
 
 
-def as_chosen(config: Any, ranks: list[Real]) -> AssumedRouting:
+def recorded_routing(config: Any, ranks: list[Real]) -> AssumedRouting:
     """The routing that these ranks recorded, combined."""
     by_layer: dict[int, Tensor] = {}
     for layer in {layer for real in ranks for layer in real.choices}:
         parts = [real.choices[layer] for real in ranks if layer in real.choices]
-        index, chosen = (torch.cat(x) for x in zip(*parts, strict=True))
-        by_layer[layer] = chosen.new_full((int(index.max()) + 1, chosen.shape[1]), -1).index_copy(0, index, chosen)
+        index, experts = (torch.cat(x) for x in zip(*parts, strict=True))
+        by_layer[layer] = experts.new_full((int(index.max()) + 1, experts.shape[1]), -1).index_copy(0, index, experts)
         assert (by_layer[layer] >= 0).all()
     return AssumedRouting("as recorded", lambda layer, index_T: by_layer[layer][index_T], by_layer=True)
 
 
 def rehearsed(changes: dict[str, Any], world: int, rank: int, hardware: str, real: list[Real], steps: int) -> Rehearsal:
     config = config_of(changes, world, hardware)
-    routing = 1.0 if config.moe.force_balance else as_chosen(config, real)
+    routing = 1.0 if config.moe.force_balance else recorded_routing(config, real)
     return rehearse(config, world, rank, hardware, routing, steps=steps)

@@ -126,11 +126,11 @@ def test_shards_of_one_rank_are_not_those_of_the_rank_before() -> None:
 
 def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Verdict:
     """of: the fault on each rank."""
-    config, found = config_of(ONE | changes, world, "h100"), []
+    config, rehearsals = config_of(ONE | changes, world, "h100"), []
     for rank in range(world):
         with of(rank):
-            found.append(rehearse(config, world, rank, "h100"))
-    return check(programs(found))
+            rehearsals.append(rehearse(config, world, rank, "h100"))
+    return check(programs(rehearsals))
 
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
@@ -147,8 +147,8 @@ def test_a_rank_that_skips_its_call_is_named() -> None:
     def of(rank: int) -> Any:
         return mock.patch.object(AllToAll, "leave", leave if rank == 2 else real)
 
-    found = faulty(4, of, {})
-    assert not found.safe and "rank 2" in found.text and "moe/dispatch.py" in found.text
+    verdict = faulty(4, of, {})
+    assert not verdict.safe and "rank 2" in verdict.text and "moe/dispatch.py" in verdict.text
 
 
 def test_an_extra_microbatch_is_found() -> None:
@@ -162,5 +162,5 @@ def test_an_extra_microbatch_is_found() -> None:
     first = rehearse(config, 4, 0, "h100")
     with mock.patch.object(Pipeline, "run", run):
         second = rehearse(config, 4, 2, "h100")
-    found = check_ranks([first, second])
-    assert not found.safe and "rank 2" in found.text and "stages pp" in found.text
+    verdict = check_ranks([first, second])
+    assert not verdict.safe and "rank 2" in verdict.text and "stages pp" in verdict.text

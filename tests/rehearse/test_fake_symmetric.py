@@ -30,40 +30,40 @@ def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> world.Rehearsa
     return world.rehearse(config_of(changes, 4, "h100"), 4, 1, "h100", imbalance)
 
 
-def rows(found: world.Rehearsal) -> list[tuple[Any, ...]]:
+def rows(rehearsal: world.Rehearsal) -> list[tuple[Any, ...]]:
     """Messages of rows and their weights, without the names of the operations."""
-    sent = [m for m in found.log.messages if m.op in ALL_TO_ALLS and m.dtype.is_floating_point]
-    return [(m.dtype, m.sent, m.received, m.splits, m.backward, m.site.layer) for m in sent]
+    messages = [m for m in rehearsal.log.messages if m.op in ALL_TO_ALLS and m.dtype.is_floating_point]
+    return [(m.dtype, m.sent_bytes, m.received_bytes, m.splits, m.backward, m.site.layer) for m in messages]
 
 
 def test_it_sends_what_alltoall_sends_and_the_host_waits_once_less() -> None:
-    found, plain = of("symm_mem", 1.7), of("alltoall", 1.7)
-    assert rows(found) == rows(plain) and {layer for *_, layer in rows(found)} == {"layers.0"}
-    ops = [(m.op, m.backward, m.waited) for m in found.log.messages if m.op in SYMMETRIC]
+    rehearsal, plain = of("symm_mem", 1.7), of("alltoall", 1.7)
+    assert rows(rehearsal) == rows(plain) and {layer for *_, layer in rows(rehearsal)} == {"layers.0"}
+    ops = [(m.op, m.backward, m.wait_timing) for m in rehearsal.log.messages if m.op in SYMMETRIC]
     forward, backward = [THERE, THERE, BACK], [THERE, BACK, BACK]
     assert ops == [(op, False, "at once") for op in forward] + [(op, True, "at once") for op in backward]
-    assert len(found.log.syncs) == len(plain.log.syncs) - 1
+    assert len(rehearsal.log.syncs) == len(plain.log.syncs) - 1
 
 
 def test_its_buffers_are_in_memory_and_its_first_exchange_is_no_part_of_the_step() -> None:
-    found = of("symm_mem", 1.0)
-    training, model = found.config.training, found.config.model
+    rehearsal = of("symm_mem", 1.0)
+    training, model = rehearsal.config.training, rehearsal.config.model
     home = training.local_batch_size * training.seq_len * model.top_k
     away = math.ceil(2 * home / ALIGN) * ALIGN + model.num_experts // 4 * ALIGN
     row = 2 * model.dim + 4  # bfloat16, and a float32 weight
     sizes = 8 * 7 * model.num_experts
-    assert found.memory.components["symmetric buffers"] == 2 * (home + away) * row + sizes
-    assert found.memory.before >= found.parameter_bytes + found.optimizer_bytes + 2 * (home + away) * row
-    assert [m.op for m in found.start_up] == [THERE, BACK, "all-reduce"]
-    assert found.start_up[0].splits == ((2,) * 4, (2,) * 4)
+    assert rehearsal.memory.components["symmetric buffers"] == 2 * (home + away) * row + sizes
+    assert rehearsal.memory.at_start >= rehearsal.parameter_bytes + rehearsal.optimizer_bytes + 2 * (home + away) * row
+    assert [m.op for m in rehearsal.start_up] == [THERE, BACK, "all-reduce"]
+    assert rehearsal.start_up[0].splits == ((2,) * 4, (2,) * 4)
 
 
 def test_a_step_that_does_not_fit_is_repeated_by_alltoall() -> None:
     """At 4 times the mean one rank's experts get all rows."""
-    found = of("symm_mem", 4.0, 1.0)
-    assert rows(found)[6:] == rows(of("alltoall", 4.0))
-    assert {sent for _, sent, *_ in rows(found)[:6]} == {0}
-    assert "repeated by alltoall" in found.notes[1] and len(of("symm_mem", 1.0).notes) == 1
+    rehearsal = of("symm_mem", 4.0, 1.0)
+    assert rows(rehearsal)[6:] == rows(of("alltoall", 4.0))
+    assert {messages for _, messages, *_ in rows(rehearsal)[:6]} == {0}
+    assert "repeated by alltoall" in rehearsal.notes[1] and len(of("symm_mem", 1.0).notes) == 1
 
 
 def test_a_rank_that_keeps_its_rows_is_named() -> None:
@@ -75,8 +75,8 @@ def test_a_rank_that_keeps_its_rows_is_named() -> None:
     def on(rank: int) -> Any:
         return mock.patch.object(Symmetric, "leave", leave if rank == 2 else real)
 
-    found = faulty(4, on, {"moe.dispatcher": "symm_mem"})
-    assert not found.safe and "rank 2" in found.text and BACK in found.text
+    verdict = faulty(4, on, {"moe.dispatcher": "symm_mem"})
+    assert not verdict.safe and "rank 2" in verdict.text and BACK in verdict.text
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

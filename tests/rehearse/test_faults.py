@@ -67,7 +67,7 @@ class Recorded:
         self.rehearsal, log = rehearsal, copy.deepcopy(rehearsal.log)
         of = {"issue": log.messages, "wait": log.messages, "sync": log.syncs}
         self.steps = [Step(kind, of[kind][number]) for kind, number in log.events]
-        self.groups, self.groups_made = dict(rehearsal.groups), list(rehearsal.groups_made)
+        self.groups, self.created_groups = dict(rehearsal.groups), list(rehearsal.created_groups)
 
     def messages(self, lane: str, op: str, **fields: Any) -> list[Message]:
         return [
@@ -80,7 +80,7 @@ class Recorded:
         ]
 
     def group(self, lane: str) -> str:
-        return next(name for name, one in self.groups.items() if f"{one.lane} {one.axes}" == lane)
+        return next(name for name, group in self.groups.items() if f"{group.lane} {group.axes}" == lane)
 
     def drop(self, message: Message) -> None:
         self.steps = [step for step in self.steps if step.of is not message]
@@ -108,7 +108,7 @@ class Recorded:
                 number[id(of)] = len(log.messages)
                 log.messages.append(of)
             log.events.append(Event(kind, 0 if kind == "sync" else number[id(of)]))
-        return replace(self.rehearsal, log=log, groups=self.groups, groups_made=self.groups_made)
+        return replace(self.rehearsal, log=log, groups=self.groups, created_groups=self.created_groups)
 
 
 World = dict[int, Recorded]
@@ -126,9 +126,9 @@ def fault(world: str, *ranks: int) -> Callable[[Fault], Fault]:
 
 
 def judged(world: str, plant: Fault) -> tuple[Verdict, Message | None]:
-    recorded = {one.rank: Recorded(one) for one in right(world)}
-    message = plant(recorded)
-    return check_ranks(one.changed for one in recorded.values()), message
+    ranks = {rehearsal.rank: Recorded(rehearsal) for rehearsal in right(world)}
+    message = plant(ranks)
+    return check_ranks(recorded.changed for recorded in ranks.values()), message
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -142,7 +142,7 @@ def test_right_programs_are_safe(name: str) -> None:
 @fault("flat", 5)
 def another_size(world: World) -> Message:
     message = world[5].messages("blocking tp", "all-gather")[2]
-    message.sent //= 2
+    message.sent_bytes //= 2
     return message
 
 
@@ -156,7 +156,7 @@ def another_dtype(world: World) -> Message:
 @fault("flat", 6)
 def another_operation(world: World) -> Message:
     message = world[6].messages("shards edp", "reduce-scatter")[0]
-    message.op, message.received = "all-reduce", message.sent
+    message.op, message.received_bytes = "all-reduce", message.sent_bytes
     return message
 
 
@@ -213,9 +213,9 @@ def never_waited_for(world: World) -> Message:
 @fault("flat", 0, 1, 2, 3)
 def groups_crossed(world: World) -> Message:
     """tp and dp: everyone waits for the next rank around a ring of 8."""
-    for rank, one in world.items():
-        tp, dp = (copy.copy(one.messages(f"blocking {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
-        one.add(*((tp, dp) if rank in (0, 3, 4, 7) else (dp, tp)))
+    for rank, recorded in world.items():
+        tp, dp = (copy.copy(recorded.messages(f"blocking {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
+        recorded.add(*((tp, dp) if rank in (0, 3, 4, 7) else (dp, tp)))
     return tp
 
 
@@ -235,8 +235,8 @@ def two_ranks_swap_rows_and_weights(world: World) -> Message:
 
 @fault("flat", 2)
 def rows_and_weights_of_one_dtype_swapped(world: World) -> Message:
-    for one in world.values():
-        for message in one.messages("rows ep", "all-to-all", dtype=torch.float32):
+    for recorded in world.values():
+        for message in recorded.messages("rows ep", "all-to-all", dtype=torch.float32):
             message.dtype = torch.bfloat16
     rows, weights = world[2].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[:2]
     assert rows.row > weights.row
@@ -270,10 +270,10 @@ def no_rows_no_call(world: World) -> Message:
 def a_sum_between_them(world: World) -> Message:
     """Rank 0 sums over dp between two all-to-alls, rank 2 after them."""
     for rank, before in (0, True), (2, False):
-        one = world[rank]
-        sums = copy.copy(one.messages("blocking dp", "all-reduce")[-1])
-        rows = copy.copy(one.messages("rows ep", "all-to-all", dtype=torch.int64)[-1])
-        one.add(*((sums, rows) if before else (rows, sums)))
+        recorded = world[rank]
+        sums = copy.copy(recorded.messages("blocking dp", "all-reduce")[-1])
+        rows = copy.copy(recorded.messages("rows ep", "all-to-all", dtype=torch.int64)[-1])
+        recorded.add(*((sums, rows) if before else (rows, sums)))
     for rank in 1, 3:
         world[rank].add(copy.copy(world[rank].messages("rows ep", "all-to-all", dtype=torch.int64)[-1]))
     for rank in 4, 6:
@@ -285,27 +285,27 @@ def a_sum_between_them(world: World) -> Message:
 
 
 @fault("flat", 3)
-def groups_made_in_another_order(world: World) -> None:
-    made = world[3].groups_made
-    made[2], made[3] = made[3], made[2]
+def groups_in_another_order(world: World) -> None:
+    groups = world[3].created_groups
+    groups[2], groups[3] = groups[3], groups[2]
 
 
 @fault("flat", 5)
 def one_group_more(world: World) -> None:
-    world[5].groups_made.append(("rows", (tuple(range(8)),)))
+    world[5].created_groups.append(("rows", (tuple(range(8)),)))
 
 
 @fault("flat", 7)
 def one_group_less(world: World) -> None:
-    del world[7].groups_made[-1]
+    del world[7].created_groups[-1]
 
 
 @fault("flat", 1)
 def a_group_of_other_ranks(world: World) -> Message:
-    one = world[1]
-    name = one.group("blocking tp")
-    one.groups[name] = replace(one.groups[name], ranks=(1, 2))
-    return one.messages("blocking tp", "reduce-scatter")[0]
+    recorded = world[1]
+    name = recorded.group("blocking tp")
+    recorded.groups[name] = replace(recorded.groups[name], ranks=(1, 2))
+    return recorded.messages("blocking tp", "reduce-scatter")[0]
 
 
 # ---- sends and receives
@@ -328,7 +328,7 @@ def another_peer(world: World) -> Message:
 @fault("stages", 4, 6)
 def a_smaller_receive(world: World) -> Message:
     message = world[6].messages("stages pp", "receive", dtype=torch.bfloat16)[0]
-    message.received //= 2
+    message.received_bytes //= 2
     return message
 
 
@@ -343,10 +343,12 @@ def a_send_of_another_dtype(world: World) -> Message:
 def sends_before_receives(world: World) -> Message:
     """Both ranks send at once and wait, and only then receive."""
     for rank, peer in (2, 2), (4, 1):
-        one = world[rank]
-        send, receive = (copy.copy(one.messages("stages pp", op, dtype=torch.bfloat16, peer=peer)[0]) for op in WAYS)
+        recorded = world[rank]
+        send, receive = (
+            copy.copy(recorded.messages("stages pp", op, dtype=torch.bfloat16, peer=peer)[0]) for op in WAYS
+        )
         send.batch = receive.batch = -1
-        one.add(send, receive)
+        recorded.add(send, receive)
     return send
 
 
@@ -366,7 +368,7 @@ def a_send_never_waited_for(world: World) -> Message:
 @fault("large", 1)
 def the_last_along_tp(world: World) -> Message:
     message = world[1].messages("blocking tp", "all-gather")[0]
-    message.sent *= 2
+    message.sent_bytes *= 2
     return message
 
 
@@ -407,14 +409,16 @@ def test_a_planted_fault_is_named(name: str) -> None:
     world, ranks, plant = FAULTS[name]
     verdict, message = judged(world, plant)
     names(verdict, *ranks)
-    text = "\n".join((verdict.text, *verdict.concerned))
+    text = "\n".join((verdict.text, *verdict.details))
     assert message is None or (message.op in text and str(message.site) in text), text
 
 
 def names(verdict: Verdict, *ranks: int) -> None:
-    text = "\n".join((verdict.text, *verdict.concerned))
+    text = "\n".join((verdict.text, *verdict.details))
     lists = re.findall(r"\branks? (\d+(?:,\d+)*)", text)
-    assert not verdict.safe and set(ranks) <= {int(rank) for one in lists for rank in one.split(",")}, text
+    assert not verdict.safe and set(ranks) <= {int(rank) for ranks_text in lists for rank in ranks_text.split(",")}, (
+        text
+    )
 
 
 # ---- planted in the program itself
@@ -424,11 +428,11 @@ def run(world: int, of: Callable[[int], AbstractContextManager]) -> Verdict:
     """of: what a rank does otherwise."""
     changes = {"model.num_layers": 1, "training.global_batch_size": world, "parallelism.tp": 2}
     config = config_of(NARROW | changes | {"parallelism.experts.ep": 4}, world, "h100")
-    found = []
+    rehearsals = []
     for rank in range(world) if world <= SMALL else corners(derive(world, config.parallelism)):
         with of(rank):
-            found.append(rehearse(config, world, rank, "h100"))
-    return check_ranks(found)
+            rehearsals.append(rehearse(config, world, rank, "h100"))
+    return check_ranks(rehearsals)
 
 
 @pytest.mark.parametrize(("world", "rank"), [(4, 2), (16, 14)])

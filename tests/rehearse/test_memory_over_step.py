@@ -13,7 +13,7 @@ from tests.rehearse import allocated
 from tests.rehearse.small import config_of
 from tests.support.case_features import MODELS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.memory_over_step import KEPT, Memory
+from titanmoe.rehearse.memory_over_step import KEPT_ACTIVATIONS, Memory
 from titanmoe.rehearse.memory_picture import picture
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
@@ -43,7 +43,7 @@ def rehearsed(changes: dict[str, Any], ranks: int, rank: int, steps: int = 1) ->
 
 
 def over(memory: Memory) -> int:
-    return memory.peak - memory.before
+    return memory.peak - memory.at_start
 
 
 LATENT = MODELS["deepseek_v3"] | {"model.num_dense_layers": 1, "model.num_kv_heads": 8, "parallelism.cp": 2}
@@ -65,35 +65,35 @@ def test_the_peak_is_that_of_real_ranks(name: str) -> None:
 
 def test_a_storage_counts_from_the_operation_that_makes_it_until_nothing_refers_to_it() -> None:
     noted = FakeRecorder({}, 0, False, fake := FakeTensorMode(allow_non_fake_inputs=True))
-    with fake, noted.on():
+    with fake, noted.recording():
         noted.begin_step()
         x = torch.zeros(100)
         y = x.view(10, 10)[2:] + 1
         del x
-        assert noted.ledger.now == 80 * 4
+        assert noted.ledger.current == 80 * 4
         y.untyped_storage().resize_(0)  # as FSDP frees whole weights
-        assert noted.ledger.now == 0
+        assert noted.ledger.current == 0
         y.untyped_storage().resize_(40 * 4)
         z = torch.zeros(30)
     memory = noted.ledger.memory()
-    assert (noted.ledger.now, memory.peak) == (70 * 4, 180 * 4)
-    assert [(one.count, one.size) for one in memory.at_peak] == [(2, 720)] and len(z) == 30
+    assert (noted.ledger.current, memory.peak) == (70 * 4, 180 * 4)
+    assert [(storages.count, storages.size) for storages in memory.at_peak] == [(2, 720)] and len(z) == 30
 
 
 def test_components() -> None:
     """Components add up to the peak, and weights and moments are exactly the bytes of their tensors."""
     deep = MIDDLE | {"model.num_layers": 4, "training.global_batch_size": 1}
     plain, full = (rehearsed(deep | {"activation_checkpoint.mode": mode}, 1, 0) for mode in ("none", "full"))
-    for one in plain, full:
-        memory = one.memory
+    for rehearsal in plain, full:
+        memory = rehearsal.memory
         assert sum(memory.components.values()) == memory.peak == sum(line.size for line in memory.at_peak)
-        assert one.parameter_bytes <= memory.components["weights"] <= 1.001 * one.parameter_bytes
-        assert memory.components["moments"] == one.optimizer_bytes
+        assert rehearsal.parameter_bytes <= memory.components["weights"] <= 1.001 * rehearsal.parameter_bytes
+        assert memory.components["moments"] == rehearsal.optimizer_bytes
         assert max(map(sum, zip(*memory.curves.values(), strict=True))) == memory.peak
     # One of four blocks is held in recomputed form, and only the inputs of the others.
-    kept, left = (max(one.memory.curves[KEPT]) for one in (plain, full))
+    most_kept, most_left = (max(rehearsal.memory.curves[KEPT_ACTIVATIONS]) for rehearsal in (plain, full))
     again = max(full.memory.curves["recomputed activations"])
-    assert left < kept / 4 and 0 < again < kept / 2
+    assert most_left < most_kept / 4 and 0 < again < most_kept / 2
     tokens = MIDDLE["training.seq_len"]
     assert max(plain.memory.curves["logits"]) >= tokens * MIDDLE["model.vocab_size"] * 4
     assert max(plain.memory.curves["gradients"]) >= plain.gradient_bytes
@@ -106,5 +106,5 @@ def test_a_picture() -> None:
         and page.count("<svg") == 1
         and "http" not in page.replace("http://www.w3.org/2000/svg", "")
     )
-    for name in ("weights", "moments", KEPT, "peak"):
+    for name in ("weights", "moments", KEPT_ACTIVATIONS, "peak"):
         assert f">{name}</text>" in page

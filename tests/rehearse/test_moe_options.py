@@ -12,6 +12,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.ranges import RANGES
 from titanmoe.config.schema import MoE
 from titanmoe.ops.kernels import installed
+from titanmoe.parts import PARTS
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -40,14 +41,16 @@ REFUSED = {"moe.dispatcher": {"deepep"}}
 
 def options() -> dict[str, list[Any]]:
     """The values to try, by the path of the option."""
-    found, hints = {}, get_type_hints(MoE)
-    for one in fields(MoE):
-        path, hint = f"moe.{one.name}", hints[one.name]
-        if get_origin(hint) is Literal:
-            found[path] = list(get_args(hint))
+    values, hints = {}, get_type_hints(MoE)
+    for option in fields(MoE):
+        path, hint = f"moe.{option.name}", hints[option.name]
+        if kind := PARTS.of(path):
+            values[path] = list(kind.table)
+        elif get_origin(hint) is Literal:
+            values[path] = list(get_args(hint))
         else:
-            found[path] = [False, True] if hint is bool else [n for n in NUMBERS[hint] if n in RANGES[path]]
-    return found
+            values[path] = [False, True] if hint is bool else [n for n in NUMBERS[hint] if n in RANGES[path]]
+    return values
 
 
 def of(changes: dict[str, Any]) -> Rehearsal | None:
@@ -61,8 +64,8 @@ def of(changes: dict[str, Any]) -> Rehearsal | None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("dropless", "pads")])
 def test_dropping(case: str) -> None:
-    found = of(CASES[case])
-    rows = [m for m in found.log.messages if m.op == "all-to-all" and m.dtype.is_floating_point and not m.backward]
+    rehearsal = of(CASES[case])
+    rows = [m for m in rehearsal.log.messages if m.op == "all-to-all" and m.dtype.is_floating_point and not m.backward]
     assert len(rows) == 2 * 3
     even = all(len(set(m.splits[0])) == 1 for m in rows)
     assert even == ("pads" in case)

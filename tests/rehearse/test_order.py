@@ -22,9 +22,9 @@ class Script:
 
     def __call__(self, op: str, lane: str, size: int = 64, open: bool = False, **more: object) -> Script:
         self.line += 1
-        sent, received = (0 if op == "receive" else size), (0 if op == "send" else size)
+        sent_bytes, received_bytes = (0 if op == "receive" else size), (0 if op == "send" else size)
         dtype = more.pop("dtype", torch.float32)
-        message = Message(op, lane, dtype, sent, received, CodeSite("made.py", self.line), **more)
+        message = Message(op, lane, dtype, sent_bytes, received_bytes, CodeSite("made.py", self.line), **more)
         self.log.messages.append(message)
         self.log.events.append(Event("issue", len(self.log.messages) - 1))
         return self if open else self.wait()
@@ -63,17 +63,17 @@ def test_groups_in_swapped_order_need_streams():
     a, b = pair()
     a("all-gather", "shards", open=True)("all-gather", "rows", open=True).wait(0).wait(1)
     b("all-gather", "rows", open=True)("all-gather", "shards", open=True).wait(0).wait(1)
-    found = judged(a, b)
-    assert found.safe and found.text == STREAMS
-    assert "rank 0" in found.concerned[0] and "made.py:1" in found.concerned[0] and "shards" in found.concerned[0]
+    verdict = judged(a, b)
+    assert verdict.safe and verdict.text == STREAMS
+    assert "rank 0" in verdict.details[0] and "made.py:1" in verdict.details[0] and "shards" in verdict.details[0]
 
 
 def test_groups_in_swapped_order_that_wait_are_stuck():
     a, b = pair()
     a("all-gather", "shards")("all-gather", "rows")
     b("all-gather", "rows")("all-gather", "shards")
-    found = judged(a, b)
-    assert not found.safe and len(found.concerned) == 2 and "cycle" in found.text
+    verdict = judged(a, b)
+    assert not verdict.safe and len(verdict.details) == 2 and "cycle" in verdict.text
 
 
 def test_a_host_that_reads_a_number_orders_what_follows():
@@ -98,8 +98,8 @@ def test_sizes_dtypes_and_kinds_agree():
         a, b = pair()
         a("all-reduce", "rows")
         b(**{"op": "all-reduce", "lane": "rows"} | wrong)
-        found = judged(a, b)
-        assert not found.safe and found.text.count("made.py:1") == 2
+        verdict = judged(a, b)
+        assert not verdict.safe and verdict.text.count("made.py:1") == 2
 
 
 @pytest.mark.parametrize("op", ALL_TO_ALLS)
@@ -114,23 +114,26 @@ def test_rows_of_the_same_width_are_exchanged():
     a, b = pair()
     for script, row in (a, 32), (b, 4):
         script("all-to-all", "rows", row=row, splits=((2, 2), (2, 2)))
-    found = judged(a, b)
-    assert not found.safe and "in rows of 32" in found.text and "in rows of 4" in found.text
+    verdict = judged(a, b)
+    assert not verdict.safe and "in rows of 32" in verdict.text and "in rows of 4" in verdict.text
 
 
 def test_every_message_is_waited_for():
     a, b = pair()
     for script in (a, b):
         script("all-gather", "shards")("all-reduce", "rows", open=script is b)
-    found = judged(a, b)
-    assert not found.safe and "rank 1" in found.text and "made.py:2, which is never waited for" in found.text
+    verdict = judged(a, b)
+    assert not verdict.safe and "rank 1" in verdict.text and "made.py:2, which is never waited for" in verdict.text
 
 
 def test_all_ranks_make_the_same_groups():
     a, b = pair()
-    programs = [replace(a.program, groups_made=[("rows", (LEFT,))]), replace(b.program, groups_made=[("rows", (ALL,))])]
-    found = check(programs)
-    assert not found.safe and "rank 0 makes rows over ranks 0,1, and rank 1 rows over ranks 0,1,2,3" in found.text
+    programs = [
+        replace(a.program, created_groups=[("rows", (LEFT,))]),
+        replace(b.program, created_groups=[("rows", (ALL,))]),
+    ]
+    verdict = check(programs)
+    assert not verdict.safe and "rank 0 makes rows over ranks 0,1, and rank 1 rows over ranks 0,1,2,3" in verdict.text
 
 
 def test_ranks_that_were_not_rehearsed_are_not_waited_for():
@@ -138,7 +141,7 @@ def test_ranks_that_were_not_rehearsed_are_not_waited_for():
     for script in (a, b):
         script("all-reduce", "rows")
         script.groups = {"rows": ALL}
-    programs = [replace(one, comms={"rows": Comm("rows", ALL, LEFT)}) for one in (a.program, b.program)]
+    programs = [replace(program, comms={"rows": Comm("rows", ALL, LEFT)}) for program in (a.program, b.program)]
     assert check(programs).text == HOST_ORDER
     b("all-reduce", "rows").sync()
     assert "rank 0 never issues operation 1" in check(programs).text
@@ -150,7 +153,7 @@ def test_ranks_that_stand_for_others_are_alike():
     for script, lane in (a, "rows"), (b, "shards"):
         script("all-reduce", lane).sync()
     alone = {lane: Comm("rows", ranks, ranks[:1]) for lane, ranks in groups.items()}
-    programs = [replace(one, comms=alone) for one in (a.program, b.program)]
+    programs = [replace(program, comms=alone) for program in (a.program, b.program)]
     assert check(programs, [tuple(programs)]).text == HOST_ORDER
     b.sync()
     text = check(programs, [tuple(programs)]).text
@@ -193,8 +196,8 @@ def test_a_reduction_between_another_groups_messages():
     splits = ((1, 1), (1, 1))
     a("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")("all-to-all", "rows", splits=splits)
     b("all-to-all", "rows", splits=splits)("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")
-    found = judged(a, b)
-    assert not found.safe and "reduce-scatter" in " ".join(found.concerned)
+    verdict = judged(a, b)
+    assert not verdict.safe and "reduce-scatter" in " ".join(verdict.details)
 
 
 def test_a_cycle_of_four_is_reported_whole():
@@ -205,5 +208,5 @@ def test_a_cycle_of_four_is_reported_whole():
         for i in order:
             script("all-reduce", f"g{i}")
         scripts.append(script)
-    found = judged(*scripts)
-    assert not found.safe and len(found.concerned) == 4
+    verdict = judged(*scripts)
+    assert not verdict.safe and len(verdict.details) == 4

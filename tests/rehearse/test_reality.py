@@ -49,13 +49,15 @@ def check(size: int, hardware: str, changes: dict[str, Any], ranks: tuple[int, .
     real = world.run(size, measured, changes, hardware, steps, timeout=100)
     for rank in ranks:
         rank %= size
-        found = rehearsed(changes, size, rank, hardware, real, steps)
-        ours, theirs = comparable(found.log, found.groups), real[rank].messages
-        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
-        assert first is None, f"rank {rank}, event {first}: rehearsed {ours[first]}, real {theirs[first]}"
-        assert len(ours) == len(theirs)
-        assert (found.parameter_bytes, found.optimizer_bytes) == (real[rank].weights, real[rank].moments)
-        assert found.gradient_bytes == real[rank].gradients
+        rehearsal = rehearsed(changes, size, rank, hardware, real, steps)
+        own_messages, real_messages = comparable(rehearsal.log, rehearsal.groups), real[rank].messages
+        first = next((i for i, (a, b) in enumerate(zip(own_messages, real_messages, strict=False)) if a != b), None)
+        assert first is None, (
+            f"rank {rank}, event {first}: rehearsed {own_messages[first]}, real {real_messages[first]}"
+        )
+        assert len(own_messages) == len(real_messages)
+        assert (rehearsal.parameter_bytes, rehearsal.optimizer_bytes) == (real[rank].weights, real[rank].moments)
+        assert rehearsal.gradient_bytes == real[rank].gradients
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -46,13 +46,15 @@ def test_each_layer_has_its_own_routing_and_the_last_line_is_used(tmp_path: Path
     for step, load in (None, LAST), (20, LAST), (1, FIRST):
         routing = Routing(config, derive(4, config.parallelism), Samples, recorded_routing(config, run, step))
         for layer in (0, 1):
-            chosen = torch.cat([routing.chosen(rank, m, layer).flatten() for rank in range(4) for m in range(2)])
-            found = torch.bincount(chosen, minlength=8) / len(chosen)
+            experts = torch.cat(
+                [routing.chosen_experts(rank, m, layer).flatten() for rank in range(4) for m in range(2)]
+            )
+            shares = torch.bincount(experts, minlength=8) / len(experts)
             want = torch.tensor(load[str(layer)]) / sum(load[str(layer)])
-            assert (found - want).abs().max() < 0.03
+            assert (shares - want).abs().max() < 0.03
 
 
-def said(folder: Path, text: str, step: int | None = None, **changes: int) -> str:
+def problem_text(folder: Path, text: str, step: int | None = None, **changes: int) -> str:
     config = config_of({f"model.{name}": value for name, value in changes.items()}, 1, "cpu")
     with pytest.raises(ConfigError) as error:
         recorded_routing(config, written(folder, text), step)
@@ -61,10 +63,12 @@ def said(folder: Path, text: str, step: int | None = None, **changes: int) -> st
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     good = lines((1, FIRST), (20, LAST))
-    assert "no line for step 3: the nearest steps are 1, 20" in said(tmp_path, good, 3)
-    assert "loads for layers 0, 1; the recipe has experts in 0, 1, 2" in said(tmp_path, good, num_layers=3)
-    assert "layer 0 has 8 experts, but the recipe has model.num_experts = 16" in said(tmp_path, good, num_experts=16)
-    assert "expert 0 of layer 1 has 8 of 16 rows, but with model.top_k = 4" in said(tmp_path, good, 1, top_k=4)
+    assert "no line for step 3: the nearest steps are 1, 20" in problem_text(tmp_path, good, 3)
+    assert "loads for layers 0, 1; the recipe has experts in 0, 1, 2" in problem_text(tmp_path, good, num_layers=3)
+    assert "layer 0 has 8 experts, but the recipe has model.num_experts = 16" in problem_text(
+        tmp_path, good, num_experts=16
+    )
+    assert "expert 0 of layer 1 has 8 of 16 rows, but with model.top_k = 4" in problem_text(tmp_path, good, 1, top_k=4)
     for text in (
         "",
         "[]\n",
@@ -73,7 +77,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         '{"step": 1, "load": {"x": [1]}}',
         "[" * 9999,
     ):
-        assert "has no line with expert loads" in said(tmp_path, text)
+        assert "has no line with expert loads" in problem_text(tmp_path, text)
     options = ["--ranks", "4", "--routing", str(tmp_path / "none")]
     assert "cannot read" in refused(capsys, *options, *SMALL)
     assert "both say where rows go" in refused(capsys, *options, "--imbalance", "2")

@@ -57,8 +57,8 @@ def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 4
     assert "4 ranks, as on h100, routing balanced: all of them" in text
     report = json.loads(file.read_text())
-    assert [one["rank"] for one in report["ranks"]] == [0, 1, 2, 3] and report["order"]["safe"]
-    worst = max(report["ranks"], key=lambda one: one["memory"]["peak"])
+    assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2, 3] and report["order"]["safe"]
+    worst = max(report["ranks"], key=lambda rank: rank["memory"]["peak"])
     assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
     assert rehearse("--ranks", "2", "--all-ranks", *SMALL, "--parallelism.experts.ep", "2") == 0
     assert "All of them need the same memory." in capsys.readouterr().out

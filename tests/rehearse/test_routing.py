@@ -36,7 +36,7 @@ def test_every_rank_receives_the_counts_that_others_send(imbalance: float) -> No
     routing = Routing(config, derive(4, config.parallelism), Samples, with_imbalance(config, imbalance))
     exchange = Exchange(routing, AllToAll, AllToAll(8, 1, "torch"), 8)
     for rank in range(4):
-        counts = exchange.received(rank, 0, 0, 0)
+        counts = exchange.received_integers(rank, 0, 0, 0)
         for other in range(4):
-            load_E = torch.bincount(routing.chosen(other, 0, 0).flatten(), minlength=8)
+            load_E = torch.bincount(routing.chosen_experts(other, 0, 0).flatten(), minlength=8)
             assert counts[other].flatten().tolist() == load_E[2 * rank : 2 * rank + 2].tolist()

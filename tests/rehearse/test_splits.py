@@ -27,10 +27,10 @@ def of(changes: dict[str, Any], routing: float | AssumedRouting = 1.7) -> Rehear
 
 @pytest.mark.parametrize("name", ["allgather", "hierarchical_chunks"])
 def test_split_sizes_are_those_of_the_rehearsed_rank(name: str) -> None:
-    found = of(DISPATCHERS[name])
-    sent = [m.splits for m in found.log.messages if m.op == "all-to-all" and not m.backward]
-    assert sent == [(s, r) for _, s, r in found.exchange.all_to_alls(0, 0, 0)]
-    assert not list(disagreeing_splits([found]))
+    rehearsal = of(DISPATCHERS[name])
+    splits_sent = [m.splits for m in rehearsal.log.messages if m.op == "all-to-all" and not m.backward]
+    assert splits_sent == [(s, r) for _, s, r in rehearsal.exchange.all_to_alls(0, 0, 0)]
+    assert not list(disagreeing_splits([rehearsal]))
 
 
 def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_named() -> None:
@@ -42,20 +42,20 @@ def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_na
         return start(y_RD, self.group, splits.receive[::-1], splits.send)
 
     with mock.patch.object(AllToAll, "leave", leave):
-        found = of({})
-        assert "rank 2 sends rank 0" in check_ranks([found]).text
-    assert check_ranks([found]).text == HOST_ORDER
+        rehearsal = of({})
+        assert "rank 2 sends rank 0" in check_ranks([rehearsal]).text
+    assert check_ranks([rehearsal]).text == HOST_ORDER
 
 
 def test_each_layer_is_checked_if_layers_differ() -> None:
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if layer else balanced(index_T, 2, 8)
 
-    found = of({"model.num_layers": 2}, AssumedRouting("one of each", choose, by_layer=True))
-    splits = {layer: [s for _, s, _ in found.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
+    rehearsal = of({"model.num_layers": 2}, AssumedRouting("one of each", choose, by_layer=True))
+    splits = {layer: [s for _, s, _ in rehearsal.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
     assert splits[0] != splits[1]
-    rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.site.layer == "layers.1"]
-    assert len(set(rows)) > 1 and not list(disagreeing_splits([found]))
+    rows = [m.splits[0] for m in rehearsal.log.messages if m.op == "all-to-all" and m.site.layer == "layers.1"]
+    assert len(set(rows)) > 1 and not list(disagreeing_splits([rehearsal]))
 
 
 def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
@@ -74,8 +74,8 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
             runs.append((rank, microbatch))
             return super().all_to_alls(rank, microbatch, layer)
 
-    found = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
-    found.exchange.__class__ = Watched
-    assert not list(disagreeing_splits([found])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    rehearsal = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
+    rehearsal.exchange.__class__ = Watched
+    assert not list(disagreeing_splits([rehearsal])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
     with mock.patch.object(AllToAll, "leave", leave):
-        assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([found]))
+        assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([rehearsal]))

@@ -23,9 +23,9 @@ def recorder() -> tuple[FakeTensorMode, FakeRecorder]:
 
 def test_integers_are_tracked() -> None:
     fake, noted = recorder()
-    with fake, noted.on():
-        chosen = torch.tensor([2, 0, 2, 1])
-        count = chosen.new_zeros(4).scatter_add_(0, chosen, torch.ones_like(chosen))
+    with fake, noted.recording():
+        experts = torch.tensor([2, 0, 2, 1])
+        count = experts.new_zeros(4).scatter_add_(0, experts, torch.ones_like(experts))
         view = count.view(2, 2)
         view[1] += 5
         sizes = count.cumsum(0)
@@ -35,7 +35,7 @@ def test_integers_are_tracked() -> None:
 
 def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_written_to() -> None:
     fake, noted = recorder()
-    with fake, noted.on():
+    with fake, noted.recording():
         scores = torch.zeros(4).softmax(0)
         place = torch.arange(4)
         best = scores.argmax()
@@ -46,7 +46,7 @@ def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_writte
 def test_the_host_reads_known_values_and_every_read_is_one_wait() -> None:
     fake, noted = recorder()
     tolist = mock.patch.object(torch._subclasses.FakeTensor, "tolist", lambda x: noted.number(x))
-    with fake, noted.on(), tolist:
+    with fake, noted.recording(), tolist:
         assert torch.arange(3).add(1).tolist() == [1, 2, 3]
         assert int(torch.arange(4).sum()) == 6
         assert torch.ones(3).sum().item() == 0.0
@@ -64,9 +64,9 @@ def test_cached_shapes_are_those_that_torch_infers() -> None:
         "activation_checkpoint.mode": "full",
     }
     config = config_of(changes | {"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "h100")
-    found = rehearse(config, 4, 1, "h100")
+    rehearsal = rehearse(config, 4, 1, "h100")
     with mock.patch.object(Shapes, "__call__", lambda self, func, args, kwargs: func(*args, **kwargs)):
-        asked = rehearse(config, 4, 1, "h100")
-    assert comparable(found.log, found.groups) == comparable(asked.log, asked.groups)
-    assert (found.log.syncs, found.operations) == (asked.log.syncs, asked.operations)
-    assert found.memory == asked.memory
+        uncached = rehearse(config, 4, 1, "h100")
+    assert comparable(rehearsal.log, rehearsal.groups) == comparable(uncached.log, uncached.groups)
+    assert (rehearsal.log.syncs, rehearsal.operations) == (uncached.log.syncs, uncached.operations)
+    assert rehearsal.memory == uncached.memory

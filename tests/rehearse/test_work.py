@@ -19,9 +19,9 @@ from titanmoe.rehearse.world import rehearse
 aten = torch.ops.aten
 
 
-def total(func: Any, args: tuple, out: Any = (), given: dict[str, Any] | None = None) -> Work:
+def total(func: Any, args: tuple, out: Any = (), kwargs: dict[str, Any] | None = None) -> Work:
     operations = Operations()
-    operations.add(func, args, given or {}, out, CodeSite())
+    operations.add(func, args, kwargs or {}, out, CodeSite())
     return operations.total()
 
 
@@ -66,9 +66,9 @@ def test_a_step_has_the_flops_that_the_formula_gives() -> None:
     wide |= {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "training.global_batch_size": 2}
     config = config_of(wide, 1, "h100")
     tokens = config.training.global_batch_size * config.training.seq_len
-    counted = rehearse(config, 1, 0, "h100").operations.total().flops / tokens
+    counted_flops = rehearse(config, 1, 0, "h100").operations.total().flops / tokens
     expected = flops_per_token(config.model, config.training.seq_len)
-    assert counted == pytest.approx(expected, rel=0.05)
+    assert counted_flops == pytest.approx(expected, rel=0.05)
 
 
 def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
@@ -77,8 +77,8 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     config = config_of(wide | {"training.local_batch_size": 2}, 1, "cpu")
     operations = rehearse(config, 1, 0, "cpu").operations
     flops: Counter[tuple[str, str, str]] = Counter()
-    for one, count in operations.items():
-        flops[one.site.layer, one.site.region, one.site.phase] += one.flops * count
+    for operation, count in operations.items():
+        flops[operation.site.layer, operation.site.region, operation.site.phase] += operation.flops * count
     rows = 2 * config.training.seq_len * config.model.top_k
     once = 3 * 2 * rows * config.model.dim * config.model.expert_hidden
     for layer in ("layers.0", "layers.1", "layers.2"):
@@ -89,8 +89,8 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     assert {layer for layer, _, _ in flops} == {"", "layers.0", "layers.1", "layers.2"}
     products = {region for (_, region, _), count in flops.items() if count}
     assert products == {"attention", "router", "experts", "head and loss"}
-    assert {one.site.phase for one in operations if one.site.region == "optimizer"} == {"update"}
-    lines = {one.site.file for one in operations if one.site.region == "experts" and one.flops}
+    assert {operation.site.phase for operation in operations if operation.site.region == "optimizer"} == {"update"}
+    lines = {operation.site.file for operation in operations if operation.site.region == "experts" and operation.flops}
     assert lines == {"moe/experts.py"}
     report = work_as_json(operations)
     for unit in ("flops", "read", "written"):

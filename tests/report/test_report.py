@@ -88,11 +88,11 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     ):
         assert part in html
     assert "MFU</dt>" not in html and ">Dropped<" not in html  # neither is known
-    drawn = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
-    assert len(drawn) == 11  # nine charts, and the load of two layers
-    spoken = [text.text for text in drawn[0].iter("text")]
+    drawings = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
+    assert len(drawings) == 11  # nine charts, and the load of two layers
+    spoken = [text.text for text in drawings[0].iter("text")]
     assert "spike" in spoken and "restart" in spoken
-    heat = [text.text for text in drawn[-1].iter("text")]
+    heat = [text.text for text in drawings[-1].iter("text")]
     assert heat == ["0", "2", "3", "step 1", "40"], "experts at the left, steps below"
 
 
@@ -107,7 +107,7 @@ def test_the_time_of_every_rank_is_drawn(tmp_path):
         file.write(json.dumps(event) + "\n")
     (read,) = read_runs([run])
     assert read.busy_steps == list(range(3, 41)), "not those on other ranks, nor a line without them"
-    assert read.busy_RC.tolist() == [[1.0] * 38] * 3 + [[3.0] * 38] and len(read.said) == 1
+    assert read.busy_RC.tolist() == [[1.0] * 38] * 3 + [[3.0] * 38] and len(read.warnings) == 1
     sheet = ranks_sheet(read)
     (picture,) = (mark for mark in sheet.marks if isinstance(mark, Picture))
     blue, red = picture.rgba[0, 0], picture.rgba[3, 0]
@@ -217,10 +217,10 @@ def test_every_curve_is_on_its_sheet(tmp_path):
 
 def test_what_happened_is_marked_with_what_changed(tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run")])
-    two, one = ENVIRONMENT | {"ranks": 2}, ENVIRONMENT | {"ranks": 1}
-    run.events += [{"step": 33, "kind": "restart", "text": "", "time": "", "environment": two}]
+    two_ranks, one_rank = ENVIRONMENT | {"ranks": 2}, ENVIRONMENT | {"ranks": 1}
+    run.events += [{"step": 33, "kind": "restart", "text": "", "time": "", "environment": two_ranks}]
     run.events += [{"step": 35, "kind": "collapse", "text": "", "time": ""}]
-    run.events += [{"step": 36, "kind": "restart", "text": "", "time": "", "environment": one}]
+    run.events += [{"step": 36, "kind": "restart", "text": "", "time": "", "environment": one_rank}]
     marks = [(mark.step, mark.text, mark.role) for mark in marks_of(run)]
     assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
     assert marks[2:4] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]

@@ -1,6 +1,6 @@
 """Plants the bugs of tests/support/small_bugs.py, one at a time, in a copy of the tree, and says which test notices.
 
-    python -m tests.support.plant_small_bugs      run what is missing; then write the table of docs/parity.md
+    python -m tests.support.plant_small_bugs      run what is missing; then write docs/small_bugs.jsonl
         --only router                             only those whose file or description contains a text
         --results FILE                            one JSON line each; runs/mutations.jsonl if not given
 
@@ -27,8 +27,8 @@ import pytest
 from tests.support.small_bugs import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "parity.md"
-BEGIN, END = "<!-- mutations -->", "<!-- end of mutations -->"
+NOTICED = ROOT / "docs" / "small_bugs.jsonl"
+"""A line for each: its file, what it breaks, and the test that noticed."""
 SURVIVED = "SURVIVED"
 TIMEOUT_S = 900
 
@@ -118,16 +118,6 @@ def run(results: Path, only: str = "") -> dict[Mutant, str]:
     return {mutant: done[mutant] for mutant in MUTANTS if mutant in done}
 
 
-def row(mutant: Mutant) -> str:
-    """The cells of its row, up to the test."""
-    return f"| `{mutant.file}` | {mutant.breaks} |"
-
-
-def table(done: dict[Mutant, str]) -> str:
-    head = ["| in | what it breaks | noticed by |", "|---|---|---|"]
-    return "\n".join([*head, *(f"{row(mutant)} `{test}` |" for mutant, test in done.items())])
-
-
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch
     for module in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "hypothesis"):
@@ -141,8 +131,8 @@ def main() -> int:
     for mutant in survived:
         print(f"survived: {mutant.file}: {mutant.breaks}")
     if not survived and len(done) == len(MUTANTS):
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{table(done)}\n\n{END}{rest.partition(END)[2]}")
+        rows = [{"file": each.file, "breaks": each.breaks, "noticed": test} for each, test in done.items()]
+        NOTICED.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return bool(survived)
 
 

@@ -180,7 +180,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("models/layers.py", "tests/ops/test_rowwise.py tests/models/test_transformer.py"): [
-        ("norms in the dtype of the activations", "wide = promote(x)\n        normed", "wide = x\n        normed"),
+        ("norms in the dtype of the activations", "wide = promote(x)\n    mean", "wide = x\n    mean"),
     ],
     ("ops/cpu/rowwise.py", "tests/ops/test_rowwise.py"): [
         ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
@@ -193,8 +193,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/families/huggingface.py", "tests/checkpoint_hf/test_fields.py -k rope"): [
         (
             "YaRN's original context is that of the rope dict if a config.json has two",
-            'config.get("original_max_position_embeddings", given.get("original_max_position_embeddings", context))',
-            'given.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))',
+            'config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))',
+            'rope.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))',
         ),
     ],
     ("models/families/olmoe.py", "tests/checkpoint_hf/test_fields.py -k left_out"): [
@@ -220,8 +220,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _AddGradient.apply(loss, self.weight * own)",
-            "return _AddGradient.apply(loss, own)",
+            "return _AddGradient.apply(loss, self.weight * mtp_loss)",
+            "return _AddGradient.apply(loss, mtp_loss)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [
@@ -340,8 +340,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [
         (
             "what `latest` names hides a checkpoint that was made after it",
-            "return number(path), path.name == named, path.name",
-            "return path.name == named, number(path), path.name",
+            "return number(path), path.name == latest_name, path.name",
+            "return path.name == latest_name, number(path), path.name",
         ),
         (
             "a checksum covers only a file's first block",
@@ -364,8 +364,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("data/shuffle.py", "tests/data/test_shuffle.py"): [
         (
             "a permutation reaches one number too far",
-            "left = left[out_N[left] >= size]",
-            "left = left[out_N[left] > size]",
+            "outside = outside[out_N[outside] >= size]",
+            "outside = outside[out_N[outside] > size]",
         ),
     ],
     ("data/mix.py", "tests/data/test_loader.py"): [
@@ -394,7 +394,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("data/loader.py", "tests/data/test_loader.py"): [
-        ("samples distributed by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
+        (
+            "samples distributed by work are numbered in turn",
+            "number_N if self.work else None, state_after)",
+            "None, state_after)",
+        ),
     ],
 }
 

@@ -45,9 +45,9 @@ PRIVATE = (
     ),
     Private(f"{_C10D}._World", ("pg_map",), "train/runtime.py", "all groups of this process, as keys"),
     Private(
-        "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "comm/fsdp_cpu.py", "gloo, of a group on CPUs"
+        "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "ops/cpu/fsdp.py", "gloo, of a group on CPUs"
     ),
-    Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "comm/fsdp_cpu.py", "its current time-out"),
+    Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "ops/cpu/fsdp.py", "its current time-out"),
     Private(
         "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
     ),
@@ -128,11 +128,17 @@ PRIVATE = (
         "torch.ops.aten",
         tuple(
             f"_scaled_dot_product_{kernel}{direction}"
-            for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+            for kernel in ("flash_attention", "efficient_attention")
             for direction in ("", "_backward")
         ),
         "parallel/context.py",
         "attention of one block, with its log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten",
+        ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        "ops/cpu/flash_attention.py",
+        "the same on CPUs",
     ),
     Private(
         "torch.ops.aten",

@@ -45,11 +45,11 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
     def half(seconds: float) -> None:
         with region("dispatch"):
             now[0] += seconds
-            turns.sent()
+            turns.mark_sent()
             turns.hand_over()
             now[0] += seconds
         now[0] += 100.0  # not in any part,
-        turns.sent()
+        turns.mark_sent()
         turns.hand_over()  # nor is the other side's time, while this side is in none
 
     clock.phase("forward_backward", 1)

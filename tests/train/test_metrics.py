@@ -14,7 +14,7 @@ from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import board, console, metrics, runtime
 from titanmoe.train.build import build_metrics
 from titanmoe.train.clock import Clock
@@ -360,7 +360,7 @@ def test_a_run_without_any_balancing_says_so(config, field):
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
     run = make(config)
     run.close()
-    again = load(["--config", str(run.folder / "config.toml")], preset, lambda config: [])
+    again = load(["--config", str(run.folder / "config.toml")], PARTS, lambda config: [])
     assert again == config
 
 

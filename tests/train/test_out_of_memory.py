@@ -11,7 +11,7 @@ import torch
 
 from titanmoe.config.load import peek
 from titanmoe.config.schema import Config
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import host_memory, launch, out_of_memory
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
 
@@ -139,7 +139,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     assert "what helps most:" in out_of_memory.advice(run, run.config)
     # Before there are weights, their number is known.
     monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
-    config, _ = peek(["--config", "debug", "--training.device=cpu"], preset)
+    config, _ = peek(["--config", "debug", "--training.device=cpu"], PARTS)
     early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
     assert "optimizer.offload" not in early

@@ -130,7 +130,11 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
     torchrun.terminate()  # it passes the signal on
     torchrun.join(PATIENCE)
-    assert struck.exists() and "SIGTERM: saving after this step" in agents.said() and "\nsaved " in agents.said()
+    assert (
+        struck.exists()
+        and "SIGTERM: saving after this step, then ending\n" in agents.said()
+        and "\nsaved " in agents.said()
+    )
     stopped = losses(tmp_path / "hurt")[-1][0]
     assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
@@ -140,6 +144,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert f"nothing is left to do: the run in {tmp_path}/hurt/run has made {stopped + 1} steps, and" in printed
     assert f" --training.steps {2 * (stopped + 1)}\n" in printed and " --checkpoint.load none " in printed
+    assert "\nsaved " not in printed, "nothing is left to save either"
     assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
 
     world.run(2, said, options(tmp_path / "calm", **last))

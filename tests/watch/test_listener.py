@@ -9,7 +9,7 @@ import torch
 
 from tests import parity, world
 from titanmoe.observe import Observer, listening
-from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, recorded
+from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, read_recorder
 from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
 from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.process_groups import name_groups, own_groups
@@ -84,7 +84,7 @@ def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
         finally:
             module.all_reduce = real
     axes = [group.axes for group in name_groups(trainer.parts.meshes.lanes, trainer.parts.fold)]
-    return recorded(own_groups(trainer.parts.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
+    return read_recorder(own_groups(trainer.parts.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
 
 
 def test_what_the_flight_recorder_has_of_a_step() -> None:
@@ -116,4 +116,4 @@ def test_the_first_difference() -> None:
     assert first_difference(messages(whole[0], (1, "all_to_all", 2)), before) == -1, "the data decide its rows"
     assert first_difference(messages(*whole[:3], (0, "all_gather", 5)), before) == 3
     assert first_difference(messages(whole[0], *whole[2:]), before) == 2
-    assert recorded({}, time.time_ns(), 1).differs == -1 and torch.__version__
+    assert read_recorder({}, time.time_ns(), 1).differs == -1 and torch.__version__

@@ -18,7 +18,7 @@ from titanmoe.train.checks import NumericalFault
 from titanmoe.watch import bits
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.numbers import checks
-from titanmoe.watch.replicas import differing
+from titanmoe.watch.replicas import differing_ranks
 
 TRIALS, EVERY = 20, 2
 RUN = runs.RUN | {"model.num_layers": 1}
@@ -43,22 +43,22 @@ def flip(x: torch.Tensor, place: int, bit: int) -> None:
 
 
 def test_the_majority_is_right() -> None:
-    assert differing((0, 2, 4), [7, 7, 7]) == []
-    assert differing((0, 2, 4), [7, 8, 7]) == [2]
-    assert differing((0, 2), [7, 8]) == [0, 2]
-    assert differing((0, 2, 4, 6), [7, 7, 8, 8]) == [0, 2, 4, 6]
+    assert differing_ranks((0, 2, 4), [7, 7, 7]) == []
+    assert differing_ranks((0, 2, 4), [7, 8, 7]) == [2]
+    assert differing_ranks((0, 2), [7, 8]) == [0, 2]
+    assert differing_ranks((0, 2, 4, 6), [7, 7, 8, 8]) == [0, 2, 4, 6]
 
 
 def flips(changes: dict[str, Any]) -> list[str]:
     """Flip a random bit of a random tensor on a random rank, again and again. Returns which was hit, and the
     message."""
     trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
-    draw, said = random.Random(0), []
+    draw, results = random.Random(0), []
     trainer.train_step()
     for _ in range(TRIALS):
         trainer.parts.state.step = 1
-        sound = {name: x.clone() for name, x, _ in trainer.parts.guard.checks.replicas.held()}
-        name, x, _ = draw.choice(list(trainer.parts.guard.checks.replicas.held()))
+        sound = {name: x.clone() for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state()}
+        name, x, _ = draw.choice(list(trainer.parts.guard.checks.replicas.replicated_state()))
         victim, place, bit = draw.randrange(trainer.parts.runtime.world), draw.randrange(x.numel()), draw.randrange(64)
         if dist.get_rank() == victim:
             flip(x.detach(), place, bit % (8 * x.element_size()))
@@ -69,11 +69,11 @@ def flips(changes: dict[str, Any]) -> list[str]:
                 trainer.parts.guard.checks.after_step(saves=False)
         except NumericalFault as error:
             text = str(error)
-        said.append((victim, name, bit, text))
-        for name, x, _ in trainer.parts.guard.checks.replicas.held():
+        results.append((victim, name, bit, text))
+        for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state():
             x.detach().copy_(sound[name])
         trainer.parts.gradients.drop()
-    return said
+    return results
 
 
 def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named() -> None:

@@ -16,8 +16,9 @@ import torch
 from tests import parity, world
 from tests.watch import simulated
 from tests.watch.simulated import Cluster, Fault, Told
+from titanmoe.observe import listening
 from titanmoe.watch import slow_links, stragglers
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import LaneGroups, name_groups, own_groups
 from titanmoe.watch.slow_links import Link, distances, once, slow_link
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
@@ -264,3 +265,35 @@ def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
     assert seconds["compute"].argmax() == SLOW and seconds["pp"].min() > 0 and "ep" in " ".join(seconds)
     assert sum(x[SLOW] for x in seconds.values()) < sum(x[0] for x in seconds.values()) + 0.3
     assert all(messages[list(seconds).index("pp") - 2] >= 4 for messages in results)
+
+
+LATE_S = 0.3
+
+
+def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
+    """Rank SLOW is late in the only step; returns what this rank spent its time on."""
+    trainer = parity.make_trainer(changes)
+    lanes, slices = trainer.meshes.lanes, trainer.slices
+    times = StepTimes([group.axes for group in name_groups(lanes, trainer.fold)], own_groups(lanes), HostMarks())
+    times.phase("data", 0)  # the first step of a process is not measured
+
+    def slowly(batches: list) -> list:
+        time.sleep(LATE_S * (torch.distributed.get_rank() == SLOW))
+        return slices(batches)
+
+    trainer.slices = slowly
+    with mock.patch.object(HostMarks, "every", 1), listening(times):
+        trainer.train_step()
+    (row,) = times.take()[1]
+    return dict(zip(("compute", "data", *times.axes), row, strict=True))
+
+
+@pytest.mark.parametrize("replicas, param", [(2, "bfloat16"), (2, "float32"), (4, "float32")])
+def test_waiting_for_replicas_is_no_computing(replicas: int, param: str) -> None:
+    """torch itself sums over them. Ranks 0 and 1 meet the late one nowhere before that."""
+    mapping = {"parallelism.dp_replicate": replicas, "parallelism.experts.ep": 2}
+    numbers = {"training.dtype": "float32", "training.mixed_precision_param": param}
+    numbers |= {"training.mixed_precision_reduce": "float32", "data.source": "synthetic"}
+    for times in world.run(4, step_with_a_late_rank, parity.TINY | mapping | numbers)[:2]:
+        waited = sum(seconds for axes, seconds in times.items() if "replicate" in axes)
+        assert waited > 0.8 * LATE_S, times

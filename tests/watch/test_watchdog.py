@@ -18,12 +18,12 @@ from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
 from titanmoe.watch.flight_recorder import Collective, Recorded
 from titanmoe.watch.heartbeat import Heartbeat, Position
-from titanmoe.watch.hosts import Between, Machines
+from titanmoe.watch.hosts import MachineMessages, Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
-SENT = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
+RECORDED = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
 GROUPS = [LaneGroups("blocking", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
@@ -66,7 +66,7 @@ class Watched:
             end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
             self.watchdogs.append(
                 Watchdog(
-                    rank, hosts, GROUPS, 4, LIMITS, lambda: folder, between=Between(hosts, store), end=end
+                    rank, hosts, GROUPS, 4, LIMITS, lambda: folder, messages=MachineMessages(hosts, store), end=end
                 )
             )  # fmt: skip
 
@@ -74,7 +74,7 @@ class Watched:
         """They wait in a sum over the world."""
         for rank in ranks:
             self.hearts[rank].tick(waiting=True)
-            self.watchdogs[rank].recorded = lambda: SENT
+            self.watchdogs[rank].read_recorder = lambda: RECORDED
 
     def run(self, *ranks: int) -> None:
         for rank in ranks:
@@ -90,9 +90,9 @@ class Watched:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
-    made = Watched(tmp_path, monkeypatch)
-    yield made
-    for body in made.bodies:
+    simulated = Watched(tmp_path, monkeypatch)
+    yield simulated
+    for body in simulated.bodies:
         body.kill()
         body.wait()
 
@@ -106,23 +106,23 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
     machines.run(0, 1, 2)
     assert [body.wait(5) for body in machines.bodies] == [-9] * 4, "its neighbour has killed it"
-    said = capfd.readouterr().err
-    assert said.startswith("error: hang: rank 3 on node1 is late, in step 3\n") and said.count("error:") == 1
-    assert f"rank 3, process {machines.bodies[3].pid} on node1: does not answer: its process lives" in said
-    assert "ranks 0-2: all-reduce over world, number 1" in said
+    report = capfd.readouterr().err
+    assert report.startswith("error: hang: rank 3 on node1 is late, in step 3\n") and report.count("error:") == 1
+    assert f"rank 3, process {machines.bodies[3].pid} on node1: does not answer: its process lives" in report
+    assert "ranks 0-2: all-reduce over world, number 1" in report
     assert sorted(note.get("consequence", False) for note in notes) == [False, False, True]
     part = "step 3, forward and backward: forward, microbatch 0"
     reports = {tuple(note["following"]): note for note in notes if note.get("alike")}
     assert set(reports) == {(1,), (3,)}, "the launcher of each machine knows which of its ranks end only now"
     assert reports[1,]["during"] == {3: part} and reports[3,]["during"] == {"3": part}
-    assert all(f"error: {note['text']}\n" == said for note in reports.values()), "both print the report last"
+    assert all(f"error: {note['text']}\n" == report for note in reports.values()), "both print the report last"
     event = machines.event()
     assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
     assert event["text"] == "hang: rank 3 on node1 is late, in step 3"
-    assert event["report"] == said.removeprefix("error: ").splitlines()
+    assert event["report"] == report.removeprefix("error: ").splitlines()
     assert event["groups"] == [{"lane": "blocking", "axes": "world", "parts": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
-    assert Recorded.from_json(first["recorded"]) == SENT and last["recorded"]["numbers"] == {}
+    assert Recorded.from_json(first["recorded"]) == RECORDED and last["recorded"]["numbers"] == {}
     assert last["state"] == "silent" and last["position"] == {
         "stage": 0, "microbatch": 0, "layer": -1, "backward": False
     }  # fmt: skip
@@ -135,10 +135,10 @@ def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture)
     machines.hearts[3].numbers[at.STEP] = 2
     machines.watchdogs[2]._publish_heartbeats()
     machines.run(0, 1)
-    said = capfd.readouterr().err
-    assert "ranks 2-3 on" not in said
-    assert said.startswith("error: hang: rank 2 on node1 is late (and rank 3), in step 3\n")
-    assert said.count("its machine does not answer") == 2 and "step 2, forward and backward" in said
+    report = capfd.readouterr().err
+    assert "ranks 2-3 on" not in report
+    assert report.startswith("error: hang: rank 2 on node1 is late (and rank 3), in step 3\n")
+    assert report.count("its machine does not answer") == 2 and "step 2, forward and backward" in report
 
 
 def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
@@ -160,8 +160,8 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     machines.send(1)
     machines.watchdogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
     time.sleep(0.01)
-    seen = Heartbeat(machines.folder / "1")
-    assert seen.is_waiting and dog.trouble()
+    copy_of_heart = Heartbeat(machines.folder / "1")
+    assert copy_of_heart.is_waiting and dog.trouble()
     other.numbers[at.FIRST] = 3  # its first step, which may compile
     assert not dog.trouble()
     other.numbers[at.FIRST] = 1

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.safe_files import CheckpointError
 
 WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
 
@@ -32,7 +32,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
         action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         for path, what in paths.items():
             action.add_argument(path, type=Path, help=what)
-        action.set_defaults(run=lambda args: _answer(run, args))
+        action.set_defaults(run=lambda args: _run_or_error(run, args))
         return action
 
     add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
@@ -50,7 +50,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     diff.add_argument("--all", action="store_true", help="also name tensors that are equal")
 
 
-def _answer(run: Any, args: argparse.Namespace) -> int:
+def _run_or_error(run: Any, args: argparse.Namespace) -> int:
     try:
         return run(args)
     except CheckpointError as error:
@@ -58,41 +58,41 @@ def _answer(run: Any, args: argparse.Namespace) -> int:
         return 2
 
 
-def every(path: Path) -> list[Path]:
+def checkpoints_in(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or those in it."""
-    if inside.exists(path / layout.MANIFEST):
+    if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, path / "checkpoints"):
-        if found := layout.steps(folder):
-            return list(found.values())
+        if by_step := layout.steps(folder):
+            return list(by_step.values())
     layout.read_manifest(path)  # says what it is instead
     return []
 
 
-def the_latest(path: Path) -> Path:
-    found = every(path)
-    if found == [path]:
+def latest_checkpoint(path: Path) -> Path:
+    checkpoints = checkpoints_in(path)
+    if checkpoints == [path]:
         return path
-    made = layout.candidates(found[0].parent)
-    return next((path for path in made if layout.number(path) < math.inf), made[0])
+    candidates = layout.candidates(checkpoints[0].parent)
+    return next((path for path in candidates if layout.number(path) < math.inf), candidates[0])
 
 
 def _list(args: argparse.Namespace) -> int:
-    found = every(args.RUN)
-    newest = the_latest(args.RUN)
+    checkpoints = checkpoints_in(args.RUN)
+    newest = latest_checkpoint(args.RUN)
     rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
-    for path in found:
+    for path in checkpoints:
         try:
             manifest = layout.read_manifest(path)
         except CheckpointError as error:
             rows.append((path.name, "", "", "", "", "", str(error)))
             continue
-        made = datetime.fromtimestamp((path / layout.MANIFEST).stat().st_mtime)
+        written_at = datetime.fromtimestamp((path / layout.MANIFEST).stat().st_mtime)
         record, mapping = manifest.record, manifest.record.get("mapping", {})
         rows.append(
             (
                 str(manifest.step),
-                f"{made:%Y-%m-%d %H:%M:%S}",
+                f"{written_at:%Y-%m-%d %H:%M:%S}",
                 size(sum(s.bytes for s in manifest.files.values())),
                 f"{record['tokens']:,.0f}" if "tokens" in record else "",
                 _axes(mapping.get("attention", {})),
@@ -107,7 +107,7 @@ def _list(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
-    path = the_latest(args.RUN)
+    path = latest_checkpoint(args.RUN)
     checkpoint = open_checkpoint(path)
     record, files = checkpoint.record, checkpoint.manifest.files
     model, mapping = record.get("config", {}).get("model", {}), record.get("mapping", {})
@@ -125,7 +125,7 @@ def _inspect(args: argparse.Namespace) -> int:
     _print([row for row in rows if row[1]])
     print()
     rows, count = [("tensor", "shape", "dtype", "" if args.no_norms else "norm")], 0
-    for name, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _natural(item[0])):
+    for name, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _natural_order(item[0])):
         if fnmatch.fnmatch(name, args.match):
             count += 1
             norm = "" if args.no_norms else f"{checkpoint.read(name).double().norm().item():.6g}"
@@ -137,7 +137,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _verify(args: argparse.Namespace) -> int:
     damaged = 0
-    for path in [the_latest(args.RUN)] if args.latest else every(args.RUN):
+    for path in [latest_checkpoint(args.RUN)] if args.latest else checkpoints_in(args.RUN):
         try:
             broken = layout.damage(path)
             read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
@@ -152,7 +152,7 @@ def _diff(args: argparse.Namespace) -> int:
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
     from titanmoe.checkpoint.manifest import flat_record
 
-    a, b = (open_checkpoint(the_latest(path)) for path in (args.A, args.B))
+    a, b = (open_checkpoint(latest_checkpoint(path)) for path in (args.A, args.B))
     before, after = flat_record(a.record), flat_record(b.record)
     differ = False
     for key in sorted(before.keys() | after.keys()):
@@ -162,18 +162,18 @@ def _diff(args: argparse.Namespace) -> int:
     rows = [("tensor", "largest difference", "relative to the largest value")]
     names = {name for name in a.tensors.keys() | b.tensors.keys() if fnmatch.fnmatch(name, args.match)}
     equal = 0
-    for name in sorted(names, key=_natural):
-        here, other = a.tensors.get(name), b.tensors.get(name)
-        if here is None or other is None:
-            rows.append((name, f"only in {'B' if here is None else 'A'}", ""))
-        elif here != other:
-            rows.append((name, f"{_kind(here)} -> {_kind(other)}", ""))
+    for name in sorted(names, key=_natural_order):
+        in_a, in_b = a.tensors.get(name), b.tensors.get(name)
+        if in_a is None or in_b is None:
+            rows.append((name, f"only in {'B' if in_a is None else 'A'}", ""))
+        elif in_a != in_b:
+            rows.append((name, f"{_kind(in_a)} -> {_kind(in_b)}", ""))
         else:
             x, y = a.read(name).double(), b.read(name).double()
-            apart = (x - y).abs().max().item() if x.numel() else 0.0
-            equal += apart == 0
-            if apart or args.all:
-                rows.append((name, f"{apart:.3g}", f"{apart / max(x.abs().max().item(), 1e-300):.3g}"))
+            difference = (x - y).abs().max().item() if x.numel() else 0.0
+            equal += difference == 0
+            if difference or args.all:
+                rows.append((name, f"{difference:.3g}", f"{difference / max(x.abs().max().item(), 1e-300):.3g}"))
     if len(rows) > 1:
         _print(rows)
     print(f"{equal} of {len(names)} tensors are equal")
@@ -188,7 +188,7 @@ def _axes(axes: dict[str, int]) -> str:
     return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or ("one rank" if axes else "")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural_order(name: str) -> list[tuple[int, str]]:
     """Sorts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 

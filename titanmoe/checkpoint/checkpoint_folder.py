@@ -14,20 +14,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.disk import SaveProgress
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.tensors import (
     TENSORS,
     Extent,
-    Written,
+    StoredTensor,
+    blocks_for,
     from_json,
     load,
-    needed,
-    shared,
-    within,
+    overlap,
+    slices_within,
 )
 from titanmoe.checkpoint.write_tensors import NotFinite, Piece, Pieces, Planner, Writer
 
@@ -38,38 +38,40 @@ def save(
     manifest: Callable[[dict[str, Sum]], Manifest],
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
-    doing: SaveProgress | None = None,
+    progress: SaveProgress | None = None,
     finite: bool = False,
 ) -> None:
     """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
     and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged. finite: refuse
     NaN and infinity."""
     first = group is None or dist.get_rank(group) == 0
-    doing = doing or SaveProgress()
-    aside = target.with_name(target.name + layout.WRITING)
-    on_all_ranks(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
-    on_all_ranks(group, lambda: _seen(aside))
-    writer = Writer(aside, doing, finite)
+    progress = progress or SaveProgress()
+    unfinished = target.with_name(target.name + layout.WRITING)
+    on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
+    on_all_ranks(group, lambda: _check_visible(unfinished))
+    writer = Writer(unfinished, progress, finite)
     try:
-        with _without_remark(group):
+        with _without_warning(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
     except dcp.CheckpointException as failure:
-        raise _of(failure, target) from None
-    on_all_ranks(group, lambda: writer.carry(carried or {}) if first else None)
+        raise _save_error(failure, target) from None
+    on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
     # Read back what was written, to find a byte that the file system lost before anyone relies on it.
-    sums = on_all_ranks(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
-    everything = {name: s for theirs in sums for name, s in theirs.items()}
+    sums = on_all_ranks(
+        group, lambda: progress(f"reading back {writer.current_file}", layout.check_files, unfinished, writer.sums)
+    )
+    everything = {name: s for rank_sums in sums for name, s in rank_sums.items()}
 
     def publish() -> None:
-        layout.publish(aside, target, manifest(everything))
+        layout.publish(unfinished, target, manifest(everything))
 
-    on_all_ranks(group, lambda: doing(f"publishing {target}", publish) if first else None)
+    on_all_ranks(group, lambda: progress(f"publishing {target}", publish) if first else None)
 
 
-def _seen(aside: Path) -> None:
-    if not aside.is_dir():
+def _check_visible(unfinished: Path) -> None:
+    if not unfinished.is_dir():
         raise CheckpointError(
-            f"rank {dist.get_rank()} does not see {aside}, which rank 0 has made: put the run's folder "
+            f"rank {dist.get_rank()} does not see {unfinished}, which rank 0 has made: put the run's folder "
             "(job.dump_folder) on a file system that all ranks share"
         )
 
@@ -86,7 +88,7 @@ class Checkpoint:
         self.record = self.manifest.record
 
     @cached_property
-    def written(self) -> dict[str, Written]:
+    def stored(self) -> dict[str, StoredTensor]:
         files = self.manifest.files
         if TENSORS not in files:
             raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSORS}")
@@ -94,16 +96,16 @@ class Checkpoint:
         try:
             return from_json(data, files)
         except Exception as error:  # files that are not ours can raise anything
-            raise inside.unread(self.path / TENSORS, error) from None
+            raise safe_files.read_error(self.path / TENSORS, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype by name."""
-        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.written.items()}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.stored.items()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor, or the block of it that begins at offset and has this shape."""
-        if name not in self.written:
+        if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
         out = torch.empty(whole if shape is None else shape, dtype=dtype)
@@ -113,30 +115,32 @@ class Checkpoint:
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
         """Fill pieces, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
         another."""
-        wanted: dict[str, dict[Extent, list[tuple[str, Piece]]]] = {}
+        blocks_by_file: dict[str, dict[Extent, list[tuple[str, Piece]]]] = {}
         for name, piece in targets.values():
-            for block in self._needed(name, piece):
-                wanted.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
-        for file, blocks in wanted.items():
+            for block in self._blocks_for(name, piece):
+                blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
+        for file, blocks in blocks_by_file.items():
             try:
-                inside.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
+                safe_files.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
             except Exception as error:
-                raise inside.unread(self.path / file, error) from None
+                raise safe_files.read_error(self.path / file, error) from None
 
-    def _needed(self, name: str, piece: Piece) -> list[Extent]:
+    def _blocks_for(self, name: str, piece: Piece) -> list[Extent]:
         try:
-            return needed(self.written.get(name), piece.shape, piece.offset, piece.sizes)
+            return blocks_for(self.stored.get(name), piece.shape, piece.offset, piece.sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
     def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, Piece]]]) -> None:
-        with inside.opened(self.path, file) as stream:
+        with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
-                dtype = self.written[blocks[block][0][0]].dtype
+                dtype = self.stored[blocks[block][0][0]].dtype
                 tensor = load(block, dtype, stream)
                 for _, piece in blocks[block]:
-                    box = shared(block, piece.offset, piece.sizes)
-                    piece.tensor.detach()[within(box, piece.offset)].copy_(tensor[within(box, block.offset)])
+                    box = overlap(block, piece.offset, piece.sizes)
+                    piece.tensor.detach()[slices_within(box, piece.offset)].copy_(
+                        tensor[slices_within(box, block.offset)]
+                    )
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -159,22 +163,23 @@ def write_checkpoint(
     save(target, tensors, lambda sums: Manifest(record.get("step", 0), 0, sums, record), group, carried)
 
 
-def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
+def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
-    if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
-        more = len(found) - 1
-        others = f", and on {more} more rank{'s' * (more > 1)}" if more else ""
+    if nonfinite := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
+        other_ranks = len(nonfinite) - 1
+        others = f", and on {other_ranks} more rank{'s' * (other_ranks > 1)}" if other_ranks else ""
+        rank = min(nonfinite)
         return CheckpointError(
-            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
-            "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
+            f"{target} is not saved: on rank {rank} {nonfinite[rank]}{others}. Earlier checkpoints are untouched; "
+            "start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )
     return CheckpointError(
-        "; ".join(dict.fromkeys(inside.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
+        "; ".join(dict.fromkeys(safe_files.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
     )
 
 
 @contextlib.contextmanager
-def _without_remark(group: Group) -> Iterator[None]:
+def _without_warning(group: Group) -> Iterator[None]:
     """Silence torch's warning that only one process saves. With a group, as in a background thread, there is none."""
     if group is not None:
         yield

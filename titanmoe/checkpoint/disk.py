@@ -13,7 +13,7 @@ T = TypeVar("T")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def unwritten(file: Path, error: OSError, missing: int) -> str:
+def write_error(file: Path, error: OSError, missing: int) -> str:
     """missing: bytes that are still to be written, at least."""
     text = f"{file}: {error.strerror}"
     if error.errno not in NO_ROOM:

@@ -26,15 +26,15 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from titanmoe.checkpoint import inside, manifest
-from titanmoe.checkpoint.disk import unwritten
-from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, error_text, with_retries
+from titanmoe.checkpoint import manifest, safe_files
+from titanmoe.checkpoint.disk import write_error
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
 CARRIED_BYTES = 1 << 30
 """Of one file that is copied along."""
-WRITING, REMOVING, PASSED = ".writing", ".removing", ".passed-over"
+WRITING, REMOVING, PASSED_OVER = ".writing", ".removing", ".passed-over"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
 _BLOCK = 1 << 22
@@ -51,13 +51,13 @@ def step_of(path: Path) -> int:
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        data = inside.read(folder, MANIFEST, manifest.MOST_BYTES)
+        data = safe_files.read(folder, MANIFEST, manifest.MOST_BYTES)
     except ABSENT:
-        raise CheckpointError(_absent(folder)) from None
+        raise CheckpointError(_explain_absent(folder)) from None
     return manifest.parse(data, folder / MANIFEST)
 
 
-def _absent(folder: Path) -> str:
+def _explain_absent(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder"
     if (folder / ".metadata").exists():
@@ -72,8 +72,8 @@ def _absent(folder: Path) -> str:
 
 def steps(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a run's checkpoint folder by step, in order: everything with such a name."""
-    found = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
-    return dict(sorted(found.items()))
+    by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
+    return dict(sorted(by_step.items()))
 
 
 def _entries(folder: Path) -> list[str]:
@@ -86,7 +86,7 @@ def _entries(folder: Path) -> list[str]:
 def latest(folder: Path) -> str:
     """The name in the file `latest`, "" without one."""
     try:
-        return inside.read(folder, LATEST, 256).decode().strip()
+        return safe_files.read(folder, LATEST, 256).decode().strip()
     except (*ABSENT, CheckpointError, UnicodeDecodeError):
         return ""
 
@@ -96,16 +96,16 @@ def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
 
     unfinished: include those that lack only their name, which the run's next writer will give them.
     """
-    found = list(steps(folder).values())
+    checkpoints = list(steps(folder).values())
     if unfinished:
         names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
-        found += [folder / name for name in names if inside.exists(folder / name / MANIFEST)]
-    named = latest(folder)
+        checkpoints += [folder / name for name in names if safe_files.exists(folder / name / MANIFEST)]
+    latest_name = latest(folder)
 
     def rank(path: Path) -> tuple[float, bool, str]:
-        return number(path), path.name == named, path.name
+        return number(path), path.name == latest_name, path.name
 
-    return sorted(found, key=rank, reverse=True)
+    return sorted(checkpoints, key=rank, reverse=True)
 
 
 def number(path: Path) -> float:
@@ -118,20 +118,22 @@ def number(path: Path) -> float:
 
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
-    want = read_manifest(folder).files
-    lines = (_damage_of(folder, name, want[name], contents) for name in sorted(want if files is None else files))
+    expected = read_manifest(folder).files
+    lines = (
+        _damage_of(folder, name, expected[name], contents) for name in sorted(expected if files is None else files)
+    )
     return [line for line in lines if line]
 
 
-def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
+def _damage_of(folder: Path, name: str, expected: Sum, contents: bool) -> str:
     """What is wrong with a file, if anything is."""
     file = folder / name
     try:
-        size = with_retries(file, lambda: os.lstat(inside.safe_path(folder, name)).st_size)
-        if size != want.bytes:
-            return f"{file} has {size:,} bytes but was written with {want.bytes:,}"
-        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != want.crc32:
-            return f"{file} has CRC-32 {crc:08x} but was written with {want.crc32:08x}: its contents have changed"
+        size = with_retries(file, lambda: os.lstat(safe_files.safe_path(folder, name)).st_size)
+        if size != expected.bytes:
+            return f"{file} has {size:,} bytes but was written with {expected.bytes:,}"
+        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != expected.crc32:
+            return f"{file} has CRC-32 {crc:08x} but was written with {expected.crc32:08x}: its contents have changed"
     except ABSENT:
         return f"{file} is missing"
     except Unreadable:
@@ -143,19 +145,19 @@ def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
 
 def crc32(folder: Path, name: str, size: int) -> int:
     crc = 0
-    with inside.opened(folder, name) as stream:
+    with safe_files.open_file(folder, name) as stream:
         while size > 0 and (block := stream.read(min(size, _BLOCK))):
             crc, size = zlib.crc32(block, crc), size - len(block)
     return crc
 
 
-def content(folder: Path, name: str, want: Sum) -> bytes:
+def content(folder: Path, name: str, expected: Sum) -> bytes:
     """A whole file of a checkpoint; CheckpointError unless it is what was written."""
     try:
-        data = inside.read(folder, name, want.bytes)
+        data = safe_files.read(folder, name, expected.bytes)
     except ABSENT:
         raise CheckpointError(f"{folder / name} is missing") from None
-    if len(data) != want.bytes or zlib.crc32(data) != want.crc32:
+    if len(data) != expected.bytes or zlib.crc32(data) != expected.crc32:
         raise CheckpointError(f"{folder / name} is not what was written: its contents have changed")
     return data
 
@@ -175,7 +177,7 @@ def files(folder: Path) -> dict[str, Path]:
 def regular(folder: Path, name: str) -> Path:
     """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
     try:
-        return inside.safe_path(folder, name)
+        return safe_files.safe_path(folder, name)
     except ABSENT:
         raise CheckpointError(f"{folder / name} is missing") from None
 
@@ -185,23 +187,25 @@ def regular(folder: Path, name: str) -> Path:
 
 def sweep(folder: Path) -> list[str]:
     """Finish or remove what interrupted writers left; returns what to report."""
-    said = []
+    notes = []
     for name in _entries(folder):
-        aside, target = folder / name, folder / name.removesuffix(WRITING)
-        if name.endswith(WRITING) and not aside.is_symlink() and inside.exists(aside / MANIFEST):
-            if broken := _broken(aside):
-                said.append(f"{aside} was completely written but is damaged, {broken}: kept as {set_aside(aside).name}")
+        entry, target = folder / name, folder / name.removesuffix(WRITING)
+        if name.endswith(WRITING) and not entry.is_symlink() and safe_files.exists(entry / MANIFEST):
+            if broken := _damage_text(entry):
+                notes.append(
+                    f"{entry} was completely written but is damaged, {broken}: kept as {set_aside(entry).name}"
+                )
             else:
-                said += _take_place(aside, target)
-                said.append(
+                notes += _rename_into_place(entry, target)
+                notes.append(
                     f"{target} was complete but for its name when its writer was interrupted: it has been renamed"
                 )
         elif _LEFT.search(name) or name.startswith(LATEST + "."):
-            said += erase(aside)
-    return said
+            notes += erase(entry)
+    return notes
 
 
-def _broken(folder: Path) -> str:
+def _damage_text(folder: Path) -> str:
     try:
         return "; ".join(damage(folder, contents=False))
     except Unreadable:
@@ -210,45 +214,47 @@ def _broken(folder: Path) -> str:
         return str(error)
 
 
-def begin(aside: Path) -> None:
+def make_empty(unfinished: Path) -> None:
     """An empty folder to write a checkpoint in, next to where it will appear."""
-    if aside.is_symlink() or not aside.is_dir():
-        aside.unlink(missing_ok=True)
+    if unfinished.is_symlink() or not unfinished.is_dir():
+        unfinished.unlink(missing_ok=True)
     else:
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+        shutil.rmtree(unfinished)
+    unfinished.mkdir(parents=True)
 
 
-def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
+def check_files(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if their contents are right."""
-    if broken := [line for name, want in files.items() if (line := _damage_of(folder, name, want, contents=True))]:
+    if broken := [
+        line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
+    ]:
         raise CheckpointError("; ".join(broken))
     return files
 
 
-def publish(aside: Path, target: Path, manifest: Manifest) -> None:
+def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, completely or not at
     all."""
-    fresh = aside / f"{MANIFEST}.new"
-    write_text(fresh, manifest.text())
-    os.rename(fresh, aside / MANIFEST)
-    sync(aside)
-    _take_place(aside, target)
+    new_file = unfinished / f"{MANIFEST}.new"
+    write_text(new_file, manifest.text())
+    os.rename(new_file, unfinished / MANIFEST)
+    sync(unfinished)
+    _rename_into_place(unfinished, target)
 
 
-def _take_place(aside: Path, target: Path) -> list[str]:
+def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
     """A checkpoint from an abandoned future, which this run went back from, may have the name."""
-    former = _renamed(target, REMOVING) if os.path.lexists(target) else None
-    os.rename(aside, target)
+    replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
+    os.rename(unfinished, target)
     sync(target.parent)
-    return erase(former) if former else []
+    return erase(replaced) if replaced else []
 
 
-def point(folder: Path, name: str) -> None:
+def write_latest(folder: Path, name: str) -> None:
     """Point `latest` at a checkpoint."""
-    fresh = folder / f"{LATEST}.new"
-    write_text(fresh, name + "\n")
-    os.replace(fresh, folder / LATEST)
+    new_file = folder / f"{LATEST}.new"
+    write_text(new_file, name + "\n")
+    os.replace(new_file, folder / LATEST)
     sync(folder)
 
 
@@ -257,32 +263,34 @@ def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[
 
     newest has just been written and read back. Only what was made before it is removed; what cannot be read stays.
     """
-    made = {path: number(path) for path in steps(folder).values()}
-    if not keep_last or made.get(newest, math.inf) == math.inf:
+    number_of = {path: number(path) for path in steps(folder).values()}
+    if not keep_last or number_of.get(newest, math.inf) == math.inf:
         return []
-    older = sorted((path for path in made if made[path] < made[newest]), key=made.__getitem__, reverse=True)
-    said = []
+    older = sorted(
+        (path for path in number_of if number_of[path] < number_of[newest]), key=number_of.__getitem__, reverse=True
+    )
+    notes = []
     for path in older[keep_last - 1 :]:
         step = step_of(path)
         if not (keep_every and step % keep_every == 0):
             try:  # first it loses its name, in one rename, then its files
-                said += erase(_renamed(path, REMOVING))
+                notes += erase(_rename_with_suffix(path, REMOVING))
             except OSError as error:
-                said.append(f"cannot remove {path}: {error_text(error)}")
-    return said
+                notes.append(f"cannot remove {path}: {error_text(error)}")
+    return notes
 
 
 def set_aside(path: Path) -> Path:
     """Rename it to something that no start looks for and no retention removes."""
-    return _renamed(path, PASSED)
+    return _rename_with_suffix(path, PASSED_OVER)
 
 
-def _renamed(path: Path, suffix: str) -> Path:
+def _rename_with_suffix(path: Path, suffix: str) -> Path:
     plain, n = path.name.removesuffix(WRITING) + suffix, 1
-    while os.path.lexists(aside := path.with_name(plain if n == 1 else f"{plain}-{n}")):
+    while os.path.lexists(renamed := path.with_name(plain if n == 1 else f"{plain}-{n}")):
         n += 1
-    os.rename(path, aside)
-    return aside
+    os.rename(path, renamed)
+    return renamed
 
 
 def erase(path: Path) -> list[str]:
@@ -290,9 +298,11 @@ def erase(path: Path) -> list[str]:
     run."""
     try:
         if path.is_symlink():
-            named = os.readlink(path)
+            link_target = os.readlink(path)
             path.unlink()
-            return [f"{path.with_name(_LEFT.sub('', path.name))} was a link: it has been removed, and {named} has not"]
+            return [
+                f"{path.with_name(_LEFT.sub('', path.name))} was a link: it has been removed, and {link_target} has not"
+            ]
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -309,7 +319,7 @@ def write_text(file: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:  # which has the name only if opening failed
-        raise CheckpointError(unwritten(file, error, len(text.encode()))) from None
+        raise CheckpointError(write_error(file, error, len(text.encode()))) from None
 
 
 def sync(folder: Path) -> None:

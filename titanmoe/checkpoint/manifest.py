@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.field_values import WrongType, fit, shown
 from titanmoe.config.fields import fields
 from titanmoe.config.parse_json import parse_json
@@ -46,26 +46,26 @@ class Manifest:
     def text(self) -> str:
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
         data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
-        return sealed(json.dumps(data, indent=1))
+        return with_checksum(json.dumps(data, indent=1))
 
 
-def sealed(text: str) -> str:
+def with_checksum(text: str) -> str:
     """A manifest's text, with the checksum of everything else in it as its first entry."""
     rest = f'",\n{text.removeprefix(OPEN)}'.encode()
-    return (HEAD + _sum(HEAD + rest) + rest).decode()
+    return (HEAD + _sha256(HEAD + rest) + rest).decode()
 
 
-def _sum(data: bytes) -> bytes:
+def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest().encode()
 
 
 def parse(data: bytes, source: Path) -> Manifest:
     """CheckpointError with one line, whatever the bytes are."""
     try:
-        if data.startswith(HEAD) and data[AT:END] != _sum(data[:AT] + data[END:]):
+        if data.startswith(HEAD) and data[AT:END] != _sha256(data[:AT] + data[END:]):
             raise ValueError("its SHA-256 does not match the one in it: its contents have changed")
-        found = parse_json(data)
-        version = found["format"]
+        content = parse_json(data)
+        version = content["format"]
         if type(version) is not int:
             raise ValueError(f"format {version!r}")
         if version != FORMAT:
@@ -75,10 +75,10 @@ def parse(data: bytes, source: Path) -> Manifest:
             )
         if not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
-        if wrong := next(misfits(found, ENTRIES), ""):
-            raise ValueError(wrong)
-        files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in found["files"].items()}
-        return Manifest(found["step"], found["number"], files, found["record"], version)
+        if type_error := next(type_errors(content, ENTRIES), ""):
+            raise ValueError(type_error)
+        files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
+        return Manifest(content["step"], content["number"], files, content["record"], version)
     except RecursionError:
         raise CheckpointError(f"{source} is damaged: it is nested too deep") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -110,27 +110,27 @@ ENTRIES: dict[str, Any] = {
 """By key; "*" for any other. Keys without a kind here may hold anything that is not nested deeper than DEEPEST."""
 
 
-def misfits(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
+def type_errors(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
     """Whatever is of the wrong type, a line each."""
     if depth > DEEPEST:
         yield f"{path[:80]}... is nested deeper than {DEEPEST}"
     elif isinstance(kind, dict) and isinstance(value, dict):
         for key, item in value.items():
-            yield from misfits(item, kind.get(key, kind.get("*", ANY)), f"{path}.{key}" if path else key, depth + 1)
+            yield from type_errors(item, kind.get(key, kind.get("*", ANY)), f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(kind, list) and isinstance(value, list):
         for n, item in enumerate(value):
-            yield from misfits(item, kind[0], f"{path}[{n}]", depth + 1)
+            yield from type_errors(item, kind[0], f"{path}[{n}]", depth + 1)
     elif kind == ANY:
         if isinstance(value, dict | list):
             inner = value.values() if isinstance(value, dict) else value
             for item in inner:
-                yield from misfits(item, ANY, path, depth + 1)
-    elif not _of(value, kind):
+                yield from type_errors(item, ANY, path, depth + 1)
+    elif not _has_type(value, kind):
         name = {dict: "a table", list: "a list"}.get(type(kind)) or (kind if isinstance(kind, str) else kind.__name__)
         yield f"{path} is {shown(value)}, not {name}"
 
 
-def _of(value: Any, kind: Any) -> bool:
+def _has_type(value: Any, kind: Any) -> bool:
     if kind == COUNT:
         return type(value) is int and 0 <= value < 1 << 63
     if kind == NUMBER:
@@ -152,14 +152,14 @@ def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type."""
-    known = fields()
-    values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known}
-    fitted = {path: fit(value, known[path]) for path, value in values.items()}
-    wrong = [
-        f"{path} = {shown(values[path])} is not {known[path].expected}"
+    known_fields = fields()
+    values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known_fields}
+    fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}
+    problems = [
+        f"{path} = {shown(values[path])} is not {known_fields[path].expected}"
         for path, value in fitted.items()
         if isinstance(value, WrongType)
     ]
-    if wrong:
-        raise CheckpointError(f"{source}: {'; '.join(wrong)}")
+    if problems:
+        raise CheckpointError(f"{source}: {'; '.join(problems)}")
     return fitted

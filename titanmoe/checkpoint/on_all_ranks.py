@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titanmoe.checkpoint import inside
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint.safe_files import CheckpointError
 
 T = TypeVar("T")
 Group = Any
@@ -17,15 +17,15 @@ Group = Any
 
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     """What work returns on each rank. If it fails on any, all raise CheckpointError with every distinct reason."""
-    mine = _result(work)
-    everyone: list[Any] = [mine]
+    own = _result(work)
+    results: list[Any] = [own]
     if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group)
-    reasons = dict.fromkeys(reason for _, reason in everyone if reason)
+        results = [None] * dist.get_world_size(group)
+        dist.all_gather_object(results, own, group)
+    reasons = dict.fromkeys(reason for _, reason in results if reason)
     if reasons:
         raise CheckpointError("; ".join(reasons))
-    return [result for result, _ in everyone]
+    return [result for result, _ in results]
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
@@ -48,4 +48,4 @@ def _result(work: Callable[[], T]) -> tuple[T | None, str]:
     except CheckpointError as error:
         return None, str(error)
     except OSError as error:
-        return None, inside.error_text(error)
+        return None, safe_files.error_text(error)

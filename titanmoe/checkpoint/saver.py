@@ -23,14 +23,14 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import save
-from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, unwritten
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, write_error
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 
-NAMED = 8
+RANKS_SHOWN = 8
 """How many ranks a message names."""
 ALIGNED = 64
 """Bytes; a tensor's copy begins at a multiple of it, which suits every dtype."""
@@ -50,7 +50,7 @@ class Saver:
 
     def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
         self.folder, self.options, self.say = folder, options, say
-        self.passed: list[Path] = []
+        self.passed_over: list[Path] = []
         """Checkpoints that could not be used when the run started. They keep their names, for a start that can use
         them, until a newer one exists."""
         # A group of its own, on CPU tensors: the thread's messages must never get mixed up with those of a training
@@ -63,7 +63,7 @@ class Saver:
         self.saved_step = -1
         self._target = folder
         self._thread: threading.Thread | None = None
-        self._doing, self._deadline, self._failed = SaveProgress(), 0.0, ""
+        self._progress, self._deadline, self._failure = SaveProgress(), 0.0, ""
         self._staged = torch.empty(0, dtype=torch.uint8)
         on_all_ranks(self.group, lambda: self._prepare() if self.first else None)
 
@@ -84,10 +84,10 @@ class Saver:
 
     def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
         """Returns the seconds for which training was paused."""
-        began = time.monotonic()
+        start = time.monotonic()
         self.wait()
         if self.options.save == "async":
-            copies = self._copies([piece.tensor for piece in pieces.values()])
+            copies = self._copy_to_staging([piece.tensor for piece in pieces.values()])
             pieces = {name: replace(piece, tensor=x) for (name, piece), x in zip(pieces.items(), copies, strict=True)}
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
@@ -96,43 +96,43 @@ class Saver:
         self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
-            target=self._attempt, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
+            target=self._write_in_thread, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
         )
         self._thread.start()
         if self.options.save == "sync":
             self.wait()
         self.saved_step = step
-        return time.monotonic() - began
+        return time.monotonic() - start
 
     @property
-    def in_trouble(self) -> bool:
+    def failed_or_late(self) -> bool:
         """Whether on this rank a save has failed, or takes too long."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
-        return bool(self._failed) or late
+        return bool(self._failure) or late
 
     def wait(self) -> None:
         """Until nothing is being written. What went wrong on any rank is raised on all of them."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
-        at = self._doing.what if self._thread.is_alive() else ""
-        states = on_all_ranks(self.world, lambda: (at, self._failed))
-        if stuck := {rank: at for rank, (at, _) in enumerate(states) if at}:
-            raise CheckpointError(self._late(stuck))
+        activity = self._progress.what if self._thread.is_alive() else ""
+        states = on_all_ranks(self.world, lambda: (activity, self._failure))
+        if stuck := {rank: activity for rank, (activity, _) in enumerate(states) if activity}:
+            raise CheckpointError(self._late_message(stuck))
         self._thread = None
         if reasons := dict.fromkeys(reason for _, reason in states if reason):
             raise CheckpointError("; ".join(reasons))
 
-    def _late(self, stuck: dict[int, str]) -> str:
-        busy = {rank: at for rank, at in stuck.items() if at != SaveProgress.WAITING} or stuck
-        named = ", ".join(f"rank {rank} is still {at}" for rank, at in list(busy.items())[:NAMED])
-        more = f" (and {len(busy) - NAMED} more ranks)" if len(busy) > NAMED else ""
+    def _late_message(self, stuck: dict[int, str]) -> str:
+        busy = {rank: activity for rank, activity in stuck.items() if activity != SaveProgress.WAITING} or stuck
+        shown = ", ".join(f"rank {rank} is still {activity}" for rank, activity in list(busy.items())[:RANKS_SHOWN])
+        more = f" (and {len(busy) - RANKS_SHOWN} more ranks)" if len(busy) > RANKS_SHOWN else ""
         return (
             f"{self._target} is not saved after checkpoint.timeout_s = "
-            f"{self.options.timeout_s} s: {named}{more}. Check that disk, or raise checkpoint.timeout_s"
+            f"{self.options.timeout_s} s: {shown}{more}. Check that disk, or raise checkpoint.timeout_s"
         )
 
-    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _copy_to_staging(self, tensors: list[Tensor]) -> list[Tensor]:
         """In one block of memory that is kept from one checkpoint to the next; page-locked for a GPU, so that copies
         overlap.
         """
@@ -149,7 +149,7 @@ class Saver:
             copies.append(copy.copy_(x, non_blocking=True))
         return copies
 
-    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
+    def _write_in_thread(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
         # Where threads have their own priority: training first, if cores are few.
@@ -159,9 +159,9 @@ class Saver:
         try:
             self._write(step, pieces, record)
         except CheckpointError as error:
-            self._failed = str(error)
+            self._failure = str(error)
         except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
-            self._failed = f"{self._target}: {type(error).__name__} {error}"
+            self._failure = f"{self._target}: {type(error).__name__} {error}"
 
     def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
         save(
@@ -170,17 +170,17 @@ class Saver:
             lambda sums: self._manifest(step, sums, record),
             self.group,
             layout.files(self.folder / layout.CARRIED),
-            self._doing,
+            self._progress,
             finite=True,
         )
-        settling = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
-        on_all_ranks(self.group, lambda: self._doing(settling, self._settle) if self.first else None)
+        finishing = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
+        on_all_ranks(self.group, lambda: self._progress(finishing, self._finish_save) if self.first else None)
 
     def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
         number = layout.next_number(self.folder)
-        for path in self.passed:
+        for path in self.passed_over:
             self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
-        self.passed = []
+        self.passed_over = []
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
@@ -197,11 +197,11 @@ class Saver:
                     shutil.copyfile(file, home / name)
                 except OSError as error:
                     if error.errno in NO_ROOM:  # or it would name the source
-                        raise CheckpointError(unwritten(home / name, error, file.stat().st_size)) from None
+                        raise CheckpointError(write_error(home / name, error, file.stat().st_size)) from None
                     raise
 
         on_all_ranks(self.group, lambda: copy() if self.first else None)
 
-    def _settle(self) -> None:
-        layout.point(self.folder, self._target.name)
+    def _finish_save(self) -> None:
+        layout.write_latest(self.folder, self._target.name)
         self._say(layout.retain(self.folder, self._target, self.options.keep_last, self.options.keep_every))

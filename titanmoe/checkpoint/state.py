@@ -10,7 +10,6 @@ of (seed, step, index), so seed and step are the whole state of every generator.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.write_tensors import Piece
-from titanmoe.config.fields import toml_value
+from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
@@ -45,9 +44,9 @@ def targets(
     return out
 
 
-def pieces(found: Targets) -> dict[str, Piece]:
+def pieces(named_pieces: Targets) -> dict[str, Piece]:
     """What to save: of an embedding with copies, the first."""
-    return {stored: piece for name, (stored, piece) in found.items() if name == stored}
+    return {stored: piece for name, (stored, piece) in named_pieces.items() if name == stored}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +65,7 @@ def about_run(config: Config, fold: Fold) -> dict[str, Any]:
 
     return {
         "seed": config.training.seed,
-        "config": dataclasses.asdict(config),
+        "config": nested(config),
         "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
         "versions": {"titanmoe": __version__, "torch": torch.__version__},
     }
@@ -81,46 +80,45 @@ FREE = (
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
 
 
-def _shapes(path: str) -> bool:
+def _determines_shapes(path: str) -> bool:
     table, _, name = path.partition(".")
     return table == "model" and name not in FREE and not name.startswith("rope_")
 
 
-def refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Fields that may not change but have, with both values. before, now: the config of the run that saved, and of this
+def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Fields that may not change but have, with both values. old, new: the config of the run that saved, and of this
     one, by path."""
     return [
-        f"{path} is {toml_value(now[path])} and was {toml_value(before[path])} when the checkpoint was made: "
+        f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
-        for path in now
-        if _shapes(path) and path in before and before[path] != now[path]
+        for path in new
+        if _determines_shapes(path) and path in old and old[path] != new[path]
     ]
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Every other field that has changed, apart from the checkpoint's and the run's own names."""
     changed = [
-        f"{path}: {toml_value(before[path])} -> {toml_value(now[path])}"
-        for path in now
-        if path in before and before[path] != now[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
+        f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
+        for path in new
+        if path in old and old[path] != new[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
     ]
-    return changed + _of_grouping(before, now)
+    return changed + _grouping_notes(old, new)
 
 
-def _of_grouping(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What depends on which samples or tokens are grouped together, if the groups have changed."""
-    was = before.get
     notes = []
-    if was("training.global_batch_size") != now["training.global_batch_size"]:
+    if old.get("training.global_batch_size") != new["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")
 
     def regrouped(*paths: str) -> bool:
-        return any(was(path) != now[path] for path in paths)
+        return any(old.get(path) != new[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
-    if per_microbatch and (now["moe.aux_loss"] or now["moe.aux_loss_global"]):
+    if per_microbatch and (new["moe.aux_loss"] or new["moe.aux_loss_global"]):
         notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
-    drops = now["moe.capacity_factor"] and now["moe.capacity_scope"] == "sub_sequence"
+    drops = new["moe.capacity_factor"] and new["moe.capacity_scope"] == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
         notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")
     return notes

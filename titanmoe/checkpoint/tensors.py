@@ -37,7 +37,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Written:
+class StoredTensor:
     """A tensor as it was written."""
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Written:
     blocks: tuple[Extent, ...]
 
 
-def to_json(tensors: Mapping[str, Written]) -> bytes:
+def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
     lines = []
     for name, tensor in sorted(tensors.items()):
         blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]
@@ -54,25 +54,25 @@ def to_json(tensors: Mapping[str, Written]) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
+def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, StoredTensor]:
     """ValueError, KeyError or TypeError if it is not something that to_json writes."""
     tensors = {name: _tensor(name, entry, files) for name, entry in parse_json(data).items()}
     # This guarantees that all tensors together are no larger than the files.
-    taken = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
-    for (file, start, length), (other, after, _) in pairwise(taken):
+    ranges = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
+    for (file, start, length), (other, after, _) in pairwise(ranges):
         if file == other and after < start + length:
             raise ValueError(f"two blocks share byte {after} of {file}")
     return tensors
 
 
-def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> Written:
+def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> StoredTensor:
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name} has dtype {entry['dtype']!r}")
     blocks = tuple(_block(name, block, shape, dtype, files) for block in entry["blocks"])
     if sum(prod(block.shape) for block in blocks) != prod(shape):
         raise ValueError(f"the blocks of {name} do not make up its shape {shape}")
-    return Written(dtype, shape, blocks)
+    return StoredTensor(dtype, shape, blocks)
 
 
 def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Extent:
@@ -95,7 +95,7 @@ def _sizes(values: Any) -> Sizes:
     return tuple(values)
 
 
-class _Part(io.RawIOBase):
+class _BlockFile(io.RawIOBase):
     """The bytes of a block, as a file."""
 
     def __init__(self, file: BinaryIO, block: Extent):
@@ -126,7 +126,7 @@ class _Part(io.RawIOBase):
 
 def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Tensor:
     """The tensor that torch.save wrote there."""
-    stream = _Part(file, block)
+    stream = _BlockFile(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
     stream.seek(0)
@@ -140,7 +140,7 @@ Box = list[tuple[int, int]]
 """First and last of each dim of a whole tensor."""
 
 
-def shared(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
+def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
     """The part of a tensor that a block and a piece of those sizes both cover."""
     starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
@@ -148,17 +148,17 @@ def shared(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
     return box if all(first < last for first, last in box) else None
 
 
-def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
+def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
     """The blocks that a piece of a tensor of that shape is made from; ValueError if it cannot be."""
     if stored is None:
         raise ValueError("is not in it")
     if stored.shape != whole:
         raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
-    found = {block: box for block in stored.blocks if (box := shared(block, offset, sizes)) is not None}
-    if sum(prod(last - first for first, last in box) for box in found.values()) != prod(sizes):
+    boxes = {block: box for block in stored.blocks if (box := overlap(block, offset, sizes)) is not None}
+    if sum(prod(last - first for first, last in box) for box in boxes.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")
-    return list(found)
+    return list(boxes)
 
 
-def within(box: Box, offset: Sizes) -> tuple[slice, ...]:
+def slices_within(box: Box, offset: Sizes) -> tuple[slice, ...]:
     return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.disk import SaveProgress, unwritten
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.disk import SaveProgress, write_error
 from titanmoe.checkpoint.finite import first_nonfinite
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
-from titanmoe.checkpoint.tensors import TENSORS, Extent, Written, to_json
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.tensors import TENSORS, Extent, StoredTensor, to_json
 
 SMALL = 4096
 """Copies of at most this many numbers, such as a router's bias, are also checked by ranks that do not write them."""
@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Lazy:
+class LazyTensor:
     """A whole tensor that is made only when it is about to be written, and released afterwards."""
 
     shape: tuple[int, ...]
@@ -78,7 +78,7 @@ class Lazy:
         return self.make()
 
 
-Pieces = Mapping[str, Piece | Lazy]
+Pieces = Mapping[str, Piece | LazyTensor]
 
 
 class NotFinite(CheckpointError):
@@ -100,18 +100,18 @@ class Planner(DefaultSavePlanner):
         return self.pieces[write_item.index.fqn].get()
 
 
-def _item(name: str, piece: Piece | Lazy) -> WriteItem:
+def _item(name: str, piece: Piece | LazyTensor) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
     data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
     return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
-def _bytes(plan: SavePlan) -> int:
+def _planned_bytes(plan: SavePlan) -> int:
     parts = [item.tensor_data for item in plan.items]
     return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
 
-class _Summing(io.RawIOBase):
+class _ChecksummedFile(io.RawIOBase):
     """A file that knows its length and checksum. torch.save only ever appends to it."""
 
     def __init__(self, path: Path):
@@ -154,11 +154,11 @@ class _Summing(io.RawIOBase):
 class Writer(StorageWriter):
     """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
 
-    def __init__(self, folder: Path, doing: SaveProgress, finite: bool):
+    def __init__(self, folder: Path, progress: SaveProgress, finite: bool):
         """finite: refuse NaN and infinity."""
-        self.folder, self.doing, self.finite = folder, doing, finite
+        self.folder, self.progress, self.finite = folder, progress, finite
         self.sums: dict[str, Sum] = {}
-        self.opened = folder
+        self.current_file = folder
         """The file being written, for error messages."""
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
@@ -173,13 +173,13 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:
         if self.finite:
-            self.doing(f"checking the numbers of {self.folder}", self._look, plan, planner)
+            self.progress(f"checking the numbers of {self.folder}", self._check_finite, plan, planner)
         results: list[WriteResult] = []
-        stream: _Summing | None = None
+        stream: _ChecksummedFile | None = None
         try:
             for item in plan.items:
                 if stream is None or stream.bytes >= FILE_BYTES:
-                    stream = self._next(stream, plan.storage_data)
+                    stream = self._next_file(stream, plan.storage_data)
                 start = stream.tell()
                 # cpu() if it is on a GPU; clone() if it is part of a larger storage, which torch.save would save whole
                 tensor = planner.resolve_data(item).detach().cpu()
@@ -189,14 +189,14 @@ class Writer(StorageWriter):
                 place = Extent(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
                 results.append(WriteResult(item.index, place.bytes, place))
             if stream is not None:
-                self._done(stream)
+                self._finish_file(stream)
         except (OSError, RuntimeError) as error:  # from write(), which does not know the file's name
             failure = error if isinstance(error, OSError) else stream and stream.failure
             if failure is None:
-                raise CheckpointError(f"{self.opened}: {error}") from None
-            raise CheckpointError(unwritten(self.opened, failure, self._missing(plan))) from None
+                raise CheckpointError(f"{self.current_file}: {error}") from None
+            raise CheckpointError(write_error(self.current_file, failure, self._bytes_left(plan))) from None
         finally:
-            self.doing.what = SaveProgress.WAITING
+            self.progress.what = SaveProgress.WAITING
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
@@ -204,32 +204,32 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _look(self, plan: SavePlan, planner: Planner) -> None:
+    def _check_finite(self, plan: SavePlan, planner: Planner) -> None:
         """Called here because now each rank knows what it will write: so copies are checked once, without any
         message."""
-        mine = {item.index.fqn for item in plan.items}
-        pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
-        if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
-            raise NotFinite(bad)
+        own = {item.index.fqn for item in plan.items}
+        pieces = {name: piece for name, piece in planner.pieces.items() if name in own or prod(piece.sizes) <= SMALL}
+        if nonfinite := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
+            raise NotFinite(nonfinite)
 
-    def _next(self, full: _Summing | None, prefix: str) -> _Summing:
+    def _next_file(self, full: _ChecksummedFile | None, prefix: str) -> _ChecksummedFile:
         if full is not None:
-            self._done(full)
-        self._at(f"{prefix}-{len(self.sums):03}.distcp")
-        return _Summing(self.opened)
+            self._finish_file(full)
+        self._start_file(f"{prefix}-{len(self.sums):03}.distcp")
+        return _ChecksummedFile(self.current_file)
 
-    def _at(self, name: str) -> None:
-        self.opened = self.folder / name
-        self.doing.what = f"writing {self.opened}"
+    def _start_file(self, name: str) -> None:
+        self.current_file = self.folder / name
+        self.progress.what = f"writing {self.current_file}"
 
-    def _missing(self, plan: SavePlan) -> int:
+    def _bytes_left(self, plan: SavePlan) -> int:
         """How many bytes this rank still has to write."""
-        whole = _bytes(plan)
+        left = _planned_bytes(plan)
         with contextlib.suppress(OSError):
-            whole -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
-        return max(whole, 0)
+            left -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
+        return max(left, 0)
 
-    def _done(self, stream: _Summing) -> None:
+    def _finish_file(self, stream: _ChecksummedFile) -> None:
         stream.close()
         self.sums[stream.path.name] = stream.sum
 
@@ -237,26 +237,28 @@ class Writer(StorageWriter):
         blocks: dict[str, list[Extent]] = {}
         for result in (result for rank in results for result in rank):
             blocks.setdefault(result.index.fqn, []).append(result.storage_data)
-        written = {
-            name: Written(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
+        tensors = {
+            name: StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
             for name, entry in metadata.state_dict_metadata.items()
         }
-        self._whole(TENSORS, to_json(written))
+        self._write_whole(TENSORS, to_json(tensors))
 
-    def carry(self, files: Mapping[str, Path]) -> None:
+    def copy_files(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-            self._whole(f"{layout.CARRIED}/{name}", inside.read(source.parent, source.name, layout.CARRIED_BYTES))
+            self._write_whole(
+                f"{layout.CARRIED}/{name}", safe_files.read(source.parent, source.name, layout.CARRIED_BYTES)
+            )
 
-    def _whole(self, name: str, data: bytes) -> None:
-        self._at(name)
+    def _write_whole(self, name: str, data: bytes) -> None:
+        self._start_file(name)
         try:
-            with contextlib.closing(_Summing(self.opened)) as stream:
+            with contextlib.closing(_ChecksummedFile(self.current_file)) as stream:
                 stream.write(data)
         except OSError as error:
-            raise CheckpointError(unwritten(self.opened, error, len(data))) from None
+            raise CheckpointError(write_error(self.current_file, error, len(data))) from None
         self.sums[name] = stream.sum
-        self.doing.what = SaveProgress.WAITING
+        self.progress.what = SaveProgress.WAITING
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -184,7 +184,7 @@ class _Wire:
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
         self.flying = send_rows(x, send, receive, self.group)
-        turns.sent()
+        turns.mark_sent()
 
     def land(self) -> Tensor:
         turns.hand_over()  # meanwhile another microbatch may compute

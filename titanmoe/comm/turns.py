@@ -23,7 +23,7 @@ class Abandoned(Exception):
     """Raised in the waiting side when the other failed; `take` raises the original failure."""
 
 
-def sent() -> None:
+def mark_sent() -> None:
     """Whoever has the turn has sent something."""
     if _running is not None:
         _running.under_way[_running.turn] = True

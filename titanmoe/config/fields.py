@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanmoe.config import families, ranges, schema
-from titanmoe.config.dispatchers import DISPATCHERS, in_pieces
+from titanmoe.config import ranges, schema
+from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config
 
+LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
+"""What stands for the parts of a field on the page, which then need not change with them."""
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
 
 
@@ -82,7 +84,12 @@ def flat(config: Config) -> dict[str, Any]:
     return values
 
 
-def build(values: Mapping[str, Any]) -> Config:
+def nested(config: Config) -> dict[str, dict[str, Any]]:
+    """The config as tables of plain values, as a checkpoint records it."""
+    return {name: asdict(getattr(config, name)) for name in tables() if "." not in name}
+
+
+def build(values: Mapping[str, Any], parts: Parts | None = None) -> Config:
     """The config with those values; a field left out keeps its default."""
 
     def table(cls: type, prefix: str) -> Any:
@@ -94,7 +101,7 @@ def build(values: Mapping[str, Any]) -> Config:
                 given[name] = values[prefix + name]
         return cls(**given)
 
-    return table(Config, "")
+    return replace(table(Config, ""), parts=parts or Parts())
 
 
 def toml_value(value: Any) -> str:
@@ -122,18 +129,9 @@ def to_toml(config: Config) -> str:
     return "\n".join(parts)
 
 
-def _lists() -> dict[str, str]:
-    """What replaces the names in braces in the schema's docstrings."""
-    return {
-        "{families}": ", ".join(families.NAMES),
-        "{dispatchers}": " ".join(facts.what for facts in DISPATCHERS.values()),
-        "{dispatchers in pieces}": " or ".join(in_pieces()),
-    }
-
-
 @cache
 def docstrings() -> dict[str, str]:
-    """What the schema's source says under every field, by path, on one line."""
+    """What the schema's source says under every field, by path, on one line. {parts} stands for what it may name."""
     import ast
 
     said: dict[tuple[str, str], str] = {}
@@ -145,15 +143,13 @@ def docstrings() -> dict[str, str]:
     found = {}
     for path, field in fields().items():
         text = said.get((tables()[field.table].__name__, field.name), "")
-        for name, listed in _lists().items():
-            text = text.replace(name, listed)
         limits = ranges.RANGES.get(path)
         bounded = limits and (limits.high is not None or limits.without_low)
         found[path] = f"{text} {str(limits).capitalize()}." if bounded else text
     return found
 
 
-def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int) -> str:
+def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, parts: Parts) -> str:
     """--help: every field with its value here, where it comes from, and when to choose what."""
 
     import textwrap
@@ -181,8 +177,11 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
         for field in fields().values():
             if field.table == table:
                 origin = f"   ({origins[field.path]})" if field.path in origins else ""
-                lines.append(f"  --{field.path} {_placeholder(field)} = {toml_value(values[field.path])}{origin}")
-                lines.append(paragraph(docstrings()[field.path], " " * 6))
+                kind = parts.of(field.path)
+                placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if kind else _placeholder(field)
+                lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
+                text = docstrings()[field.path]
+                lines.append(paragraph(text.replace("{parts}", kind.summary()) if kind else text, " " * 6))
     return "\n".join(lines) + "\n"
 
 
@@ -210,7 +209,7 @@ def markdown() -> str:
             if field.table == table:
                 choices = ", ".join(f"`{choice}`" for choice in field.choices)
                 kind = choices or field.expected.removeprefix("an ").removeprefix("a ")
-                text = docstrings()[field.path].replace("|", "\\|").replace("*", "\\*")
+                text = docstrings()[field.path].replace("{parts}", LISTED).replace("|", "\\|").replace("*", "\\*")
                 lines.append(f"| `{field.name}` | {kind} | `{toml_value(field.default)}` | {text} |")
         lines.append("")
     return "\n".join(lines)

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.data_laws import of_samples
-from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
@@ -31,7 +30,7 @@ def contradictions(config: Config) -> list[Violation]:
         *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
-        *_dispatcher(config),
+        *(violation for rules in config.parts.rules(config) for violation in rules.contradictions(config)),
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),
@@ -287,42 +286,6 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
             ("moe.pad_to_capacity", "moe.capacity_factor"),
             "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
             "set one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
-        )
-
-
-def _dispatcher(config: Config) -> Iterator[Violation]:
-    moe = config.moe
-    name, facts = moe.dispatcher, DISPATCHERS[moe.dispatcher]
-    if moe.overlap_chunks != 1 and facts.whole:
-        yield Violation(
-            ("moe.overlap_chunks", "moe.dispatcher"),
-            f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
-            f'= "{name}" {facts.whole}: use dispatcher = {in_pieces_quoted()}, or overlap_chunks = 1',
-        )
-    if moe.pad_to_capacity and facts.no_bins:
-        yield Violation(
-            ("moe.pad_to_capacity", "moe.dispatcher"),
-            f"moe.pad_to_capacity = true makes every size static, {facts.no_bins}",
-        )
-    sent = config.training.mixed_precision_param
-    if facts.param and sent != facts.param:
-        yield Violation(
-            ("moe.dispatcher", "training.mixed_precision_param"),
-            f'moe.dispatcher = "{name}" sends {facts.param} alone, and training.mixed_precision_param = "{sent}": use '
-            f'"{facts.param}" there, or dispatcher = "alltoall"',
-        )
-    if facts.param and moe.router_dtype != "float32":
-        yield Violation(
-            ("moe.dispatcher", "moe.router_dtype"),
-            f'moe.dispatcher = "{name}" sends routing weights in float32, and moe.router_dtype = "{moe.router_dtype}": '
-            'use "float32" there, or dispatcher = "alltoall"',
-        )
-    dim = config.model.dim
-    if dim % facts.dim_of or dim > (facts.most_dim or dim):
-        yield Violation(
-            ("moe.dispatcher", "model.dim"),
-            f'moe.dispatcher = "{name}" sends multiples of {facts.dim_of} numbers, at most {facts.most_dim}, and '
-            f'model.dim is {dim}: use dispatcher = "alltoall"',
         )
 
 

@@ -15,11 +15,11 @@ from typing import Any, NoReturn
 from titanmoe.config import laws, other_names, ranges
 from titanmoe.config.field_values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
+from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find_recipe, names
 from titanmoe.config.schema import Config
 
-Preset = Callable[[str, str], dict[str, object]]
 _OPTION = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a value may be negative."""
 HINTS = 20
@@ -67,15 +67,15 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
 
 def load(
     argv: Sequence[str],
-    preset: Preset,
+    parts: Parts,
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
     """The config that a command line asks for; ConfigError with everything that is wrong if it cannot run.
 
-    preset(family, size) gives the fields of [model] their values, or raises LookupError. check(config) lists what else
-    is wrong with it, such as a mapping that does not fit. resolve(config) fills in what is derived, once nothing is
-    wrong. --help and --print-config print and exit with code 0.
+    parts: what names of parts stand for. check(config) lists what else is wrong with it, such as a mapping that does
+    not fit. resolve(config) fills in what is derived, once nothing is wrong. --help and --print-config print and exit
+    with code 0.
     """
     asked = _split(argv)
     given = _Given()
@@ -90,7 +90,7 @@ def load(
     for path, texts in asked.overrides.items():
         given.put(path, fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""', on_command_line=True)
 
-    fallback = _fallback(given, preset)
+    fallback = _fallback(given, parts)
     values = fallback | given.values
     if not values["job.name"]:
         size = f"{values['model.family']}_{values['model.size']}"
@@ -100,13 +100,13 @@ def load(
 
         origins = {path: given.where(path) for path in given.values}
         width = min(shutil.get_terminal_size().columns, 120)
-        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width))
+        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, parts))
 
     for violation in ranges.out_of_range(values):
         given.blame(violation.fields, violation.text)
         given.unsound.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}
-    config = build(values)
+    config = build(values, parts)
     for violation in laws.contradictions(config):
         if given.unsound.isdisjoint(violation.fields):
             given.blame(violation.fields, violation.text)
@@ -121,11 +121,11 @@ def load(
     return config
 
 
-def peek(argv: Sequence[str], preset: Preset) -> tuple[Config | None, ConfigError | None]:
+def peek(argv: Sequence[str], parts: Parts) -> tuple[Config | None, ConfigError | None]:
     """The config as far as it can be read, whatever its mapping, and what is wrong with it. Prints nothing."""
     seen: list[Config] = []
     try:
-        load(argv, preset, lambda config: seen.append(config) or [""])
+        load(argv, parts, lambda config: seen.append(config) or [""])
     except ConfigError as error:
         problems = [problem for problem in error.problems if problem]
         return (seen[0] if seen else None), ConfigError(problems, error.source) if problems else None
@@ -272,20 +272,25 @@ def _hint(path: str) -> str:
 # ---- the rest
 
 
-def _fallback(given: _Given, preset: Preset) -> dict[str, Any]:
-    """The value of every field that neither recipe nor command line gives."""
-    defaults = flat(Config())
+def _fallback(given: _Given, parts: Parts) -> dict[str, Any]:
+    """The value of every field that neither recipe nor command line gives. A part that cannot be used is refused, and
+    its field has its default."""
+    defaults, presets = flat(Config()), {}
+    for kind in parts:
+        values = defaults | given.values
+        try:
+            preset = kind.look_up(values[kind.field]).preset(values)
+        except PartError as error:
+            given.blame(error.fields, str(error))
+            for path in error.fields:
+                given.unsound.add(path)
+                given.values.pop(path, None)
+            preset = {}
+        presets |= preset
     named = ("model.family", "model.size")
-    family, size = ((defaults | given.values)[path] for path in named)
-    try:
-        shape = preset(family, size)
-    except LookupError as error:
-        given.blame(named, str(error.args[0]))
-        given.unsound.update(named)
-        shape = {}
     if not given.unsound.isdisjoint(named):
         given.unsound.update(path for path, it in fields().items() if it.table == "model" and path not in given.values)
-    return defaults | {f"model.{name}": value for name, value in shape.items()}
+    return defaults | presets
 
 
 def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what; {names} in braces are filled in by `titanmoe.config.fields`. The laws that tie
+A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of parts where it says {parts}. The laws that tie
 fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the mapping). `train.py
 --help` prints this page with the recipe's values.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from titanmoe.config.dispatchers import DISPATCHERS
+from titanmoe.config.parts import Parts
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 """No float16: its small range needs loss scaling, which is not implemented."""
@@ -33,7 +33,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """{families}. Sets switches such as qk_norm and norm_topk."""
+    """The architecture. {parts} Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
@@ -324,15 +324,15 @@ class Pipeline:
     layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
     overlap_pairs: bool = False
-    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and dispatcher {dispatchers in pieces}."""
+    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and a dispatcher whose rows travel in chunks: alltoall or hierarchical."""
 
 
 @dataclass
 class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
-    dispatcher: Literal[tuple(DISPATCHERS)] = "alltoall"
-    """{dispatchers}"""
+    dispatcher: str = "alltoall"
+    """How rows get to their experts and back. {parts}"""
     symm_mem_factor: float = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
     overlap_chunks: int = 1
@@ -481,3 +481,5 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     debug: Debug = field(default_factory=Debug)
+    parts: Parts = field(default_factory=Parts, repr=False, compare=False)
+    """No table of a recipe: what the names of parts in it stand for."""

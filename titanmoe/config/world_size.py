@@ -6,16 +6,17 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from titanmoe.config.load import ConfigError, Preset, load, peek, prints, recipe_of
+from titanmoe.config.load import ConfigError, load, peek, prints, recipe_of
+from titanmoe.config.parts import Parts
 from titanmoe.config.recipe import read_recipe
 from titanmoe.config.recipes import find_recipe
 
 _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 
 
-def recipe_ranks(argv: Sequence[str], preset: Preset) -> int:
+def recipe_ranks(argv: Sequence[str], parts: Parts) -> int:
     """job.ranks of a recipe and its overrides, 0 if they do not say; raises ConfigError if only a comment says it."""
-    config, problem = peek(argv, preset)
+    config, problem = peek(argv, parts)
     if config is None:
         raise problem
     recipe = recipe_of(argv)
@@ -32,14 +33,14 @@ def recipe_ranks(argv: Sequence[str], preset: Preset) -> int:
     return config.job.ranks
 
 
-def world_of(ranks: int | None, argv: Sequence[str], preset: Preset) -> int:
+def world_of(ranks: int | None, argv: Sequence[str], parts: Parts) -> int:
     """--ranks N if given, else the recipe's own number; ConfigError if neither says it. --print-config needs none."""
     if prints(argv):
-        load([*argv, *(["--job.ranks", str(ranks)] if ranks else [])], preset, lambda config: [])  # and exits
+        load([*argv, *(["--job.ranks", str(ranks)] if ranks else [])], parts, lambda config: [])  # and exits
     if ranks is None:
-        ranks = recipe_ranks(argv, preset) if argv else 0
+        ranks = recipe_ranks(argv, parts) if argv else 0
         if not ranks:
-            problem = peek(argv, preset)[1] if argv else None
+            problem = peek(argv, parts)[1] if argv else None
             ask = "on how many ranks? Give --ranks N, or write it into the recipe: ranks = N below [job]"
             raise ConfigError([*(problem.problems if problem else []), ask], problem.source if problem else "")
     if ranks < 1:

@@ -33,9 +33,9 @@ class DocumentWork:
         n = length_P.astype(np.float64)
         total = self.per_token * n.sum()
         for width, cost in self.per_pair.items():
-            seen = np.minimum(n, width) if width else n
+            visible_P = np.minimum(n, width) if width else n
             # A token sees itself and those before it, at most `seen`: a triangle, then a band.
-            total += cost * (seen * (seen + 1) / 2 + (n - seen) * seen).sum()
+            total += cost * (visible_P * (visible_P + 1) / 2 + (n - visible_P) * visible_P).sum()
         return float(total)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.read_files import named
+from titanmoe.data.read_files import json_type_name
 from titanmoe.data.template import NotText, OverBudget, Template
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
@@ -45,7 +45,7 @@ class Chat:
                 [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
             )
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-        self._of_type = (TypeError, jinja2.UndefinedError)
+        self._type_errors = (TypeError, jinja2.UndefinedError)
         try:
             self._compiled = Template(template, OPEN, CLOSE)
         except OverBudget as error:
@@ -53,48 +53,50 @@ class Chat:
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError([f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}"]) from None
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
-            text = _short(f"{type(error).__name__} {error}")
+            text = _shorten(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
         self.marks_generation = self._compiled.marks_generation
 
     def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, and which of them are the assistant's. ChatError: this conversation is at fault; ConfigError: the
         template is."""
-        _check(messages)
-        text, spans = self._marked(messages) if self.marks_generation else self._by_prefixes(messages)
-        tokens_T, begin_T, end_T = self.tokenizer.with_offsets(text)
-        said_T = np.zeros(len(tokens_T), bool)
+        _check_messages(messages)
+        text, spans = self._render_with_marks(messages) if self.marks_generation else self._render_by_prefixes(messages)
+        tokens_T, begin_T, end_T = self.tokenizer.encode_with_offsets(text)
+        assistant_T = np.zeros(len(tokens_T), bool)
         for begin, end in spans:
-            said_T |= (begin_T < end) & (end_T > begin)
-        return tokens_T, said_T
+            assistant_T |= (begin_T < end) & (end_T > begin)
+        return tokens_T, assistant_T
 
-    def question(self, text: str) -> np.ndarray:
+    def encode_question(self, text: str) -> np.ndarray:
         """What a user says, up to where the answer begins."""
-        return self.tokenizer.with_offsets(self._render([{"role": "user", "content": text}], prompt=True)).tokens_T
+        return self.tokenizer.encode_with_offsets(
+            self._render([{"role": "user", "content": text}], prompt=True)
+        ).tokens_T
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render_all([(messages, prompt)])[0]
 
-    def _render_all(self, asked: list[tuple[list[Any], bool]]) -> list[str]:
+    def _render_all(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         """Each of these messages, with the prompt for an answer or not: as transformers' apply_chat_template, except
         that no null, list or object is written as Python writes it.
         """
-        texts = self._filled(asked)
-        for (messages, prompt), text in zip(asked, texts, strict=True):
-            if "None" in text and (culprit := self._writes_none(messages, prompt, text.count("None"))):
+        texts = self._render_unchecked(requests)
+        for (messages, prompt), text in zip(requests, texts, strict=True):
+            if "None" in text and (culprit := self._find_written_null(messages, prompt, text.count("None"))):
                 raise ChatError(
                     f"the chat template {self.origin} writes {culprit}, which is null, as the word None: leave it "
                     'out, make it "", or use a template that tests for it'
                 )
         return texts
 
-    def _filled(self, asked: list[tuple[list[Any], bool]]) -> list[str]:
+    def _render_unchecked(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
-            given = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
-            return given | {"tools": None, "documents": None} | self.tokenizer.marks
+            variables = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
+            return variables | {"tools": None, "documents": None} | self.tokenizer.marks
 
         try:
-            return self._compiled.render(*(names(*one) for one in asked))
+            return self._compiled.render(*(names(*request) for request in requests))
         except OverBudget as error:
             raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
         except RecursionError:
@@ -105,49 +107,49 @@ class Chat:
                 "that takes it apart or writes it with | tojson"
             ) from None
         except self._errors as error:
-            odd = _not_text(asked[0][0]) if isinstance(error, self._of_type) else ""
-            raise ChatError(f"the chat template {self.origin} refuses it: {odd or _short(str(error))}") from None
+            odd = _describe_content_not_text(requests[0][0]) if isinstance(error, self._type_errors) else ""
+            raise ChatError(f"the chat template {self.origin} refuses it: {odd or _shorten(str(error))}") from None
 
-    def _writes_none(self, messages: list[Any], prompt: bool, times: int) -> str:
+    def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
         """The first null without which the word is written less often."""
         for n, message in enumerate(messages):
             for key in [key for key, value in message.items() if _has_null(value)]:
-                other = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
+                changed = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
                 try:
-                    if self._filled([(other, prompt)])[0].count("None") >= times:
+                    if self._render_unchecked([(changed, prompt)])[0].count("None") >= times:
                         continue
                 except ChatError:  # it takes no text there, so it tests for the null
                     continue
                 return f"message {n + 1}'s {key}" if message[key] is None else f"a value in message {n + 1}'s {key}"
         return ""
 
-    def _marked(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        parts, spans, length, began = [], [], 0, -1
-        for char in _split(self._render(messages)):
+    def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        parts, spans, length, span_start = [], [], 0, -1
+        for char in _split_at_marks(self._render(messages)):
             if char == OPEN:
-                began = length
+                span_start = length
             elif char == CLOSE:
-                spans.append((began, length))
+                spans.append((span_start, length))
             else:
                 parts.append(char)
                 length += len(char)
         return "".join(parts), spans
 
-    def _by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+    def _render_by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        ends = [(messages[: n + 1], False) for n in answers]
-        begins = [(messages[:n], True) for n in answers if n]
-        whole, *texts = self._render_all([(messages, False), *ends, *begins])
-        asked_of = [*([] if answers[0] else [self._asked([])]), *texts[len(answers) :]]
+        through_answers = [(messages[: n + 1], False) for n in answers]
+        before_answers = [(messages[:n], True) for n in answers if n]
+        whole, *texts = self._render_all([(messages, False), *through_answers, *before_answers])
+        prompts = [*([] if answers[0] else [self._prompt_after([])]), *texts[len(answers) :]]
         spans = []
-        for n, asked, answered in zip(answers, asked_of, texts, strict=False):
+        for n, prompt, answer_text in zip(answers, prompts, texts, strict=False):
             for shorter, longer, what in (
                 (
-                    asked,
-                    answered,
+                    prompt,
+                    answer_text,
                     f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
                 ),
-                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
+                (answer_text, whole, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
             ):
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
@@ -158,11 +160,11 @@ class Chat:
                             f"{self._how_to_mark(messages[:n], messages[n])}"
                         ]
                     )
-            spans.append((len(asked), len(answered)))
+            spans.append((len(prompt), len(answer_text)))
         return whole, spans
 
-    def _asked(self, before: list[Any]) -> str:
-        """What is there when the assistant begins."""
+    def _prompt_after(self, before: list[Any]) -> str:
+        """What is rendered up to where the assistant's answer begins."""
         try:
             return self._render(before, prompt=True)
         except ChatError:
@@ -175,15 +177,15 @@ class Chat:
 
     def _how_to_mark(self, before: list[Any], answer: dict[str, Any]) -> str:
         """With what this template writes around an answer, as far as that can be seen."""
-        begun, asked = self._render(before), self._asked(before)
-        turn, content = self._render([*before, answer]).removeprefix(begun), answer.get("content")
-        head, tail = asked.removeprefix(begun), ""
+        rendered_before, prompt = self._render(before), self._prompt_after(before)
+        turn, content = self._render([*before, answer]).removeprefix(rendered_before), answer.get("content")
+        head, tail = prompt.removeprefix(rendered_before), ""
         if isinstance(content, str) and content and content in turn:
-            first, _, tail = turn.rpartition(content)
-            head = head or first
+            before_content, _, tail = turn.rpartition(content)
+            head = head or before_content
         lines = self.template.splitlines()
-        found = next((n for n, line in enumerate(lines, 1) if re.search(r"""["']assistant["']""", line)), 0)
-        where = f" (from line {found} of the template on)" if found and len(lines) > 1 else ""
+        first_line = next((n for n, line in enumerate(lines, 1) if re.search(r"""["']assistant["']""", line)), 0)
+        where = f" (from line {first_line} of the template on)" if first_line and len(lines) > 1 else ""
         end = f"{{{{ {tail!r} }}}}" if tail else ""
         return (
             "Mark what the assistant says in a copy of the template and name that with --chat-template or "
@@ -194,8 +196,8 @@ class Chat:
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Under all names that templates read it by, as transformers 5 does."""
-    said = next((message[key] for key in REASONING if message.get(key) is not None), None)
-    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+    reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _has_null(value: Any) -> bool:
@@ -206,16 +208,17 @@ def _has_null(value: Any) -> bool:
 
 def _without_null(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_null(one) for key, one in value.items()}
-    return [_without_null(one) for one in value] if isinstance(value, list) else "" if value is None else value
+        return {key: _without_null(item) for key, item in value.items()}
+    return [_without_null(item) for item in value] if isinstance(value, list) else "" if value is None else value
 
 
-def _not_text(messages: list[Any]) -> str:
+def _describe_content_not_text(messages: list[Any]) -> str:
     """A content that templates often cannot take."""
     for n, message in enumerate(messages, 1):
         content = message.get("content", "")
         if not isinstance(content, str):
-            return f'it takes text, and message {n}\'s content is {named(content)}: make it text, "" if there is none'
+            kind = json_type_name(content)
+            return f'it takes text, and message {n}\'s content is {kind}: make it text, "" if there is none'
     return ""
 
 
@@ -233,12 +236,12 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
     own, settings = folder.parent / "chat_template.jinja", folder.parent / SETTINGS
     if own.is_file():
         return Chat(_read(own), str(own), tokenizer)
-    found = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
-    if isinstance(found, list):  # several, by name
-        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
-    if not found:
+    template_text = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
+    if isinstance(template_text, list):  # several, by name
+        template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
+    if not template_text:
         raise ConfigError([f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS}): name a Jinja file"])
-    return Chat(found, str(settings), tokenizer)
+    return Chat(template_text, str(settings), tokenizer)
 
 
 def _read(file: Path) -> str:
@@ -246,12 +249,12 @@ def _read(file: Path) -> str:
         return stream.read(MOST_TEMPLATE + 1)
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
-def _check(messages: Any) -> None:
+def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
@@ -267,5 +270,5 @@ def _check(messages: Any) -> None:
         raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
 
 
-def _split(text: str) -> list[str]:
+def _split_at_marks(text: str) -> list[str]:
     return [part for part in re.split(f"([{OPEN}{CLOSE}])", text) if part]

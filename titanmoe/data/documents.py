@@ -19,7 +19,7 @@ class Documents(Protocol):
     """As shown in logs and metrics."""
     fingerprint: str
     """Of the content; a resumed run compares it."""
-    described: str
+    description: str
     """Where it comes from and how much it is, for a person."""
     vocab_size: int
     """One above the largest token id that may occur."""
@@ -35,20 +35,20 @@ class Documents(Protocol):
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the whole sequence, as int64 or narrower."""
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         """bool: which of these tokens count towards the loss as labels, such as only the answers in a chat; None:
         all."""
 
 
 class MemoryDocuments:
-    def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, counted: np.ndarray | None = None):
-        self.name, self.tokens, self.starts, self.labels = name, tokens, starts, counted
-        self.described = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
+    def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
+        self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
+        self.description = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
         self.vocab_size = int(tokens.max()) + 1 if len(tokens) else 0
         digest = hashlib.blake2b(np.ascontiguousarray(tokens), digest_size=8)
         digest.update(np.ascontiguousarray(starts))
-        if counted is not None:
-            digest.update(np.ascontiguousarray(counted))
+        if label_mask is not None:
+            digest.update(np.ascontiguousarray(label_mask))
         self.fingerprint = f"memory:{digest.hexdigest()}"
 
     def __len__(self) -> int:
@@ -57,8 +57,8 @@ class MemoryDocuments:
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.tokens[start:stop]
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        return None if self.labels is None else self.labels[start:stop]
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        return None if self._label_mask is None else self._label_mask[start:stop]
 
 
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:

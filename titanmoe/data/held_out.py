@@ -26,11 +26,11 @@ def split(documents: Documents, every: int, least: int) -> tuple[DocumentRange, 
         first, border, end = np.array([[0], [cut.document], [len(cut)]])
         which = f"the last {every}th of the tokens"
         return DocumentRange(cut, first, border, f"without {which}"), DocumentRange(cut, border, end, which)
-    held = np.arange(every - 1, len(documents), every)
-    first, end = np.append(0, held + 1), np.append(held, len(documents))
-    some = end > first
-    return DocumentRange(documents, first[some], end[some], f"without every {every}th"), DocumentRange(
-        documents, held, held + 1, f"every {every}th"
+    held_out = np.arange(every - 1, len(documents), every)
+    first, end = np.append(0, held_out + 1), np.append(held_out, len(documents))
+    nonempty = end > first
+    return DocumentRange(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentRange(
+        documents, held_out, held_out + 1, f"every {every}th"
     )
 
 
@@ -39,7 +39,7 @@ class Cut:
 
     def __init__(self, whole: Documents, at: int):
         self.whole, self.name, self.vocab_size = whole, whole.name, whole.vocab_size
-        self.fingerprint, self.described = whole.fingerprint, whole.described
+        self.fingerprint, self.description = whole.fingerprint, whole.description
         starts = np.asarray(whole.starts[np.arange(len(whole) + 1)]).astype(np.int64)
         self.document = int(np.searchsorted(starts, at))
         self.starts = np.insert(starts, self.document, at)
@@ -50,8 +50,8 @@ class Cut:
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.whole.read(start, stop)
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.counted(start, stop)
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.label_mask(start, stop)
 
 
 class DocumentRange:
@@ -62,10 +62,10 @@ class DocumentRange:
             first_R = end_R = np.zeros(1, np.int64)
         self.whole, self.first_R = whole, first_R
         self.name, self.vocab_size = whole.name, whole.vocab_size
-        self.fingerprint, self.described = f"{whole.fingerprint} {which}", f"{whole.described}, {which}"
-        self.document_R = _sums(end_R - first_R)
+        self.fingerprint, self.description = f"{whole.fingerprint} {which}", f"{whole.description}, {which}"
+        self.document_R = _cumulative(end_R - first_R)
         self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)
-        self.token_R = _sums(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
+        self.token_R = _cumulative(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -78,8 +78,8 @@ class DocumentRange:
         parts = [self.whole.read(a, b) for a, b in self._ranges(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        parts = [self.whole.counted(a, b) for a, b in self._ranges(start, stop)]
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        parts = [self.whole.label_mask(a, b) for a, b in self._ranges(start, stop)]
         return None if parts[0] is None else np.concatenate(parts)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -87,9 +87,9 @@ class DocumentRange:
         run = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:
-            here, next_run = int(self.token_R[run]), int(self.token_R[run + 1])
-            if start < next_run:
-                first, count = int(self.start_R[run]) + start - here, min(stop, next_run) - start
+            run_start, run_end = int(self.token_R[run]), int(self.token_R[run + 1])
+            if start < run_end:
+                first, count = int(self.start_R[run]) + start - run_start, min(stop, run_end) - start
                 out.append((first, first + count))
                 start += count
             run += 1
@@ -116,5 +116,5 @@ class _Starts:
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
 
 
-def _sums(count_R: np.ndarray) -> np.ndarray:
+def _cumulative(count_R: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(count_R))

@@ -26,13 +26,13 @@ import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.ahead import Ahead
 from titanmoe.data.balanced_work import DocumentWork, assign
 from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.pack import Arrays
-from titanmoe.data.sources import apart, training_sources, validation_sources
+from titanmoe.data.prefetch import Prefetcher
+from titanmoe.data.sources import keeps_documents_apart, training_sources, validation_sources
 
 Tensors = tuple[torch.Tensor | None, ...]
 """A Batch's fields, with all microbatches concatenated."""
@@ -47,9 +47,9 @@ class Share:
         per_round = self.size * data_ranks
         self.global_batch_size = per_round if training.global_batch_size == -1 else training.global_batch_size
         self.microbatches = self.global_batch_size // per_round
-        self.seq_len, self.apart = training.seq_len, apart(config)
+        self.seq_len, self.separate_documents = training.seq_len, keeps_documents_apart(config)
         every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.size)
-        self.in_turn_N = every_MRB[:, data_rank].ravel()
+        self.round_robin_N = every_MRB[:, data_rank].ravel()
 
     def batches(self, parts: Tensors) -> list[Batch]:
         rows = [[None] * self.microbatches if x is None else x.chunk(self.microbatches) for x in parts]
@@ -65,37 +65,38 @@ class StepPlan(NamedTuple):
 
     samples: list[Sample]
     number_N: np.ndarray | None
-    after: dict[str, Any]
+    state_after: dict[str, Any]
 
 
 class StepPlans:
     """Every step from here on, endlessly."""
 
     def __init__(self, mix: Mix, share: Share, work: DocumentWork | None, consumed: int, state: list[list[int]]):
-        self.mix, self.share, self.work, self.consumed, self.at = mix, share, work, consumed, state
+        self.mix, self.share, self.work, self.consumed, self.state = mix, share, work, consumed, state
 
     def __iter__(self) -> Iterator[StepPlan]:
         share, consumed = self.share, self.consumed
-        self.mix.state = self.at
+        self.mix.state = self.state
         while True:
             samples = self.mix.take(consumed, share.global_batch_size)
             consumed += share.global_batch_size
-            number_N = share.in_turn_N
+            number_N = share.round_robin_N
             if self.work:
                 work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
                 number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
-            after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
+            state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
+            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, state_after)
 
 
 class SampleReader:
     """From a plan to tensors; in a worker process, if there are any."""
 
     def __init__(self, mix: Mix, share: Share):
-        self.mix, self.seq_len, self.apart = mix, share.seq_len, share.apart
+        self.mix, self.seq_len, self.separate_documents = mix, share.seq_len, share.separate_documents
 
     def __getitem__(self, plan: StepPlan) -> tuple[Tensors, dict[str, Any]]:
-        return tensors(self.mix.read(plan.samples, self.seq_len, self.apart), plan.number_N), plan.after
+        arrays = self.mix.read(plan.samples, self.seq_len, self.separate_documents)
+        return tensors(arrays, plan.number_N), plan.state_after
 
 
 class Loader:
@@ -105,41 +106,41 @@ class Loader:
         self.seed, self.options = config.training.seed, config.data
         self.mix, self.held_out = training_sources(config)
         self.work = DocumentWork(config.model) if config.data.balance_work else None
-        self.waited = 0.0
+        self.wait_s = 0.0
         """Seconds that the last step waited for its samples."""
-        self._ahead: Ahead | None = None
-        self._go_to(0, self.mix.state)
+        self._prefetcher: Prefetcher | None = None
+        self._restart_from(0, self.mix.state)
 
     def next_step(self) -> list[Batch]:
         """This data rank's microbatches of the next optimizer step."""
         begin = time.perf_counter()
-        parts, after = self._reading().next()
-        self.waited = time.perf_counter() - begin
-        self.consumed, self.state = after["consumed"], after["sources"]
-        self.begun = [
+        parts, state_after = self._start_prefetcher().next()
+        self.wait_s = time.perf_counter() - begin
+        self.consumed, self.state = state_after["consumed"], state_after["sources"]
+        self.epoch_messages = [
             f"data: {name} begins epoch {int(epoch) + 1}"
-            for name, epoch in after["epochs"].items()
+            for name, epoch in state_after["epochs"].items()
             if int(epoch) > int(self.epochs[name])
         ]
-        self.epochs = after["epochs"]
+        self.epochs = state_after["epochs"]
         return self.share.batches(parts)
 
     def peek(self) -> list[Batch]:
         """What next_step will return."""
-        parts, _ = self._reading().peek()
+        parts, _ = self._start_prefetcher().peek()
         return self.share.batches(parts)
 
     def identify(self, batches: list[Batch]) -> dict[int, str]:
         """Of the samples in the last step's batches: their numbers in the run, from 0, and a digest of their tokens."""
-        first, mine = self.consumed - self.global_batch_size, self.share.in_turn_N
+        first, number_N = self.consumed - self.global_batch_size, self.share.round_robin_N
         if batches[0].number_B is not None:
-            mine = torch.cat([batch.number_B for batch in batches]).numpy()
+            number_N = torch.cat([batch.number_B for batch in batches]).numpy()
         rows = [row for batch in batches for row in batch.tokens_BS.numpy()]
         digests = [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
-        return {first + number: digest for number, digest in zip(mine.tolist(), digests, strict=True)}
+        return {first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
-        return {"data_wait_s": self.waited} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
+        return {"data_wait_s": self.wait_s} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
     def notes(self) -> dict[str, str]:
         """What the run's header says about a mix."""
@@ -152,19 +153,19 @@ class Loader:
 
     def close(self) -> None:
         """End the thread and the workers that read ahead."""
-        if self._ahead is not None:
-            self._end()
-            self._ahead = None
+        if self._prefetcher is not None:
+            self._close_prefetcher()
+            self._prefetcher = None
 
-    def _reading(self) -> Ahead:
-        if self._ahead is None:
+    def _start_prefetcher(self) -> Prefetcher:
+        if self._prefetcher is None:
             plans = StepPlans(self.mix, self.share, self.work, self.consumed, self.state)
             reader = SampleReader(self.mix, self.share)
-            self._ahead = Ahead(reader, plans, self.options.workers, self.options.prefetch)
-            self._end = weakref.finalize(self, self._ahead.close)
-        return self._ahead
+            self._prefetcher = Prefetcher(reader, plans, self.options.workers, self.options.prefetch)
+            self._close_prefetcher = weakref.finalize(self, self._prefetcher.close)
+        return self._prefetcher
 
-    def _go_to(self, consumed: int, state: list[list[int]]) -> None:
+    def _restart_from(self, consumed: int, state: list[list[int]]) -> None:
         self.close()
         self.consumed = consumed
         """Samples, over all data ranks."""
@@ -173,12 +174,12 @@ class Loader:
         self.mix.state = state
         self.epochs = self.mix.epochs
         """How many times each source has been read."""
-        self.begun: list[str] = []
+        self.epoch_messages: list[str] = []
         """What to log about sources that the last step started over."""
 
     def state_dict(self) -> dict[str, Any]:
-        described = [source.described for source in self.mix.sources]
-        state = {"consumed": self.consumed, "sources": self.state, "described": described} | self._identity()
+        descriptions = [source.description for source in self.mix.sources]
+        state = {"consumed": self.consumed, "sources": self.state, "described": descriptions} | self._identity()
         return state | ({"tokenizer": self.mix.tokenizer.identity} if self.mix.tokenizer else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,30 +187,32 @@ class Loader:
         names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
         unknown = "it would be unknown which samples were already seen"
         problems = [
-            f"{names[name]} was {state.get(name)!r} when the state was saved and is {here!r} now: "
+            f"{names[name]} was {state.get(name)!r} when the state was saved and is {value!r} now: "
             f"{unknown}; keep it, or start a new run"
-            for name, here in self._identity().items()
-            if name in names and state.get(name) != here
+            for name, value in self._identity().items()
+            if name in names and state.get(name) != value
         ]
         if state.get("source") != self._identity()["source"]:
-            problems.append(f"{self._other_data(state)}: {unknown}; give it that data again, or start a new run")
+            problems.append(
+                f"{self._describe_changed_data(state)}: {unknown}; give it that data again, or start a new run"
+            )
         if problems:
             raise ConfigError(problems)
-        self._go_to(int(state["consumed"]), state["sources"])
+        self._restart_from(int(state["consumed"]), state["sources"])
 
-    def _other_data(self, state: dict[str, Any]) -> str:
+    def _describe_changed_data(self, state: dict[str, Any]) -> str:
         """What the run was trained on, and what it is given now: sources that are the same are left out."""
-        prints = str(state.get("source", "")).split(", ")
-        was = dict(zip(prints, state.get("described", ()), strict=False))
-        now = {source.fingerprint: source.described for source in self.mix.sources}
-        before = [text for print_, text in was.items() if print_ not in now]
-        here = [text for print_, text in now.items() if print_ not in prints]
-        if sorted(prints) == sorted(now):
+        old_prints = str(state.get("source", "")).split(", ")
+        old_data = dict(zip(old_prints, state.get("described", ()), strict=False))
+        new_data = {source.fingerprint: source.description for source in self.mix.sources}
+        only_old = [text for print_, text in old_data.items() if print_ not in new_data]
+        only_new = [text for print_, text in new_data.items() if print_ not in old_prints]
+        if sorted(old_prints) == sorted(new_data):
             return "the sources are in another order than when the state was saved"
-        same = " (it has changed since)" if before == here else ""
+        change_note = " (it has changed since)" if only_old == only_new else ""
         return (
-            f"the data or its tokenizer is not what the run was trained on{same}; "
-            f"was: {'; '.join(before) or 'not recorded'}; is now: {'; '.join(here) or 'only some of it'}"
+            f"the data or its tokenizer is not what the run was trained on{change_note}; "
+            f"was: {'; '.join(only_old) or 'not recorded'}; is now: {'; '.join(only_new) or 'only some of it'}"
         )
 
     def _identity(self) -> dict[str, int | str]:
@@ -226,23 +229,23 @@ class ValidationSet:
         self.mix = validation_sources(config, held_out)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        turns, share = self._turns(), self.share
+        turns, share = self._take_turns(), self.share
         for step in itertools.count(1):
             samples: list[Sample | None] = list(itertools.islice(turns, share.global_batch_size))
             if not samples:
                 return
             samples += [None] * (share.global_batch_size - len(samples))
-            mine = [samples[j] for j in share.in_turn_N.tolist()]
-            yield share.batches(tensors(self.mix.read(mine, share.seq_len, share.apart)))
+            own_samples = [samples[j] for j in share.round_robin_N.tolist()]
+            yield share.batches(tensors(self.mix.read(own_samples, share.seq_len, share.separate_documents)))
             if step == self.steps:
                 return
 
-    def _turns(self) -> Iterator[Sample]:
-        going = [(k, source.packer.once()) for k, source in enumerate(self.mix.sources)]
-        while going:
-            for k, pieces in tuple(going):
-                following = next(pieces, None)
-                if following is None:
-                    going.remove((k, pieces))
+    def _take_turns(self) -> Iterator[Sample]:
+        unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]
+        while unfinished:
+            for k, sequences in tuple(unfinished):
+                pieces = next(sequences, None)
+                if pieces is None:
+                    unfinished.remove((k, sequences))
                 else:
-                    yield Sample(k, following)
+                    yield Sample(k, pieces)

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from titanmoe.data.pack import Arrays, Pieces, empty
-from titanmoe.data.shards import KeptTokenizer
+from titanmoe.data.shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
 
 
 class Source(NamedTuple):
     name: str
     fingerprint: str
-    described: str
+    description: str
     weight: float
     packer: Any
 
@@ -31,11 +31,11 @@ class Sample(NamedTuple):
 
 
 class Mix:
-    def __init__(self, sources: list[Source], seed: int, tokenizer: KeptTokenizer | None = None):
+    def __init__(self, sources: list[Source], seed: int, tokenizer: StoredTokenizer | None = None):
         """tokenizer: that of all sources, as the first of them has it; None for random tokens."""
         self.sources, self.tokenizer, self._key = sources, tokenizer, key("mix", seed)
         weight_K = np.array([source.weight for source in sources])
-        self._until_K = np.cumsum(weight_K / weight_K.sum())[:-1]
+        self._threshold_K = np.cumsum(weight_K / weight_K.sum())[:-1]
 
     def take(self, first: int, count: int) -> list[Sample]:
         """Samples first, first + 1, ... of the run; each is taken once, in this order."""
@@ -43,14 +43,14 @@ class Mix:
             return [Sample(0, pieces) for pieces in self.sources[0].packer.take(count)]
         # The top 53 bits: a weight may be small.
         random_N = bits(self._key, torch.arange(first, first + count)).numpy().view(np.uint64) >> np.uint64(11)
-        turn_N = np.searchsorted(self._until_K, random_N * 2.0**-53, side="right")
-        given_K = np.bincount(turn_N, minlength=len(self.sources)).tolist()
-        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, given_K, strict=True)]
+        turn_N = np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
+        count_K = np.bincount(turn_N, minlength=len(self.sources)).tolist()
+        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
         return [Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
 
-    def read(self, samples: list[Sample | None], seq_len: int, apart: bool) -> Arrays:
+    def read(self, samples: list[Sample | None], seq_len: int, separate_documents: bool) -> Arrays:
         """None stands for a sequence of padding only."""
-        out = empty(len(samples), seq_len, apart)
+        out = empty(len(samples), seq_len, separate_documents)
         for n, sample in enumerate(samples):
             if sample is not None:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)
@@ -58,11 +58,11 @@ class Mix:
 
     def lengths(self, samples: list[Sample]) -> list[np.ndarray]:
         """Of the documents in each sample, as far as they attend."""
-        found = [
+        lengths = [
             iter(source.packer.lengths([sample.pieces for sample in samples if sample.source == k]))
             for k, source in enumerate(self.sources)
         ]
-        return [next(found[sample.source]) for sample in samples]
+        return [next(lengths[sample.source]) for sample in samples]
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -75,5 +75,5 @@ class Mix:
 
     @state.setter
     def state(self, state: list[list[int]]) -> None:
-        for source, its in zip(self.sources, state, strict=True):
-            source.packer.state = its
+        for source, packer_state in zip(self.sources, state, strict=True):
+            source.packer.state = packer_state

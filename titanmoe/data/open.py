@@ -11,7 +11,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
-from titanmoe.data.tokenize import is_begun, plan_shards, tokenize
+from titanmoe.data.tokenize import is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
 from titanmoe.data.tokenize_unit import TokenizeJob
 
@@ -30,26 +30,26 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
                 "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
             ]
         )
-    if config.data.format == "tokens" or is_shards(path) or is_begun(path):
+    if config.data.format == "tokens" or is_shards(path) or is_unfinished(path):
         documents = ShardDocuments(path, name)
     else:
-        documents = ShardDocuments(_cached(config, entry, name, field or config.data.field), name)
-        documents.described = (
+        documents = ShardDocuments(_tokenize_into_cache(config, entry, name, field or config.data.field), name)
+        documents.description = (
             f"{entry} through tokenizer {config.data.tokenizer!r}, {len(documents):,} documents, "
             f"{int(documents.starts[len(documents)]):,} tokens"
         )
-    _fits(config, entry, documents.vocab_size)
-    _of_one_tokenizer(config, entry, documents)
+    _check_vocab_size(config, entry, documents.vocab_size)
+    _check_same_tokenizer(config, entry, documents)
     return documents
 
 
-def _cached(config: Config, entry: str, name: str, field: str) -> Path:
+def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> Path:
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb)
-    planned = plan_shards(job)
-    _fits(config, entry, planned.tokenizer.vocab_size)
-    out = Path(config.job.dump_folder, data.cache, planned.identity)
+    plan = plan_shards(job)
+    _check_vocab_size(config, entry, plan.tokenizer.vocab_size)
+    out = Path(config.job.dump_folder, data.cache, plan.identity)
 
     def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)
@@ -65,14 +65,14 @@ def _cached(config: Config, entry: str, name: str, field: str) -> Path:
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
-    manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, log=log)
+    manifest = tokenize(replace(plan, job=replace(job, out=str(out))), cores(), wait=True, log=log)
     if new and os.environ.get("RANK", "0") == "0":
         for line in summary(str(out), manifest):
             log(line)
     return out
 
 
-def _fits(config: Config, entry: str, vocab_size: int) -> None:
+def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
     if vocab_size > config.model.vocab_size:
         raise ConfigError(
             [
@@ -82,7 +82,7 @@ def _fits(config: Config, entry: str, vocab_size: int) -> None:
         )
 
 
-def _of_one_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
+def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
     """The same as the recipe's first token shards. Sources that are tokenized at the start have one tokenizer
     anyway."""
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanmoe.data.documents import Documents, document_of
-from titanmoe.data.shuffle import permuted
+from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
 
@@ -47,88 +47,88 @@ class Arrays(NamedTuple):
     position_NS: np.ndarray | None
 
 
-def empty(count: int, seq_len: int, apart: bool) -> Arrays:
+def empty(count: int, seq_len: int, separate_documents: bool) -> Arrays:
     """All padding: its document id is -1."""
     shape = (count, seq_len)
     return Arrays(
         np.zeros(shape, np.int64),
         np.full(shape, IGNORE, np.int64),
         np.zeros(shape, bool),
-        np.full(shape, -1, np.int64) if apart else None,
-        np.zeros(shape, np.int64) if apart else None,
+        np.full(shape, -1, np.int64) if separate_documents else None,
+        np.zeros(shape, np.int64) if separate_documents else None,
     )
 
 
 class Stream:
-    def __init__(self, documents: Documents, seq_len: int, seed: int, apart: bool):
-        self.documents, self.seq_len, self.seed, self.apart = documents, seq_len, seed, apart
+    def __init__(self, documents: Documents, seq_len: int, seed: int, separate_documents: bool):
+        self.documents, self.seq_len, self.seed, self.separate_documents = documents, seq_len, seed, separate_documents
         self.pairs = max(0, int(documents.starts[len(documents)]) - 1)
         self.per_epoch = self.pairs // seq_len
-        self.taken = 0
+        self.sequences_taken = 0
 
     def take(self, count: int) -> list[Pieces]:
-        number_N = np.arange(self.taken, self.taken + count)
-        self.taken += count
+        number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
+        self.sequences_taken += count
         start_N = np.empty_like(number_N)
         for epoch in np.unique(number_N // self.per_epoch).tolist():
-            own_N = number_N // self.per_epoch == epoch
-            start_N[own_N] = self._starts(epoch, number_N[own_N] % self.per_epoch)
+            in_epoch_N = number_N // self.per_epoch == epoch
+            start_N[in_epoch_N] = self._starts(epoch, number_N[in_epoch_N] % self.per_epoch)
         whole_1 = np.array([self.seq_len])
         return [Pieces(start_N[i : i + 1], whole_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
-        return permuted(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
+        return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         """The whole first epoch."""
-        self.taken = 0
-        while self.taken < self.per_epoch:
-            yield from self.take(min(BUFFER, self.per_epoch - self.taken))
+        self.sequences_taken = 0
+        while self.sequences_taken < self.per_epoch:
+            yield from self.take(min(BUFFER, self.per_epoch - self.sequences_taken))
 
     @property
     def epochs(self) -> float:
-        return self.taken / self.per_epoch
+        return self.sequences_taken / self.per_epoch
 
     @property
     def state(self) -> list[int]:
-        return [self.taken]
+        return [self.sequences_taken]
 
     @state.setter
     def state(self, state: list[int]) -> None:
-        (self.taken,) = state
+        (self.sequences_taken,) = state
 
-    def _begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
+    def _document_begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
         """Where other documents begin in the windows that start there, up to the last label."""
-        first_N, last_N = (document_of(self.documents, start_N + more) + 1 for more in (0, self.seq_len))
+        first_N, last_N = (document_of(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
         starts = self.documents.starts
         for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
             yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         """Of whatever attends within itself."""
-        if not self.apart:
+        if not self.separate_documents:
             return [pieces.pairs_P for pieces in sequences]
-        windows = self._begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
-        return [np.diff(its[its < self.seq_len], prepend=0, append=self.seq_len) for its in windows]
+        windows = self._document_begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
+        return [np.diff(begins[begins < self.seq_len], prepend=0, append=self.seq_len) for begins in windows]
 
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         start = int(pieces.start_P[0])
         stop = start + self.seq_len + 1
-        tokens, counted = self.documents.read(start, stop), self.documents.counted(start, stop)
+        tokens, label_mask = self.documents.read(start, stop), self.documents.label_mask(start, stop)
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
-        if counted is not None:
-            out.labels_NS[n][~counted[1:]] = IGNORE
-        if self.apart:
-            (begins,) = self._begins(pieces.start_P)
+        if label_mask is not None:
+            out.labels_NS[n][~label_mask[1:]] = IGNORE
+        if self.separate_documents:
+            (begins,) = self._document_begins(pieces.start_P)
             out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end belongs to the next
             begins = np.append(0, begins[begins < self.seq_len])
             document_S = np.searchsorted(begins, np.arange(self.seq_len), side="right") - 1
             out.document_NS[n], out.position_NS[n] = document_S, np.arange(self.seq_len) - begins[document_S]
 
 
-class _Packed:
+class _PackedBuffer:
     """The sequences of one buffer, in order. Full pieces, of which long documents make many, are stored as numbers."""
 
     def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
@@ -160,16 +160,16 @@ class BestFit:
     @property
     def state(self) -> list[int]:
         """Epoch, buffer, and sequences taken from it."""
-        return [self.epoch, self.buffer, self.taken]
+        return [self.epoch, self.buffer, self.sequences_taken]
 
     @state.setter
     def state(self, state: list[int]) -> None:
-        self.epoch, self.buffer, self.taken = state
-        self._packed: _Packed | None = None
+        self.epoch, self.buffer, self.sequences_taken = state
+        self._packed: _PackedBuffer | None = None
 
     @property
     def epochs(self) -> float:
-        share = self.taken / len(self._packed) if self._packed else 0.0
+        share = self.sequences_taken / len(self._packed) if self._packed else 0.0
         return self.epoch + (self.buffer + share) / self.buffers
 
     def take(self, count: int) -> list[Pieces]:
@@ -177,24 +177,24 @@ class BestFit:
         while len(out) < count:
             if self._packed is None:
                 self._packed = self._pack()
-            new = self._packed[self.taken : self.taken + count - len(out)]
+            new = self._packed[self.sequences_taken : self.sequences_taken + count - len(out)]
             out += new
-            self.taken += len(new)
-            if self.taken == len(self._packed):
+            self.sequences_taken += len(new)
+            if self.sequences_taken == len(self._packed):
                 onward = self.epoch * self.buffers + self.buffer + 1
                 self.state = [*divmod(onward, self.buffers), 0]
         return out
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         """The whole first epoch."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
             yield from self._pack()[:]
 
-    def _pack(self) -> _Packed:
+    def _pack(self) -> _PackedBuffer:
         """The sequences of this buffer."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
-        document = permuted(key("documents", self.seed, self.epoch), number, len(self.documents))
+        document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
         pairs = np.asarray(self.documents.starts[document + 1]).astype(np.int64) - start - 1
         start, pairs = start[pairs > 0], pairs[pairs > 0]
@@ -207,7 +207,7 @@ class BestFit:
         bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
         count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
-        return _Packed(begin, np.array([self.seq_len]), bins, permuted(order, np.arange(count), count))
+        return _PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]
@@ -215,27 +215,27 @@ class BestFit:
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         first = 0
         for i, (start, pairs) in enumerate(zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True)):
-            here, stop = slice(first, first + pairs), start + pairs + 1
-            tokens, counted = self.documents.read(start, stop), self.documents.counted(start, stop)
-            out.tokens_NS[n, here], out.labels_NS[n, here], out.valid_NS[n, here] = tokens[:-1], tokens[1:], True
-            if counted is not None:
-                out.labels_NS[n, here][~counted[1:]] = IGNORE
-            out.document_NS[n, here], out.position_NS[n, here] = i, np.arange(pairs)
+            piece, stop = slice(first, first + pairs), start + pairs + 1
+            tokens, label_mask = self.documents.read(start, stop), self.documents.label_mask(start, stop)
+            out.tokens_NS[n, piece], out.labels_NS[n, piece], out.valid_NS[n, piece] = tokens[:-1], tokens[1:], True
+            if label_mask is not None:
+                out.labels_NS[n, piece][~label_mask[1:]] = IGNORE
+            out.document_NS[n, piece], out.position_NS[n, piece] = i, np.arange(pairs)
             first += pairs
 
 
 def best_fit(sizes: list[int], room: int) -> list[list[int]]:
     """Bins of the numbers of these sizes, with each size in the fullest bin that still has room for it."""
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
+    bins_with_room: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
     for i, size in enumerate(sizes):
-        at = bisect_left(left, (size, -1))
-        if at < len(left):
-            free, bin = left.pop(at)
+        at = bisect_left(bins_with_room, (size, -1))
+        if at < len(bins_with_room):
+            free, bin = bins_with_room.pop(at)
             bins[bin].append(i)
         else:
             free, bin = room, len(bins)
             bins.append([i])
         if free > size:
-            insort(left, (free - size, bin))
+            insort(bins_with_room, (free - size, bin))
     return bins

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanmoe.config import ConfigError
-from titanmoe.data.unpack import PACKED, opened
+from titanmoe.data.decompress import COMPRESSED, open_decompressed
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 MIB = 1 << 20
@@ -50,8 +50,8 @@ class InputFile:
     mtime_ns: int
 
     @property
-    def packed(self) -> bool:
-        return self.file.endswith(PACKED)
+    def compressed(self) -> bool:
+        return self.file.endswith(COMPRESSED)
 
 
 @dataclass(frozen=True)
@@ -71,46 +71,46 @@ class Span:
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
     """Every file that the paths name, in their order; the files of a folder sorted by name."""
-    found: list[InputFile] = []
+    inputs: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
         path = Path(name).expanduser()
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if _fits(file, format)]
+            files = [file for file in _walk(path) if _belongs(file, format)]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
-            named = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
-            files = [file for match in named for file in (_walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in named or _fits(file, format)]
+            matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+            files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
+            files = [file for file in files if file in matches or _belongs(file, format)]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
             stat = file.stat()
-            found.append(InputFile(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
-    shards = sorted({str(Path(source.file).parent) for source in found if Path(source.file).suffix == ".tokens"})
+            inputs.append(InputFile(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
+    shards = sorted({str(Path(source.file).parent) for source in inputs if Path(source.file).suffix == ".tokens"})
     problems += [
         f"{folder} holds token shards, which are a source of their own: name it by itself" for folder in shards
     ]
-    problems += [f"{source.file} is empty: remove it, or leave it out" for source in found if not source.bytes]
+    problems += [f"{source.file} is empty: remove it, or leave it out" for source in inputs if not source.bytes]
     if problems:
         raise ConfigError(problems)
-    return found
+    return inputs
 
 
 def _walk(root: Path) -> list[Path]:
     """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
 def _extension(file: Path) -> str:
-    return Path(file.stem).suffix.lower() if file.suffix in PACKED else file.suffix.lower()
+    return Path(file.stem).suffix.lower() if file.suffix in COMPRESSED else file.suffix.lower()
 
 
 def _kind(file: Path, format: str) -> str:
@@ -119,7 +119,7 @@ def _kind(file: Path, format: str) -> str:
     return FORMATS.get(_extension(file), "text") if format == "auto" else format
 
 
-def _fits(file: Path, format: str) -> bool:
+def _belongs(file: Path, format: str) -> bool:
     """Whether a folder's file belongs: data sets come with pages about themselves."""
     kind = FORMATS.get(_extension(file), "text")
     return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")
@@ -130,7 +130,7 @@ def _fits(file: Path, format: str) -> bool:
 
 def spans(source: InputFile, size: int) -> Iterator[Span]:
     """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
-    if source.kind == "jsonl" and not source.packed:
+    if source.kind == "jsonl" and not source.compressed:
         for start in range(0, source.bytes, size):
             stop = min(start + size, source.bytes)
             yield Span(source.file, source.kind, start, stop, stop - start)
@@ -138,10 +138,10 @@ def spans(source: InputFile, size: int) -> Iterator[Span]:
         groups = [g.total_byte_size for g in _row_groups(source.file)]
         scale, start = source.bytes / max(sum(groups), 1), 0
         while start < len(groups):
-            stop, held = start + 1, groups[start]
-            while stop < len(groups) and (held + groups[stop]) * scale <= size:
-                held, stop = held + groups[stop], stop + 1
-            yield Span(source.file, source.kind, start, stop, int(held * scale))
+            stop, size_bytes = start + 1, groups[start]
+            while stop < len(groups) and (size_bytes + groups[stop]) * scale <= size:
+                size_bytes, stop = size_bytes + groups[stop], stop + 1
+            yield Span(source.file, source.kind, start, stop, int(size_bytes * scale))
             start = stop
     else:
         yield Span(source.file, source.kind, 0, source.bytes, source.bytes)
@@ -182,7 +182,7 @@ class Reader:
         return self._parquet() if self.span.kind == "parquet" else self._jsonl()
 
     def _text(self) -> Iterator[Record | Bad]:
-        with opened(self.span.file) as (stream, _), _reading(self.span.file):
+        with open_decompressed(self.span.file) as (stream, _), _file_errors(self.span.file):
             data = stream.read(self.most + 1)
             if len(data) > self.most:
                 raise self._too_long(self.span.file, "the text")
@@ -197,41 +197,41 @@ class Reader:
             yield Bad(f"{self.span.file}:{line}: byte {error.start} is not UTF-8 ({error.reason})")
 
     def _jsonl(self) -> Iterator[Record | Bad]:
-        span, packed = self.span, self.span.file.endswith(PACKED)
-        with opened(span.file) as (stream, raw), _reading(span.file):
+        span, compressed = self.span, self.span.file.endswith(COMPRESSED)
+        with open_decompressed(span.file) as (stream, raw), _file_errors(span.file):
             place = start = span.start
             if start:
                 stream.seek(start - 1)
                 place = start = start - 1 + len(self._line(stream, partial(_line_number, span.file, start - 1, 1)))
             for number in count(1):
                 where = partial(_line_number, span.file, start, number)
-                if (place >= span.stop and not packed) or not (line := self._line(stream, where)):
+                if (place >= span.stop and not compressed) or not (line := self._line(stream, where)):
                     break
                 place += len(line)
-                self.at = min(raw.tell() if packed else place - span.start, span.bytes)
+                self.at = min(raw.tell() if compressed else place - span.start, span.bytes)
                 if not line.isspace():
                     yield _record(line, where, self.field)
-            if packed and not place:
+            if compressed and not place:
                 yield Bad(f"{span.file} is empty")
 
     def _parquet(self) -> Iterator[Record | Bad]:
         span = self.span
-        with _reading(span.file):
+        with _file_errors(span.file):
             file = _parquet_file(span.file)
             names = file.schema_arrow.names
             if self.field not in names:
                 raise ConfigError([_no_field(span.file, self.field, names)])
             rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-            row, of_span, done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
+            row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
             for group in range(span.start, span.stop):
                 for batch in file.iter_batches(
                     self._rows_at_once(file, group), row_groups=[group], columns=[self.field]
                 ):
                     column = batch.column(0)
                     for n in range(len(column)):
-                        row, done = row + 1, done + 1
-                        self.at = span.bytes * done // of_span
-                        where = partial("{}: row {}".format, span.file, row)
+                        row_number, rows_done = row_number + 1, rows_done + 1
+                        self.at = span.bytes * rows_done // rows_in_span
+                        where = partial("{}: row {}".format, span.file, row_number)
                         if column.nbytes > self.most and column.slice(n, 1).nbytes > self.most:
                             raise self._too_long(where(), repr(self.field))
                         yield Record(where, column[n].as_py())
@@ -239,17 +239,17 @@ class Reader:
     def _rows_at_once(self, file: Any, group: int) -> int:
         """As many as fit into a few documents, if each were as long as its whole row group: a dictionary makes many
         long rows from one."""
-        found = file.metadata.row_group(group)
-        columns = [found.column(n) for n in range(found.num_columns)]
-        own = [its for its in columns if its.path_in_schema.split(".")[0] == self.field]
-        unpacked = sum(its.total_uncompressed_size for its in own)
-        packed = sum(its.total_compressed_size for its in own)
-        if unpacked > self.most and unpacked > MOST_RATIO * packed:
+        row_group = file.metadata.row_group(group)
+        columns = [row_group.column(n) for n in range(row_group.num_columns)]
+        field_columns = [column for column in columns if column.path_in_schema.split(".")[0] == self.field]
+        uncompressed = sum(column.total_uncompressed_size for column in field_columns)
+        compressed = sum(column.total_compressed_size for column in field_columns)
+        if uncompressed > self.most and uncompressed > MOST_RATIO * compressed:
             raise self._too_long(
                 f"{self.span.file}: row group {group + 1}",
-                f"{self.field!r}, {packed:,} bytes packed {MOST_RATIO} to 1,",
+                f"{self.field!r}, {compressed:,} bytes packed {MOST_RATIO} to 1,",
             )
-        return max(1, min(MOST_ROWS, 2 * self.most // max(1, unpacked)))
+        return max(1, min(MOST_ROWS, 2 * self.most // max(1, uncompressed)))
 
 
 def _line_number(file: str, start: int, number: int) -> str:
@@ -266,7 +266,7 @@ def _line_number(file: str, start: int, number: int) -> str:
 def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     try:
         text = line.rstrip(b"\r\n").decode("utf-8")
-        if len(line) > MOST_VALUES and _values(line) > MOST_VALUES:
+        if len(line) > MOST_VALUES and _count_values(line) > MOST_VALUES:
             return Bad(f"{where()}: has more than {MOST_VALUES:,} values, the limit for a line")
         record = json.loads(text)
     except UnicodeDecodeError as error:
@@ -277,15 +277,15 @@ def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     except RecursionError:
         return Bad(_too_deep(where()))
     if not isinstance(record, dict):
-        return Bad(f"{where()}: is {named(record)}, not an object: JSONL has one object per line")
+        return Bad(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
     if field not in record:
         return Bad(_no_field(where(), field, list(record)))
     value = record[field]
     try:
-        torn = "\\u" in text and _surrogate(value)
+        has_surrogate = "\\u" in text and _has_surrogate(value)
     except RecursionError:
         return Bad(_too_deep(where()))
-    if torn:
+    if has_surrogate:
         return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
     return Record(where, value)
 
@@ -294,7 +294,7 @@ def _too_deep(where: str) -> str:
     return f"{where}: JSON nested too deeply: no parser accepts a thousand nested lists"
 
 
-def _values(line: bytes) -> int:
+def _count_values(line: bytes) -> int:
     """About how many values the line has, by its commas and brackets; or more than MOST_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
@@ -307,13 +307,13 @@ def _values(line: bytes) -> int:
     return values
 
 
-def named(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """What a value is called in JSON."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
     return names.get(type(value), "an object")
 
 
-def _surrogate(value: Any) -> bool:
+def _has_surrogate(value: Any) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -341,12 +341,12 @@ def _parquet_file(file: str) -> Any:
 
 
 def _row_groups(file: str) -> list[Any]:
-    with _reading(file):
+    with _file_errors(file):
         metadata = _parquet_file(file).metadata
         return [metadata.row_group(n) for n in range(metadata.num_row_groups)]
 
 
-class _reading:
+class _file_errors:
     """What a file's own format says of it, with its name."""
 
     def __init__(self, file: str):

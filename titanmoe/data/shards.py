@@ -23,14 +23,14 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.tokenizer import BESIDE, FILE
+from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
-SHOWN = 8
+MOST_PROBLEMS = 8
 """Problems to report per folder."""
 
 
@@ -41,7 +41,7 @@ def is_shards(path: Path) -> bool:
 def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     try:
-        found = parse_json(file.read_bytes())
+        manifest = parse_json(file.read_bytes())
     except FileNotFoundError:
         if (folder / WORK).is_dir():
             raise ConfigError(
@@ -50,16 +50,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}"]) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"{file} cannot be read: {error}"]) from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ConfigError([f"{file} is not a manifest of token shards"])
-    if found["version"] != VERSION:
+    if manifest["version"] != VERSION:
         raise ConfigError(
             [
-                f"{file} is of version {found['version']}, and this titanmoe reads version {VERSION}: use the titanmoe "
-                "that made it, or make the shards again"
+                f"{file} is of version {manifest['version']}, and this titanmoe reads version {VERSION}: use the "
+                "titanmoe that made it, or make the shards again"
             ]
         )
-    return found
+    return manifest
 
 
 def sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
@@ -73,20 +73,20 @@ def blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def misfits(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
+def wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
     """Files of a shard that are missing or have another length."""
     for extension, expected in sizes(shard, dtype).items():
         file = folder / f"{shard['name']}.{extension}"
         try:
-            found = file.stat().st_size
+            actual = file.stat().st_size
         except OSError as error:
             yield f"{file}: {error.strerror}"
             continue
-        if found != expected:
-            yield f"{file} has {found} bytes, but {expected} in its manifest: it was truncated or changed"
+        if actual != expected:
+            yield f"{file} has {actual} bytes, but {expected} in its manifest: it was truncated or changed"
 
 
-class KeptTokenizer(NamedTuple):
+class StoredTokenizer(NamedTuple):
     """The tokenizer that tokens came from."""
 
     identity: str
@@ -96,9 +96,9 @@ class KeptTokenizer(NamedTuple):
 
     def files(self) -> dict[str, Path]:
         """Its files, by name; ConfigError if one is missing or has changed."""
-        found, problems = {name: self.folder / name for name in self.digests}, []
-        for name, file in found.items():
-            if name != FILE and not any(fnmatch(name, pattern) for pattern in BESIDE):
+        files, problems = {name: self.folder / name for name in self.digests}, []
+        for name, file in files.items():
+            if name != FILE and not any(fnmatch(name, pattern) for pattern in OTHER_FILES):
                 problems.append(f"{self.folder.parent / MANIFEST} was changed: {name!r} is no file of a tokenizer")
             elif file.is_symlink() or not file.is_file():
                 problems.append(f"{file} is missing, and the manifest names it")
@@ -106,7 +106,7 @@ class KeptTokenizer(NamedTuple):
                 problems.append(f"{file} has changed since the shards were made")
         if problems:
             raise ConfigError(problems)
-        return found
+        return files
 
 
 def digest_of(file: Path) -> str:
@@ -124,11 +124,11 @@ class ShardDocuments:
             self.vocab_size: int = manifest["vocab_size"]
             self.tokenizer: dict[str, Any] = manifest["tokenizer"]
             digests = dict(manifest.get("tokenizer_files", {}))
-            self.kept_tokenizer = KeptTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
+            self.stored_tokenizer = StoredTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
             self.skipped: int = manifest["skipped"]
-            self.has_counted: bool = manifest["counted"] is not None
+            self.has_label_mask: bool = manifest["counted"] is not None
             shards: list[dict[str, Any]] = manifest["shards"]
-            problems = [problem for shard in shards for problem in misfits(folder, shard, self.dtype)]
+            problems = [problem for shard in shards for problem in wrong_sizes(folder, shard, self.dtype)]
             documents, tokens = ([shard[what] for shard in shards] for what in ("documents", "tokens"))
             self._sizes = [sizes(shard, self.dtype) for shard in shards]
             problems += [
@@ -143,19 +143,23 @@ class ShardDocuments:
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if problems:
-            more = [f"and {len(problems) - SHOWN} more files of {folder}"] if len(problems) > SHOWN else []
-            raise ConfigError(problems[:SHOWN] + more)
+            more = (
+                [f"and {len(problems) - MOST_PROBLEMS} more files of {folder}"] if len(problems) > MOST_PROBLEMS else []
+            )
+            raise ConfigError(problems[:MOST_PROBLEMS] + more)
         self.fingerprint = "tokens:" + hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
-        self.described = f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
+        self.description = (
+            f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
+        )
         self._names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self._first_token = np.cumsum([0, *tokens], dtype=np.int64)
         self._maps: dict[tuple[int, str], np.ndarray] = {}
-        self._seen: dict[tuple[int, str], np.ndarray] = {}
-        """Which blocks of a file were found to be as they were written."""
+        self._checked: dict[tuple[int, str], np.ndarray] = {}
+        """Which blocks of a file have been checked against their sums."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}, "_seen": {}}
+        return self.__dict__ | {"_maps": {}, "_checked": {}}
 
     def __len__(self) -> int:
         return int(self._first_document[-1])
@@ -167,7 +171,7 @@ class ShardDocuments:
     @property
     def has_sums(self) -> bool:
         """Whether all blocks are checked when they are first read."""
-        return all("sums" in of_shard for of_shard in self._sizes)
+        return all("sums" in shard_sizes for shard_sizes in self._sizes)
 
     @property
     def starts(self) -> Starts:
@@ -177,8 +181,8 @@ class ShardDocuments:
         """ConfigError if they are not what was written, or beyond the vocabulary."""
         return self._read("tokens", self.dtype, start, stop)
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        return self._read("counted", np.dtype(bool), start, stop) if self.has_counted else None
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        return self._read("counted", np.dtype(bool), start, stop) if self.has_label_mask else None
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []
@@ -207,10 +211,10 @@ class ShardDocuments:
             else:
                 touched = np.unique(where // per_block)
             size = self._sizes[shard][extension]
-            seen = self._seen.setdefault((shard, extension), np.zeros(blocks(size), bool))
-            for block in touched[~seen[touched]].tolist():
+            checked = self._checked.setdefault((shard, extension), np.zeros(blocks(size), bool))
+            for block in touched[~checked[touched]].tolist():
                 self._check(shard, extension, block)
-                seen[block] = True
+                checked[block] = True
         return mapped[where]
 
     def first_change(self, shard: int, extension: str) -> str:
@@ -231,14 +235,14 @@ class ShardDocuments:
 
     def _change(self, shard: int, extension: str, block: int) -> str:
         """Between which bytes a block is not as it was written; "" if it is."""
-        before = 0
+        blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
                 break
-            before += blocks(size)
+            blocks_before += blocks(size)
         data = self._map(shard, extension, np.dtype(np.uint8))[block * BLOCK : (block + 1) * BLOCK]
-        written = int(self._map(shard, "sums", np.dtype("<u4"))[before + block])
-        if zlib.crc32(data) == written:
+        expected_crc32 = int(self._map(shard, "sums", np.dtype("<u4"))[blocks_before + block])
+        if zlib.crc32(data) == expected_crc32:
             return ""
         return f"between bytes {block * BLOCK:,} and {block * BLOCK + len(data):,}"
 
@@ -246,26 +250,26 @@ class ShardDocuments:
         return self.folder / f"{self._names[shard]}.{extension}"
 
     def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
-        found = self._maps.get((shard, extension))
-        if found is None:
+        array = self._maps.get((shard, extension))
+        if array is None:
             import torch
 
             # numpy's and Python's own maps each keep a file open, and a process may only have about a thousand.
             file = self._file(shard, extension)
             mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-            found = self._maps[shard, extension] = mapped.numpy()
-        return found.view(dtype)
+            array = self._maps[shard, extension] = mapped.numpy()
+        return array.view(dtype)
 
 
 class Starts:
     """Where each document begins, over all shards, as if it were one array."""
 
     def __init__(self, documents: ShardDocuments):
-        self._of = documents
+        self._documents = documents
         self._first = documents._first_document
 
     def __len__(self) -> int:
-        return len(self._of) + 1
+        return len(self._documents) + 1
 
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
@@ -280,21 +284,21 @@ class Starts:
         shard_N = np.searchsorted(self._first[1:-1], at_N, side="right")
         start_N = np.empty(at_N.shape, np.int64)
         for shard in np.unique(shard_N):
-            here = shard_N == shard
-            local = self._shard(shard, at_N[here] - self._first[shard])
-            start_N[here] = local.astype(np.int64) + self._of._first_token[shard]
+            in_shard = shard_N == shard
+            local = self._shard(shard, at_N[in_shard] - self._first[shard])
+            start_N[in_shard] = local.astype(np.int64) + self._documents._first_token[shard]
         return start_N
 
     def _row(self, begin: int, end: int) -> np.ndarray:
         parts = [np.empty(0, np.int64)]
         for shard, low, high in _by_shard(self._first, begin, min(end, len(self) - 1)):
-            parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._of._first_token[shard])
+            parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._documents._first_token[shard])
         if begin < end == len(self):
-            parts.append(self._of._first_token[-1:])
+            parts.append(self._documents._first_token[-1:])
         return np.concatenate(parts)
 
     def _shard(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
-        return self._of._items(int(shard), "starts", np.dtype("<u8"), where)
+        return self._documents._items(int(shard), "starts", np.dtype("<u8"), where)
 
 
 def _by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -315,7 +319,9 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
     documents = ShardDocuments(folder)
     for number, shard in enumerate(read_manifest(folder)["shards"]):
         problems = []
-        for extension, written in (shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}).items():
+        for extension, expected_crc32 in (
+            shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}
+        ).items():
             file = folder / f"{shard['name']}.{extension}"
             crc32 = top = 0
             with file.open("rb") as stream:
@@ -325,9 +331,9 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
                         top = max(top, int(np.frombuffer(block, documents.dtype).max()))
             if top >= documents.vocab_size:
                 problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
-            if crc32 != written:
+            if crc32 != expected_crc32:
                 where = documents.first_change(number, extension) if "sums" in shard and extension != "sums" else ""
                 problems.append(
-                    f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {written:08x}"
+                    f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {expected_crc32:08x}"
                 )
         yield shard["name"], problems

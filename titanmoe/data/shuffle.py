@@ -15,14 +15,14 @@ from titanmoe.ops.counter_rng import bits
 ROUNDS = 4
 
 
-def permuted(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
+def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
     """The positions of these numbers, all below size, in the order given by the key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()
-    left = torch.arange(len(out_N))
-    while len(left):
-        out_N[left] = _feistel(key, out_N[left], half)
-        left = left[out_N[left] >= size]
+    outside = torch.arange(len(out_N))
+    while len(outside):
+        out_N[outside] = _feistel(key, out_N[outside], half)
+        outside = outside[out_N[outside] >= size]
     return out_N.numpy()
 
 

@@ -21,7 +21,7 @@ from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
-from titanmoe.data.shards import KeptTokenizer, ShardDocuments
+from titanmoe.data.shards import ShardDocuments, StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counter_rng import bits, key, uniform
 
@@ -36,26 +36,26 @@ class Synthetic:
     epochs = None
 
     def __init__(self, vocab_size: int, seq_len: int, seed: int, held_out: bool = False):
-        self.vocab_size, self.seq_len, self.taken = vocab_size, seq_len, 0
+        self.vocab_size, self.seq_len, self.sequences_taken = vocab_size, seq_len, 0
         self._key = key("synthetic held out" if held_out else "synthetic", seed)
 
     def take(self, count: int) -> list[Pieces]:
-        number_N = np.arange(self.taken, self.taken + count)
-        self.taken += count
+        number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
+        self.sequences_taken += count
         whole_1 = np.array([self.seq_len])
         return [Pieces(number_N[i : i + 1], whole_1) for i in range(count)]
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         while True:
             yield from self.take(1)
 
     @property
     def state(self) -> list[int]:
-        return [self.taken]
+        return [self.sequences_taken]
 
     @state.setter
     def state(self, state: list[int]) -> None:
-        (self.taken,) = state
+        (self.sequences_taken,) = state
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]
@@ -68,7 +68,7 @@ class Synthetic:
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
 
 
-def apart(config: Config) -> bool:
+def keeps_documents_apart(config: Config) -> bool:
     """Whether the documents of a sequence are kept apart."""
     return config.data.packing != "stream"
 
@@ -81,15 +81,15 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
         name, vocabulary = "synthetic", config.model.vocab_size
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
         return Mix([source], training.seed), ()
-    documents = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
+    corpora = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
     where = "data.paths" if data.source == "files" else "data.source"
-    kept = [its.kept_tokenizer for its in documents if isinstance(its, ShardDocuments)]
-    tokenizer = kept[0] if kept else KeptTokenizer(ByteTokenizer.identity, Path(), {})
+    tokenizers = [corpus.stored_tokenizer for corpus in corpora if isinstance(corpus, ShardDocuments)]
+    tokenizer = tokenizers[0] if tokenizers else StoredTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
-        documents, held_out = zip(*(split(its, every, training.seq_len + 1) for its in documents), strict=True)
+        corpora, held_out = zip(*(split(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True)
         where = f"{where} minus validation.held_out = {every}"
-    mix = _mix(config, documents, data.weights, where, training.global_batch_size)
+    mix = _mix(config, corpora, data.weights, where, training.global_batch_size)
     return Mix(mix.sources, training.seed, tokenizer), held_out
 
 
@@ -100,8 +100,8 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     if config.data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
         return Mix([Source("synthetic", "", "", 1.0, packer)], training.seed)
-    some = [its for its in held_out if len(its)]
-    if not some:
+    nonempty = [corpus for corpus in held_out if len(corpus)]
+    if not nonempty:
         raise ConfigError(
             [
                 f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
@@ -109,39 +109,39 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
                 f"{training.seq_len + 1}): lower it, or name validation.paths"
             ]
         )
-    return _mix(config, some, [], f"validation.held_out = {validation.held_out}", 1)
+    return _mix(config, nonempty, [], f"validation.held_out = {validation.held_out}", 1)
 
 
-def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
+def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
     """least: how many sequences the sources must have together."""
     seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
-    for k, its in enumerate(documents):
-        seen = sum(other.name == its.name for other in documents[:k])
-        name = f"{its.name}-{seen + 1}" if seen else its.name
+    for k, corpus in enumerate(corpora):
+        namesakes = sum(other.name == corpus.name for other in corpora[:k])
+        name = f"{corpus.name}-{namesakes + 1}" if namesakes else corpus.name
         # Each source has its own shuffled order.
-        own = seed if k == 0 else key("source", seed, k)
+        packer_seed = seed if k == 0 else key("source", seed, k)
         packer: Stream | BestFit
         if config.data.packing == "best_fit":
-            packer = BestFit(its, seq_len, own)
+            packer = BestFit(corpus, seq_len, packer_seed)
         else:
-            packer = Stream(its, seq_len, own, apart(config))
-        tokens = int(its.starts[len(its)])
-        if not len(its):
+            packer = Stream(corpus, seq_len, packer_seed, keeps_documents_apart(config))
+        tokens = int(corpus.starts[len(corpus)])
+        if not len(corpus):
             problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
         elif not packer.per_epoch:
             problems.append(
                 f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "
                 f"{tokens}: lower seq_len or add text"
                 if config.data.packing != "best_fit"
-                else f"{name} ({where}) has {len(its)} documents but only {tokens} tokens, and two tokens are "
+                else f"{name} ({where}) has {len(corpus)} documents but only {tokens} tokens, and two tokens are "
                 "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
-        sources.append(Source(name, its.fingerprint, its.described, weight, packer))
-    there = sum(source.packer.per_epoch for source in sources)
-    if not problems and there < least:
+        sources.append(Source(name, corpus.fingerprint, corpus.description, weight, packer))
+    available = sum(source.packer.per_epoch for source in sources)
+    if not problems and available < least:
         problems.append(
-            f"{where} gives {there} samples of training.seq_len = {seq_len}, fewer than "
+            f"{where} gives {available} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
     if problems:
@@ -151,15 +151,15 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
 
 def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
     """One source per entry. fields: one for each, or none."""
-    found, problems = [], []
+    opened, problems = [], []
     for path, field in zip(paths, fields or [config.data.field] * len(paths), strict=True):
         try:
-            found.append(_documents(config, path, field))
+            opened.append(_documents(config, path, field))
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return found
+    return opened
 
 
 def _documents(config: Config, path: str, field: str) -> Documents:
@@ -183,18 +183,20 @@ def _documents(config: Config, path: str, field: str) -> Documents:
             ]
         )
     tokens = [tokenizer.document(_read(file)).numpy() for file in files]
-    documents = MemoryDocuments(STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(its) for its in tokens])))
-    documents.described = f"the library of Python {platform.python_version()}, {documents.described}"
+    documents = MemoryDocuments(
+        STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
+    )
+    documents.description = f"the library of Python {platform.python_version()}, {documents.description}"
     return documents
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:
     """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        found += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
 def _read(file: Path) -> bytes:

@@ -43,7 +43,7 @@ class Template:
         self.marks_generation = False
         self._idle = [self._begin()]
 
-    def render(self, *given: dict[str, Any]) -> list[str]:
+    def render(self, *variables: dict[str, Any]) -> list[str]:
         """One text for each. given: what the template's names stand for. The limits are for all of them together."""
         try:
             worker = self._idle.pop()
@@ -51,19 +51,19 @@ class Template:
             worker = None
         if worker is None or worker.parent != os.getpid():
             worker = self._begin()
-        answer = _answer(worker, given, "this conversation")
+        answer = _ask_worker(worker, variables, "this conversation")
         self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
-        return _result(answer)
+        return _result_or_raise(answer)
 
     def _begin(self) -> _Worker:
         worker = _Worker()
-        self.marks_generation = _result(_answer(worker, self._template, "a template"))
+        self.marks_generation = _result_or_raise(_ask_worker(worker, self._template, "a template"))
         return worker
 
 
-def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> dict[str, Any]:
+def _ask_worker(worker: _Worker, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
     """What it made, or why it could not. what: what the limits are for."""
-    request = json.dumps(asked).encode()
+    request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
     memory = MEMORY + MEMORY_PER_BYTE * len(request)
     answer = worker.ask(request, seconds, memory)
@@ -77,7 +77,7 @@ def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> dict[str, Any
     return answer
 
 
-def _result(answer: dict[str, Any]) -> Any:
+def _result_or_raise(answer: dict[str, Any]) -> Any:
     if "error" not in answer:
         return answer["made"]
     import jinja2
@@ -110,7 +110,7 @@ class _Worker:
             env=os.environ | {"PYTHONPATH": paths},
             start_new_session=True,  # Ctrl-C is for the parent
         )
-        self.end = weakref.finalize(self, _end, self._process, self.parent)
+        self.end = weakref.finalize(self, _end_process, self._process, self.parent)
 
     def ask(self, request: bytes, seconds: float, memory: int) -> Any:
         """None if it has ended."""
@@ -122,7 +122,7 @@ class _Worker:
         return answer and json.loads(answer[0])
 
 
-def _end(process: subprocess.Popen[bytes], parent: int) -> int | None:
+def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
     if os.getpid() != parent:  # in a fork
         return None
     if process.poll() is None:
@@ -163,19 +163,19 @@ def serve() -> None:
     except FileNotFoundError:  # not Linux: then only time is limited
         size = None
     template = None
-    while (asked := _receive(sys.stdin.buffer)) is not None:
-        request, seconds, memory = asked
-        given = json.loads(request)
+    while (message := _receive(sys.stdin.buffer)) is not None:
+        request, seconds, memory = message
+        arguments = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so the kernel ends the process
         if size is not None:
             most = int(os.pread(size, 64, 0).split()[0]) * page + memory
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         try:
             if template is None:
-                template, marks_generation = _compiled(*given)
+                template, marks_generation = _compile(*arguments)
                 answer = {"made": marks_generation}
             else:
-                answer = {"made": [template.render(_guarded_messages(each)) for each in given]}
+                answer = {"made": [template.render(_guard_messages(each)) for each in arguments]}
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             text, line = getattr(error, "message", None) or str(error), getattr(error, "lineno", 0)
@@ -206,26 +206,26 @@ class _Parts(list):
     __repr__ = __str__
 
 
-def _guarded(value: Any, where: str) -> Any:
+def _guard(value: Any, where: str) -> Any:
     """A copy in which lists and objects cannot become text."""
     if isinstance(value, dict):
         joint = "." if "'s " in where else "'s "
-        found = _Objects((key, _guarded(one, f"{where}{joint}{key}")) for key, one in value.items())
-        found.where = f"{where}, an object,"
+        guarded = _Objects((key, _guard(item, f"{where}{joint}{key}")) for key, item in value.items())
+        guarded.where = f"{where}, an object,"
     elif isinstance(value, list):
-        found = _Parts(_guarded(one, f"{where}[{n}]") for n, one in enumerate(value))
-        found.where = f"{where}, a list,"
+        guarded = _Parts(_guard(item, f"{where}[{n}]") for n, item in enumerate(value))
+        guarded.where = f"{where}, a list,"
     else:
         return value
-    return found
+    return guarded
 
 
-def _guarded_messages(given: dict[str, Any]) -> dict[str, Any]:
-    messages = [_guarded(message, f"message {n}") for n, message in enumerate(given.get("messages", ()), 1)]
-    return given | {"messages": messages}
+def _guard_messages(variables: dict[str, Any]) -> dict[str, Any]:
+    messages = [_guard(message, f"message {n}") for n, message in enumerate(variables.get("messages", ()), 1)]
+    return variables | {"messages": messages}
 
 
-def _compiled(text: str, opening: str, closing: str) -> tuple[Any, bool]:
+def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
     """As the templates of published models expect it, without today's date (strftime_now) and random text: tokens must
     depend on neither, and templates that ask for the date have a default of their own."""
     import jinja2.ext

@@ -34,15 +34,15 @@ from titanmoe.data.shards import (
     VERSION,
     WORK,
     is_shards,
-    misfits,
     read_manifest,
+    wrong_sizes,
 )
 from titanmoe.data.tokenize_unit import TokenizeJob, dtype_name, record_name
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
-from titanmoe.data.write_shards import keep_tokenizer, write_json
+from titanmoe.data.write_shards import store_tokenizer, write_json
 
 LOCK, PLAN = ".lock", "plan.json"
-ASIDE = ("out", "bad_lines", "max_document_mb")
+IGNORED_OPTIONS = ("out", "bad_lines", "max_document_mb")
 """Options that change no shard that can have been finished."""
 LEAST_UNIT, UNITS = 8 << 20, 256
 """Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
@@ -50,7 +50,7 @@ TOKEN_BYTES = 4
 """For English with a usual vocabulary. A unit of a large input fills about one shard."""
 
 
-def is_begun(folder: Path) -> bool:
+def is_unfinished(folder: Path) -> bool:
     return (folder / WORK / PLAN).is_file()
 
 
@@ -66,21 +66,21 @@ class ShardPlan:
 def plan_shards(job: TokenizeJob) -> ShardPlan:
     problems: list[str] = []
 
-    def tried(make: Callable[..., Any], *args: Any) -> Any:
+    def collect_problems(make: Callable[..., Any], *args: Any) -> Any:
         try:
             return make(*args)
         except ConfigError as error:
             problems.extend(error.problems)
 
-    tokenizer = tried(open_tokenizer, job.tokenizer)
-    sources = tried(find_files, job.paths, job.format)
-    chat = tried(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
+    tokenizer = collect_problems(open_tokenizer, job.tokenizer)
+    sources = collect_problems(find_files, job.paths, job.format)
+    chat = collect_problems(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
     if problems:
         raise ConfigError(problems)
-    asked = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *ASIDE)}
-    asked |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
-    found = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
-    identity = hashlib.blake2b(json.dumps([asked, found]).encode(), digest_size=16).hexdigest()
+    settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
+    settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
+    inputs = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
+    identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
     return ShardPlan(job, tokenizer, sources, identity)
 
 
@@ -89,14 +89,14 @@ def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
     units: list[list[Span]] = []
-    held = 0
+    unit_bytes = 0
     for source in sources:
         for span in spans(source, size):
-            if not units or held + span.bytes > size:
+            if not units or unit_bytes + span.bytes > size:
                 units.append([])
-                held = 0
+                unit_bytes = 0
             units[-1].append(span)
-            held += span.bytes
+            unit_bytes += span.bytes
     return units
 
 
@@ -104,7 +104,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
     """The manifest of the finished folder. If it is finished already, that is all; if not, only what is missing is
     made. wait: for another process that is working on it."""
     out = Path(plan.job.out)
-    _apart(out, plan.job.paths)
+    _check_output_outside_inputs(out, plan.job.paths)
     try:
         foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
         if foreign and not is_shards(out):
@@ -112,19 +112,19 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, wait):
             if is_shards(out):
-                _same(plan, out / MANIFEST, read_manifest(out)["made_from"])
+                _check_same_job(plan, out / MANIFEST, read_manifest(out)["made_from"])
                 shutil.rmtree(out / WORK, ignore_errors=True)
                 return read_manifest(out)
-            return _make(plan, out, workers, log)
+            return _make_shards(plan, out, workers, log)
     except OSError as error:
         raise ConfigError([f"{error.filename or out}: {error.strerror}"]) from None
 
 
-def _apart(out: Path, paths: list[str]) -> None:
+def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
     """The output must not be found as input when the same command resumes."""
     for path in paths:
-        folder, made = Path(path).expanduser().resolve(), out.resolve()
-        if made.is_relative_to(folder) and not any(part.startswith(".") for part in made.relative_to(folder).parts):
+        folder, target = Path(path).expanduser().resolve(), out.resolve()
+        if target.is_relative_to(folder) and not any(part.startswith(".") for part in target.relative_to(folder).parts):
             raise ConfigError([f"{out} is inside {path}, all of which is read: write the shards elsewhere"])
 
 
@@ -138,28 +138,30 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _same(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
+def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     if made_from["identity"] == plan.identity:
         return
-    was, now = made_from["job"], _described(plan)
-    changes = [f"{key} was {was.get(key)!r} and is {now[key]!r}" for key in now if was.get(key) != now[key]]
+    old_job, new_job = made_from["job"], _describe_job(plan)
+    changes = [
+        f"{key} was {old_job.get(key)!r} and is {new_job[key]!r}" for key in new_job if old_job.get(key) != new_job[key]
+    ]
     what = ", ".join(changes) or "a file of the input has changed"
     raise ConfigError(
         [f"{file} says that {file.parent} is being made, or was made, in another way: {what}. Name another --out"]
     )
 
 
-def _described(plan: ShardPlan) -> dict[str, Any]:
-    job = {key: value for key, value in asdict(plan.job).items() if key not in ASIDE}
+def _describe_job(plan: ShardPlan) -> dict[str, Any]:
+    job = {key: value for key, value in asdict(plan.job).items() if key not in IGNORED_OPTIONS}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
-def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
+def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
     work = out / WORK
     work.mkdir(exist_ok=True)
-    made_from = {"identity": plan.identity, "job": _described(plan)}
+    made_from = {"identity": plan.identity, "job": _describe_job(plan)}
     if (work / PLAN).exists() and any(out.glob("*.tokens")):
-        _same(plan, work / PLAN, json.loads((work / PLAN).read_bytes()))
+        _check_same_job(plan, work / PLAN, json.loads((work / PLAN).read_bytes()))
     else:  # new, or begun by a command that made no shard, such as one with a wrong --field
         for file in work.iterdir():
             file.unlink(missing_ok=True)
@@ -169,18 +171,18 @@ def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) 
             file.unlink(missing_ok=True)
 
     units = split_units(plan.sources, plan.job.shard_tokens)
-    records = [_records(plan, out, number) for number in range(len(units))]
-    todo = [number for number, found in enumerate(records) if not (found and found[-1]["last"])]
+    records = [_finished_records(plan, out, number) for number in range(len(units))]
+    todo = [number for number, unit_records in enumerate(records) if not (unit_records and unit_records[-1]["last"])]
     if any(records):
         log(f"resuming: {len(units) - len(todo)} of {len(units)} units are made")
     if todo:
         sizes = [sum(span.bytes for span in unit) for unit in units]
         with Meter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
-            _run(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
-        records = [_records(plan, out, number) for number in range(len(units))]
+            _run_workers(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
+        records = [_finished_records(plan, out, number) for number in range(len(units))]
 
-    manifest = _manifest(plan, made_from, [record for found in records for record in found])
-    manifest["tokenizer_files"] = keep_tokenizer(out, plan.tokenizer.files())
+    manifest = _manifest(plan, made_from, [record for unit_records in records for record in unit_records])
+    manifest["tokenizer_files"] = store_tokenizer(out, plan.tokenizer.files())
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
@@ -190,17 +192,17 @@ def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) 
     return manifest
 
 
-def _records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
+def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
     """The unit's shards that are finished and still there."""
-    found: list[dict[str, Any]] = []
-    while (file := out / WORK / f"{record_name(unit, len(found))}.json").exists():
+    records: list[dict[str, Any]] = []
+    while (file := out / WORK / f"{record_name(unit, len(records))}.json").exists():
         record = json.loads(file.read_bytes())
-        if record["shard"] and any(misfits(out, record["shard"], DTYPES[dtype_name(plan.tokenizer)])):
+        if record["shard"] and any(wrong_sizes(out, record["shard"], DTYPES[dtype_name(plan.tokenizer)])):
             break
-        found.append(record)
+        records.append(record)
         if record["last"]:
             break
-    return found
+    return records
 
 
 def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -226,7 +228,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 # ---- the processes
 
 
-def _run(
+def _run_workers(
     job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter
 ) -> None:
     """A thread per process hands it units until there are none left, or one fails."""
@@ -235,8 +237,8 @@ def _run(
     threads = []
     try:
         for _ in range(min(workers, len(todo))):
-            processes.append(_start(job))
-            threads.append(threading.Thread(target=_drive, args=(processes[-1], waiting, answers), daemon=True))
+            processes.append(_start_worker(job))
+            threads.append(threading.Thread(target=_feed_worker, args=(processes[-1], waiting, answers), daemon=True))
             threads[-1].start()
         running = len(threads)
         while running:
@@ -259,7 +261,7 @@ def _run(
             thread.join()
 
 
-def _start(job: TokenizeJob) -> subprocess.Popen[str]:
+def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
     # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
     home = str(Path(titanmoe.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
@@ -276,7 +278,9 @@ def _start(job: TokenizeJob) -> subprocess.Popen[str]:
     return process
 
 
-def _drive(process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Queue[dict[str, Any] | None]) -> None:
+def _feed_worker(
+    process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Queue[dict[str, Any] | None]
+) -> None:
     file = ""
     try:
         with process:
@@ -288,8 +292,8 @@ def _drive(process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Q
                 file = unit[0].file
                 items = records[-1]["items"] if records else 0
                 parts = [list(vars(span).values()) for span in unit]
-                asked = {"unit": number, "shard": len(records), "items": items, "spans": parts}
-                process.stdin.write(json.dumps(asked) + "\n")
+                request = {"unit": number, "shard": len(records), "items": items, "spans": parts}
+                process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 for line in process.stdout:
                     answer = json.loads(line)
@@ -321,8 +325,8 @@ class Meter:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.total, self.begun_at, self.done, self.tokens, self.log = total, done, done, 0, log
-        self.began = self.shown = time.monotonic()
+        self.total, self.done_at_start, self.done, self.tokens, self.log = total, done, done, 0, log
+        self.started = self.shown_at = time.monotonic()
         console = Console(stderr=True)
         self._bar = None
         if console.is_terminal:
@@ -342,7 +346,7 @@ class Meter:
     @property
     def rate(self) -> float:
         """Tokens per second since this command started."""
-        return self.tokens / max(time.monotonic() - self.began, 1e-9)
+        return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, size: int, tokens: int) -> None:
         self.done += size
@@ -353,10 +357,10 @@ class Meter:
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=self.done, rate=f"{self.rate / 1e6:.2f} M tokens/s")
-        elif now - self.shown >= 30:
-            self.shown = now
-            left = (self.total - self.done) * (now - self.began) / max(self.done - self.begun_at, 1)
+        elif now - self.shown_at >= 30:
+            self.shown_at = now
+            seconds_left = (self.total - self.done) * (now - self.started) / max(self.done - self.done_at_start, 1)
             self.log(
                 f"{self.done / self.total:.1%} of {self.total / 1e9:.2f} GB, {self.rate / 1e6:.2f} M tokens/s, "
-                f"about {left / 60:.0f} min to go"
+                f"about {seconds_left / 60:.0f} min to go"
             )

@@ -110,10 +110,10 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.shard_tokens,
         args.max_document_mb,
     )
-    planned = plan_shards(job)
-    size = sum(source.bytes for source in planned.sources)
-    print(f"{_count(planned.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
-    for line in summary(args.out, tokenize(planned, args.workers)):
+    plan = plan_shards(job)
+    size = sum(source.bytes for source in plan.sources)
+    print(f"{_count(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
+    for line in summary(args.out, tokenize(plan, args.workers)):
         print(line)
     return 0
 
@@ -123,11 +123,11 @@ def _count(things: Sized, name: str) -> str:
 
 
 def summary(out: str, manifest: dict[str, Any]) -> list[str]:
-    tokens, counted = manifest["tokens"], manifest["counted"]
+    tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
     lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
-    if counted is not None:
-        lines.append(f"the assistant's: {counted:,} tokens, {counted / tokens:.1%}")
+    if assistant_tokens is not None:
+        lines.append(f"the assistant's: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
     if manifest["empty"]:
         lines.append(f"left out: {manifest['empty']:,} empty documents")
     if manifest["skipped"]:

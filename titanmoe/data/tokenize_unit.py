@@ -19,7 +19,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
-from titanmoe.data.read_files import Bad, Reader, Record, Span, named
+from titanmoe.data.read_files import Bad, Reader, Record, Span, json_type_name
 from titanmoe.data.shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import ShardWriter, write_json
@@ -69,7 +69,7 @@ def record_name(unit: int, shard: int) -> str:
 class ShardUnit:
     def __init__(self, job: TokenizeJob, tokenizer: Tokenizer, chat: Chat | None, number: int, shard: int, items: int):
         self.job, self.tokenizer, self.chat, self.number, self.shard = job, tokenizer, chat, number, shard
-        self.made, self.examples = Progress(items), []
+        self.progress, self.examples = Progress(items), []
         self.writer: ShardWriter | None = None
         self.bos_N = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
         self.eos_N = np.array([tokenizer.eos], np.uint32)
@@ -78,26 +78,26 @@ class ShardUnit:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens = 0
-            for entry, tokens_T, has_label_T in self._encoded(batch):
-                tokens += self._take(entry, tokens_T, has_label_T)
+            for entry, tokens_T, label_mask_T in self._encoded(batch):
+                tokens += self._add_entry(entry, tokens_T, label_mask_T)
             progress(size, tokens)
         self._close(last=True)
 
     def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | Bad], int]]:
         """Records, and how much of the input they and those passed over make up."""
-        done, batch, held, reported = 0, [], 0, 0
-        passed = self.made.items
+        done, batch, batch_chars, reported = 0, [], 0, 0
+        to_skip = self.progress.items
         for span in spans:
             reader = Reader(span, self.job.column, self.job.max_document_mb)
             for entry in reader if self.chat else texts_only(reader, self.job.column):
-                if passed:
-                    passed -= 1
+                if to_skip:
+                    to_skip -= 1
                     continue
                 batch.append(entry)
-                held += len(entry.value) if isinstance(entry, Record) and isinstance(entry.value, str) else 1024
-                if held >= BATCH:
+                batch_chars += len(entry.value) if isinstance(entry, Record) and isinstance(entry.value, str) else 1024
+                if batch_chars >= BATCH:
                     yield batch, done + reader.at - reported
-                    batch, held, reported = [], 0, done + reader.at
+                    batch, batch_chars, reported = [], 0, done + reader.at
             done += span.bytes
         yield batch, done - reported
 
@@ -122,38 +122,38 @@ class ShardUnit:
 
     def _conversation(self, entry: Record) -> tuple[np.ndarray, np.ndarray]:
         """With the marks of a document where the template did not write them; these do not count towards the loss."""
-        tokens_T, said_T = self.chat.encode(entry.value)
+        tokens_T, label_mask_T = self.chat.encode(entry.value)
         if self.tokenizer.bos is not None and (not len(tokens_T) or tokens_T[0] != self.tokenizer.bos):
-            tokens_T, said_T = np.concatenate([self.bos_N, tokens_T]), np.concatenate([[False], said_T])
+            tokens_T, label_mask_T = np.concatenate([self.bos_N, tokens_T]), np.concatenate([[False], label_mask_T])
         if not len(tokens_T) or tokens_T[-1] != self.tokenizer.eos:
-            tokens_T, said_T = np.concatenate([tokens_T, self.eos_N]), np.concatenate([said_T, [False]])
-        return tokens_T, said_T
+            tokens_T, label_mask_T = np.concatenate([tokens_T, self.eos_N]), np.concatenate([label_mask_T, [False]])
+        return tokens_T, label_mask_T
 
-    def _take(self, entry: Record | Bad, tokens_T: np.ndarray | None, has_label_T: np.ndarray | None) -> int:
+    def _add_entry(self, entry: Record | Bad, tokens_T: np.ndarray | None, label_mask_T: np.ndarray | None) -> int:
         if tokens_T is not None:
             if self.writer is not None and self.writer.tokens + len(tokens_T) > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None)
-            self.writer.add(tokens_T, has_label_T)
+            self.writer.add(tokens_T, label_mask_T)
         elif isinstance(entry, Record) and entry.value == "":
-            self.made.empty += 1
+            self.progress.empty += 1
         else:
             why = entry.why
             if self.job.bad_lines == "error":
                 raise ConfigError([why])
-            self.made.skipped += 1
+            self.progress.skipped += 1
             self.examples = [*self.examples, why][:EXAMPLES]
-        self.made.items += 1
+        self.progress.items += 1
         return 0 if tokens_T is None else len(tokens_T)
 
     def _close(self, last: bool) -> None:
-        made = {"last": last, **vars(self.made), "examples": self.examples}
-        made["counted"] = self.writer.counted if self.writer and self.chat else 0
-        made["shard"] = self.writer.close() if self.writer else None
-        write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", made)
-        self.writer, self.made, self.examples = None, Progress(self.made.items), []
+        record = {"last": last, **vars(self.progress), "examples": self.examples}
+        record["counted"] = self.writer.num_labels if self.writer and self.chat else 0
+        record["shard"] = self.writer.close() if self.writer else None
+        write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", record)
+        self.writer, self.progress, self.examples = None, Progress(self.progress.items), []
         self.shard += 1
 
 
@@ -164,7 +164,7 @@ def _is_text(entry: Record | Bad) -> bool:
 def texts_only(entries: Iterable[Record | Bad], field: str) -> Iterator[Record | Bad]:
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
-            yield Bad(f"{entry.where()}: {field!r} is {named(entry.value)}, not text")
+            yield Bad(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
         else:
             yield entry
 
@@ -182,10 +182,10 @@ def serve() -> None:
         tokenizer = open_tokenizer(job.tokenizer)
         chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
         for line in sys.stdin:
-            asked = json.loads(line)
-            unit = ShardUnit(job, tokenizer, chat, asked["unit"], asked["shard"], asked["items"])
-            unit.run([Span(*span) for span in asked["spans"]], lambda size, tokens: answer(at=[size, tokens]))
-            answer(done=asked["unit"])
+            request = json.loads(line)
+            unit = ShardUnit(job, tokenizer, chat, request["unit"], request["shard"], request["items"])
+            unit.run([Span(*span) for span in request["spans"]], lambda size, tokens: answer(at=[size, tokens]))
+            answer(done=request["unit"])
     except ConfigError as error:
         answer(problems=error.problems)
     except OSError as error:

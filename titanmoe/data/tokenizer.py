@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the processes of `titanmoe tokenize` do not need torch
     from torch import Tensor
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-BESIDE = (
+OTHER_FILES = (
     *(SETTINGS, "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "*.tiktoken", "tokenization_*.py"),
 )
@@ -30,7 +30,7 @@ PIECE = 1 << 20
 """Characters encoded at one time: an encoding takes some hundred bytes per token."""
 
 
-class Placed(NamedTuple):
+class EncodedWithOffsets(NamedTuple):
     """Tokens of a text, and the characters [begin, end) that each stands for."""
 
     tokens_T: np.ndarray
@@ -55,10 +55,10 @@ class ByteTokenizer:
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
-    def with_offsets(self, text: str) -> Placed:
+    def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
         (tokens_T,) = self.encode_all([text])
         begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
-        return Placed(tokens_T, begin_T, begin_T + 1)
+        return EncodedWithOffsets(tokens_T, begin_T, begin_T + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Marks are left out; bytes that are not UTF-8 become U+FFFD."""
@@ -97,10 +97,12 @@ class JsonTokenizer:
         self.file = file
         self._settings = _settings(file.parent / SETTINGS)
         self.vocab_size = max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
-        before, after = self._added()
-        self.bos = self._named("bos_token") if self._settings.get("add_bos_token") else before
-        self.eos = self._end(after)
-        self.marks = {name: text for name in ("bos_token", "eos_token") if (text := _text(self._settings.get(name)))}
+        before, after = self._surrounding_tokens()
+        self.bos = self._token_of_setting("bos_token") if self._settings.get("add_bos_token") else before
+        self.eos = self._find_end_mark(after)
+        self.marks = {
+            name: text for name in ("bos_token", "eos_token") if (text := _mark_text(self._settings.get(name)))
+        }
         self.marks.setdefault("eos_token", self._plain.id_to_token(self.eos))
         if self.bos is not None:
             self.marks.setdefault("bos_token", self._plain.id_to_token(self.bos))
@@ -109,28 +111,30 @@ class JsonTokenizer:
 
     def files(self) -> dict[str, Path]:
         """All that belongs to it, by the names it has in a folder of its own."""
-        beside = {file.name: file for pattern in BESIDE for file in self.file.parent.glob(pattern) if file.is_file()}
+        beside = {
+            file.name: file for pattern in OTHER_FILES for file in self.file.parent.glob(pattern) if file.is_file()
+        }
         return {FILE: self.file} | dict(sorted(beside.items()))
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Without marks; whatever looks like one in a text is text."""
-        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
+        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _split_long_text(text)]
         codes = self._plain.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
-        found: list[list[np.ndarray]] = [[] for _ in texts]
+        pieces_of_text: list[list[np.ndarray]] = [[] for _ in texts]
         for (number, _), code in zip(pieces, codes, strict=True):
-            found[number].append(np.array(code.ids, np.uint32))
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+            pieces_of_text[number].append(np.array(code.ids, np.uint32))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in pieces_of_text]
 
-    def with_offsets(self, text: str) -> Placed:
+    def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
         """Whatever looks like a mark is one: a chat template wrote it."""
         code = self._marking.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
-        return Placed(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
+        return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._plain.decode(list(tokens))
 
-    def _added(self) -> tuple[int | None, int | None]:
+    def _surrounding_tokens(self) -> tuple[int | None, int | None]:
         """The tokens that the file itself puts before and after a text."""
         plain = self._marking.encode("a", add_special_tokens=False).ids
         ids = self._marking.encode("a").ids
@@ -138,29 +142,29 @@ class JsonTokenizer:
         after = ids[at + len(plain) :]
         return ids[0] if at else None, after[0] if after else None
 
-    def _named(self, name: str) -> int:
-        text = _text(self._settings.get(name))
+    def _token_of_setting(self, name: str) -> int:
+        text = _mark_text(self._settings.get(name))
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
             where = self.file.parent / SETTINGS
             raise ConfigError([f"{where}: {name} is {text!r}, which is not a token of {self.file}"])
         return token
 
-    def _end(self, after: int | None) -> int:
+    def _find_end_mark(self, after: int | None) -> int:
         if self._settings.get("eos_token") is not None:
-            return self._named("eos_token")
+            return self._token_of_setting("eos_token")
         if after is not None:
             return after
-        found = [token for text in END_MARKS if (token := self._plain.token_to_id(text)) is not None]
-        if len(found) != 1:
-            many = "several tokens that could be it" if found else "no token with a usual name"
+        end_marks = [token for text in END_MARKS if (token := self._plain.token_to_id(text)) is not None]
+        if len(end_marks) != 1:
+            many = "several tokens that could be it" if end_marks else "no token with a usual name"
             raise ConfigError(
                 [
                     f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} next to "
                     'it that does, such as {"eos_token": "</s>"}'
                 ]
             )
-        return found[0]
+        return end_marks[0]
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
@@ -183,18 +187,18 @@ def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = parse_json(file.read_bytes())
+        settings = parse_json(file.read_bytes())
     except ValueError as error:
         raise ConfigError([f"{file} is not JSON: {error}"]) from None
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
-def _text(mark: Any) -> str | None:
+def _mark_text(mark: Any) -> str | None:
     """A mark is written as text, or as an object with its content."""
     return mark.get("content") if isinstance(mark, dict) else mark
 
 
-def _pieces(text: str) -> Iterator[str]:
+def _split_long_text(text: str) -> Iterator[str]:
     """Split after line ends that are followed by text, where no usual pre-tokenizer joins the two sides."""
     at = 0
     while len(text) - at > PIECE:

@@ -29,12 +29,12 @@ def run_verify(args: argparse.Namespace) -> int:
     problems = []
     for folder in args.folders:
         try:
-            found = _verify(folder)
+            folder_problems = _verify(folder)
         except ConfigError as error:
-            found = error.problems
+            folder_problems = error.problems
         except OSError as error:
-            found = [f"{error.filename or folder}: {error.strerror}"]
-        problems += found
+            folder_problems = [f"{error.filename or folder}: {error.strerror}"]
+        problems += folder_problems
     if problems:
         print(format_problems(problems), file=sys.stderr)
     return 1 if problems else 0
@@ -43,18 +43,18 @@ def run_verify(args: argparse.Namespace) -> int:
 def _verify(folder: Path) -> list[str]:
     from titanmoe.data.shards import ShardDocuments, verify
 
-    documents, problems, told = ShardDocuments(folder), [], time.monotonic()
-    for number, (_, wrong) in enumerate(verify(folder), 1):
-        problems += wrong
-        if time.monotonic() - told > EVERY_S:
-            told = time.monotonic()
+    documents, problems, last_shown = ShardDocuments(folder), [], time.monotonic()
+    for number, (_, shard_problems) in enumerate(verify(folder), 1):
+        problems += shard_problems
+        if time.monotonic() - last_shown > EVERY_S:
+            last_shown = time.monotonic()
             print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
     try:
-        documents.kept_tokenizer.files()
+        documents.stored_tokenizer.files()
     except ConfigError as error:
         problems += error.problems
     if not problems:
         unchecked = "" if documents.has_sums else "; a run cannot check them as it reads: they were made before that"
-        whole = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
-        print(f"{folder}: {whole} written{unchecked}")
+        summary = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
+        print(f"{folder}: {summary} written{unchecked}")
     return problems

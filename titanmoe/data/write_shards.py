@@ -18,7 +18,7 @@ import numpy as np
 from titanmoe.data.shards import BLOCK, TOKENIZER, WORK, digest_of
 
 
-def keep_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
+def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
     """Copies a tokenizer's files into a folder of shards; returns their digests."""
     home = folder / TOKENIZER
     for name, file in files.items():
@@ -29,12 +29,12 @@ def keep_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
 
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
     """Completely or not at all; what a kill leaves behind is in `scratch`, or next to it."""
-    fresh = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
-    with fresh.open("w", encoding="utf-8") as stream:
+    unfinished = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
+    with unfinished.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(fresh, file)
+    os.replace(unfinished, file)
 
 
 class BlockSums:
@@ -63,24 +63,24 @@ class ShardWriter:
 
     FLUSH = 1 << 20
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, with_counted: bool):
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, with_label_mask: bool):
         self.folder, self.name, self.dtype = folder, name, dtype
-        self.tokens = self.counted = self.largest = self._held = 0
-        self._parts: dict[str, list[np.ndarray]] = {"tokens": []} | ({"counted": []} if with_counted else {})
+        self.tokens = self.num_labels = self.largest = self._buffered = 0
+        self._parts: dict[str, list[np.ndarray]] = {"tokens": []} | ({"counted": []} if with_label_mask else {})
         self._ends = [0]
         self._crc32, self._sums = dict.fromkeys(self._parts, 0), {extension: BlockSums() for extension in self._parts}
-        self._files = {extension: self._fresh(extension).open("wb") for extension in self._parts}
+        self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._parts}
 
-    def add(self, tokens: np.ndarray, counted: np.ndarray | None = None) -> None:
+    def add(self, tokens: np.ndarray, label_mask: np.ndarray | None = None) -> None:
         """A document."""
         self._parts["tokens"].append(tokens)
-        if counted is not None:
-            self._parts["counted"].append(counted)
-            self.counted += int(counted.sum())
+        if label_mask is not None:
+            self._parts["counted"].append(label_mask)
+            self.num_labels += int(label_mask.sum())
         self.tokens += len(tokens)
-        self._held += len(tokens)
+        self._buffered += len(tokens)
         self._ends.append(self.tokens)
-        if self._held >= self.FLUSH:
+        if self._buffered >= self.FLUSH:
             self._flush()
 
     def close(self) -> dict[str, Any]:
@@ -89,19 +89,19 @@ class ShardWriter:
         starts = np.array(self._ends, "<u8")
         self._sums["starts"] = BlockSums()
         self._sums["starts"].add(starts)
-        of_files = [self._sums[name].all for name in ("tokens", "starts", "counted") if name in self._sums]
-        sums = np.concatenate(of_files).astype("<u4")
+        block_sums = [self._sums[name].all for name in ("tokens", "starts", "counted") if name in self._sums]
+        sums = np.concatenate(block_sums).astype("<u4")
         for name, whole in ("starts", starts), ("sums", sums):
-            self._files[name] = self._fresh(name).open("wb")
+            self._files[name] = self._unfinished_path(name).open("wb")
             self._files[name].write(whole)
         self._crc32["starts"] = zlib.crc32(starts)
         for extension, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-            os.replace(self._fresh(extension), self.folder / f"{self.name}.{extension}")
-        made = {"name": self.name, "documents": len(starts) - 1, "tokens": self.tokens, "crc32": self._crc32}
-        return made | {"largest": self.largest, "sums": zlib.crc32(sums)}
+            os.replace(self._unfinished_path(extension), self.folder / f"{self.name}.{extension}")
+        entry = {"name": self.name, "documents": len(starts) - 1, "tokens": self.tokens, "crc32": self._crc32}
+        return entry | {"largest": self.largest, "sums": zlib.crc32(sums)}
 
     def _flush(self) -> None:
         for extension, parts in self._parts.items():
@@ -113,8 +113,8 @@ class ShardWriter:
             if extension == "tokens" and block.size:
                 self.largest = max(self.largest, int(block.max()))
             parts.clear()
-        self._held = 0
+        self._buffered = 0
 
-    def _fresh(self, extension: str) -> Path:
+    def _unfinished_path(self, extension: str) -> Path:
         # One per process: another whose parent was killed may still be writing the same shard.
         return self.folder / WORK / f"{self.name}.{extension}.{os.getpid()}"

@@ -12,18 +12,18 @@ Backend = Literal["plain", "ring", "flex"]
 
 
 def pick_backend(
-    asked: str, kind: str, cp: int, device: str, float64: bool, masked: bool, sinks: bool, ring_lacks: str = ""
+    setting: str, kind: str, cp: int, device: str, float64: bool, masked: bool, sinks: bool, ring_lacks: str = ""
 ) -> tuple[Backend, str]:
-    """Returns also why torch's cannot be used, if the answer is plain.
+    """The backend, and why torch's cannot be used if it is plain.
 
     masked: there are documents or a window. ring_lacks: why this torch's ring cannot run, if it cannot.
     """
-    if asked == "plain":
+    if setting == "plain":
         return "plain", "it was asked for"
     if cp > 1 and kind == "ring":
         if masked:
             return "plain", "torch's ring supports neither documents nor windows"
-        if device == "cpu" and asked == "auto":
+        if device == "cpu" and setting == "auto":
             return "plain", "on CPUs auto uses ours, which supports masks too"
         if device != "cpu" and float64:
             return "plain", "torch's attention on GPUs has no float64"

@@ -87,8 +87,8 @@ def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
     return size // node if size % node == 0 and node % etp == 0 else None
 
 
-def asked_degrees(parallelism: Parallelism) -> dict[str, int]:
-    """Every degree of a [parallelism] table by its short name, as given."""
+def requested_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """Every degree of a [parallelism] table by its short name, as the recipe has it."""
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp", "ep", "etp")
     tables = parallelism, parallelism.experts
     return {name: getattr(table, name) for table, of in zip(tables, names, strict=True) for name in of}
@@ -108,10 +108,10 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
     """The degrees that are sound, including `stage` and `dp`, and what is wrong with the others."""
-    asked = asked_degrees(parallelism)
-    degrees = {name: n for name, n in asked.items() if n > 0}
-    problems = [_not_a_count(name, n) for name, n in asked.items() if n < 1 and not (n == -1 and name in DERIVED)]
-    given_rest = {name: degrees.pop(name, None) for name in ("dp_shard", "edp")}
+    requested = requested_degrees(parallelism)
+    degrees = {name: n for name, n in requested.items() if n > 0}
+    problems = [_not_a_count(name, n) for name, n in requested.items() if n < 1 and not (n == -1 and name in DERIVED)]
+    requested_rest = {name: degrees.pop(name, None) for name in ("dp_shard", "edp")}
     if world < 1:
         problems.append(f"the world has {world} ranks: use 1 or more")
     if world < 1 or "pp" not in degrees:
@@ -125,23 +125,24 @@ def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[
 
     stage = degrees["stage"] = world // pp
     where = f"the stage of {stage} ranks (world {world} / pp {pp})"
-    if asked["edp_replicate"] == -1 and {"dp_replicate", "ep", "etp"} <= degrees.keys():
+    if requested["edp_replicate"] == -1 and {"dp_replicate", "ep", "etp"} <= degrees.keys():
         left, remainder = divmod(stage, degrees["ep"] * degrees["etp"])
         if not remainder:
             degrees["edp_replicate"] = default_edp_replicate(degrees["dp_replicate"], left)
     for name, others in ("dp_shard", ("dp_replicate", "cp", "tp")), ("edp", ("edp_replicate", "ep", "etp")):
-        known = {other: degrees[other] for other in others if other in degrees}
-        rest, remainder = divmod(stage, prod(known.values()))
+        divisor_degrees = {other: degrees[other] for other in others if other in degrees}
+        rest, remainder = divmod(stage, prod(divisor_degrees.values()))
         if remainder:
-            problems.append(_does_not_divide(known, stage, where))
-        elif len(known) == len(others):
-            given = given_rest[name]
-            if given is None or given == rest:
+            problems.append(_does_not_divide(divisor_degrees, stage, where))
+        elif len(divisor_degrees) == len(others):
+            requested_value = requested_rest[name]
+            if requested_value is None or requested_value == rest:
                 degrees[name] = rest
             else:
-                leave = " * ".join(f"{other} {n}" for other, n in known.items())
+                leave = " * ".join(f"{other} {n}" for other, n in divisor_degrees.items())
                 problems.append(
-                    f"{KEYS[name]} = {given} is not what {leave} leaves of {where}: use {rest}, or -1 to derive it"
+                    f"{KEYS[name]} = {requested_value} is not what {leave} leaves of {where}: use {rest}, "
+                    "or -1 to derive it"
                 )
     if "dp_shard" in degrees:
         degrees["dp"] = degrees["dp_replicate"] * degrees["dp_shard"]

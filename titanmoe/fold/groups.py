@@ -14,7 +14,7 @@ from typing import Literal
 from titanmoe.fold.degrees import Fold
 
 View = Literal["attention", "experts"]
-TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
+COMBINED_AXES = {"dp": ("dp_replicate", "dp_shard")}
 LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
     "blocking": (
         ("attention", ("tp",)),
@@ -37,20 +37,20 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
 
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """The same, one at a time, for callers that need only the first few of a large world."""
-    chosen = _chosen(fold, view, axes)
+    names = _axis_names(fold, view, axes)
     spans = _sizes_and_strides(fold, view)
-    members = list(_ranks([spans[name] for name in spans if name in chosen]))
-    for first in _ranks([spans[name] for name in spans if name not in chosen]):
+    members = list(_ranks([spans[name] for name in spans if name in names]))
+    for first in _ranks([spans[name] for name in spans if name not in names]):
         yield tuple(first + member for member in members)
 
 
 def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
     """The group that `rank` is in. The cost is its size, whatever the world's."""
-    chosen = _chosen(fold, view, axes)
-    mine = coordinates(fold, view, rank)
+    names = _axis_names(fold, view, axes)
+    place = coordinates(fold, view, rank)
     spans = _sizes_and_strides(fold, view)
-    first = rank - sum(mine[name] * spans[name][1] for name in chosen)
-    return tuple(first + member for member in _ranks([spans[name] for name in spans if name in chosen]))
+    first = rank - sum(place[name] * spans[name][1] for name in names)
+    return tuple(first + member for member in _ranks([spans[name] for name in spans if name in names]))
 
 
 def axes_of(fold: Fold, lane: str, ranks: tuple[int, ...]) -> str:
@@ -83,8 +83,8 @@ def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> 
     Otherwise some block has a node boundary inside, and some group of that block crosses it; rank 0's group does not if
     it ends before the first boundary.
     """
-    chosen = _chosen(fold, view, axes)
-    spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in chosen]
+    names = _axis_names(fold, view, axes)
+    spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in names]
     size, stride = prod(size for size, _ in spans), spans[-1][1]
     if size == 1 or node >= fold.world or node % (size * stride) == 0:
         return "none"
@@ -108,15 +108,15 @@ def _sizes_and_strides(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
     return spans
 
 
-def _chosen(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
-    known = _axes(fold, view)
-    chosen = set()
+def _axis_names(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
+    view_axes = _axes(fold, view)
+    names = set()
     for name in (axes,) if isinstance(axes, str) else axes:
-        parts = TOGETHER.get(name, (name,))
-        if not all(part in known for part in parts):
-            raise ValueError(f"{name!r} is not an axis of the {view} view: use {', '.join(known)}")
-        chosen.update(parts)
-    return chosen
+        parts = COMBINED_AXES.get(name, (name,))
+        if not all(part in view_axes for part in parts):
+            raise ValueError(f"{name!r} is not an axis of the {view} view: use {', '.join(view_axes)}")
+        names.update(parts)
+    return names
 
 
 def _ranks(spans: list[tuple[int, int]]) -> Iterator[int]:

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from titanmoe.config.divisors import divisors
 from titanmoe.config.schema import Config, Parallelism
-from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate
+from titanmoe.fold.degrees import DERIVED, Fold, default_edp_replicate, requested_degrees
 from titanmoe.fold.legality import broken_laws
 
 
@@ -63,14 +63,14 @@ def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
             yield stage.fold(attention, experts)
 
 
-def nearest(world: int, asked: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
+def nearest(world: int, parallelism: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
     """The legal mappings that change the fewest requested degrees, and change them the least.
 
     A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
     edp_replicate that is not its default: it has to be written down. A mapping that changes more than necessary is left
     out.
     """
-    requested, pool = asked_degrees(asked), 10 * count
+    requested, pool = requested_degrees(parallelism), 10 * count
 
     def cost(name: str, value: int) -> float:
         if value == requested[name] or (requested[name] == -1 and name in DERIVED):
@@ -94,23 +94,23 @@ def nearest(world: int, asked: Parallelism, config: Config | None = None, count:
                     price += 1 + abs(log2(expert["edp_replicate"] / default))
                 insort(best, (price, stage.fold(attention, expert)), key=itemgetter(0))
                 del best[pool:]
-    found: list[Fold] = []
+    minimal: list[Fold] = []
     for _, fold in best:
-        change = changes(asked, fold).items()
-        if not any(changes(asked, other).items() <= change for other in found):
-            found.append(fold)
-    return found[:count]
+        change = changes(parallelism, fold).items()
+        if not any(changes(parallelism, other).items() <= change for other in minimal):
+            minimal.append(fold)
+    return minimal[:count]
 
 
-def changes(asked: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
+def changes(parallelism: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
     """Which requested degrees differ in a mapping: from, to. What is derived anyway needs no change."""
     names = {
         name: (old, getattr(fold, name))
-        for name, old in asked_degrees(asked).items()
+        for name, old in requested_degrees(parallelism).items()
         if old != getattr(fold, name) and not (old == -1 and name in DERIVED)
     }
     default = default_edp_replicate(fold.dp_replicate, fold.edp_replicate * fold.edp)
-    if asked.experts.edp_replicate == -1 and fold.edp_replicate != default:
+    if parallelism.experts.edp_replicate == -1 and fold.edp_replicate != default:
         names["edp_replicate"] = (-1, fold.edp_replicate)
     return names
 

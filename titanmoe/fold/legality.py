@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
-from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
+from titanmoe.fold.degrees import KEYS, resolve
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 
 ROW_BYTES = 16
@@ -29,8 +28,8 @@ def violations(config: Config, world: int) -> list[str]:
     Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
     for a number that fits.
     """
-    degrees, found = resolve(world, config.parallelism)
-    return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
+    degrees, problems = resolve(world, config.parallelism)
+    return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -39,14 +38,14 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     for law, *names in (
         (_ulysses, "cp", "tp"),
         (attention_violations, "cp"),
-        (_most, "ep", "etp"),
-        (_nodes, "pp", "stage", "ep", "etp"),
         (_products, "etp"),
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))
+    for rules in config.parts.rules(config):
+        yield from rules.violations(config, degrees)
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -84,16 +83,16 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
-    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_held(degrees)):
-        ep, edp, etp = _held(degrees)
-        held = model.num_experts // ep
+    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_expert_degrees(degrees)):
+        ep, edp, etp = _expert_degrees(degrees)
+        local_experts = model.num_experts // ep
         total = edp * degrees["edp_replicate"]
         fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
-            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({held} % {edp} = {held % edp}) nor "
-            f"along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {local_experts} experts (model.num_experts "
+            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({local_experts} % {edp} = "
+            f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -103,50 +102,6 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
         yield (
             f'parallelism.cp_kind = "ulysses" divides {heads} heads (model.num_heads {config.model.num_heads} / '
             f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
-        )
-
-
-def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
-    """The limits of a dispatcher; a group of one sends nothing."""
-    name, facts, ranks = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher], ep * etp
-    total, experts, top_k = config.model.num_experts, config.model.num_experts // ep, config.model.top_k
-    for most, number, what, found in (
-        (facts.most_ranks, ranks, "ranks of ep * etp", f"ep * etp = {ep} * {etp}"),
-        (facts.most_experts, experts, "experts on a rank", f"model.num_experts / ep = {total} / {ep}"),
-        (facts.most_pieces, total * etp, "pieces from a rank", f"model.num_experts * etp = {total} * {etp}"),
-        (facts.most_choices, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}"),
-    ):
-        if most and ranks > 1 and number > most:
-            yield (
-                f'moe.dispatcher = "{name}" takes at most {most} {what}, and {found} is {number}: '
-                'use another ep or etp, or dispatcher = "alltoall"'
-            )
-    if facts.sizes and ranks > 1 and ranks not in facts.sizes:
-        yield (
-            f'moe.dispatcher = "{name}" is made for {", ".join(map(str, facts.sizes))} ranks, and ep * etp = {ep} * '
-            f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
-        )
-    node = config.parallelism.node  # 1 also where no launcher says
-    if facts.node and node > 1 and ranks > 1 and (node != facts.node if ranks > facts.node else node % ranks):
-        yield (
-            f'moe.dispatcher = "{name}" needs its group within a node, or nodes of {facts.node} ranks, and ep * etp = '
-            f'{ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
-        )
-
-
-def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:
-    """What a dispatcher that works node by node requires of their size."""
-    node, world, size = config.parallelism.node, pp * stage, ep * etp
-    name = config.moe.dispatcher
-    if not DISPATCHERS[name].nodes or node < 1 or stage % size:
-        return
-    if nodes_of_a_group(world, ep, etp, node) is None:
-        fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
-        yield (
-            f'moe.dispatcher = "{name}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} = '
-            f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
-            f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
-            f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
 
@@ -172,12 +127,12 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """A global batch that is not given is one microbatch per data rank."""
     training = config.training
     unit = training.local_batch_size * dp
-    given = training.global_batch_size > 0
-    if pp <= config.model.num_layers and unit > 0 and not (given and training.global_batch_size % unit):
-        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if given else 1)
+    has_global_batch = training.global_batch_size > 0
+    if pp <= config.model.num_layers and unit > 0 and not (has_global_batch and training.global_batch_size % unit):
+        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if has_global_batch else 1)
 
 
-def _profiled(config: Config, world: int) -> Iterator[str]:
+def _profile_ranks(config: Config, world: int) -> Iterator[str]:
     if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
         yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
@@ -202,7 +157,7 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     return divided
 
 
-def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
+def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
     """What determines the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 

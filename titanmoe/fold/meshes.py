@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Registers the backend of `Lanes.alone`; nothing else of torch does.
+# Registers the backend of `Lanes.placeholder`; nothing else of torch does.
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
 from titanmoe.comm.collectives import NO_GROUP, Group
@@ -45,7 +45,7 @@ class Lanes:
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
         everyone = tuple(range(dist.get_world_size()))
-        self.made: dict[tuple[Lane, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
+        self.groups: dict[tuple[Lane, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
             ("blocking", (everyone,)): dist.group.WORLD
         }
 
@@ -53,20 +53,20 @@ class Lanes:
         """The group of this rank's part, if it is in one. No rank is in two parts, and all have the same size."""
         key = lane, tuple(parts)
         if len(key[1][0]) == 1:
-            return self.alone
-        if key not in self.made:
-            self.made[key] = self._make(*key)
-        return self.made[key]
+            return self.placeholder
+        if key not in self.groups:
+            self.groups[key] = self._make(*key)
+        return self.groups[key]
 
     def _make(self, lane: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if dist.group.WORLD.bound_device_id is not None:  # NCCL: else each group would split the whole world
             return dist.split_group(split_ranks=[list(part) for part in parts], timeout=self.timeout, group_desc=lane)
-        made = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
-        mine = [group for part, group in zip(parts, made, strict=True) if dist.get_rank() in part]
-        return mine[0] if mine else None
+        new_groups = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
+        own_groups = [group for part, group in zip(parts, new_groups, strict=True) if dist.get_rank() in part]
+        return own_groups[0] if own_groups else None
 
     @cached_property
-    def alone(self) -> dist.ProcessGroup:
+    def placeholder(self) -> dist.ProcessGroup:
         """For meshes, which need a group for every axis: no thread, socket or communicator, because nothing is sent."""
         if dist.get_world_size() == 1:
             return dist.group.WORLD
@@ -103,7 +103,7 @@ def build_meshes(
     """
     lanes = Lanes(timeout)
 
-    def over(lane: Lane, view: View, *axes: str) -> dist.ProcessGroup:
+    def group_over(lane: Lane, view: View, *axes: str) -> dist.ProcessGroup:
         return lanes.group(lane, groups(fold, view, axes))
 
     def mesh(view: View, **axes: tuple[Lane | None, tuple[str, ...]]) -> DeviceMesh:
@@ -111,20 +111,20 @@ def build_meshes(
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
         ranks = torch.arange(stage, stage + fold.stage).view(sizes)
-        sends = [lane is not None and (trains or lane == "blocking") for lane, _ in axes.values()]
-        made = DeviceMesh.from_group(
+        used = [lane is not None and (trains or lane == "blocking") for lane, _ in axes.values()]
+        device_mesh = DeviceMesh.from_group(
             [
-                over(lane, view, *parts) if sent else lanes.alone
-                for (lane, parts), sent in zip(axes.values(), sends, strict=True)
+                group_over(lane, view, *parts) if is_used else lanes.placeholder
+                for (lane, parts), is_used in zip(axes.values(), used, strict=True)
             ],
             device_type,
             ranks,
             mesh_dim_names=tuple(axes),
         )
-        for i, (size, sent) in enumerate(zip(sizes, sends, strict=True)):
-            if size > 1 and not sent:
-                made._dim_group_names[i] = SILENT
-        return made
+        for i, (size, is_used) in enumerate(zip(sizes, used, strict=True)):
+            if size > 1 and not is_used:
+                device_mesh._dim_group_names[i] = SILENT
+        return device_mesh
 
     dispatch, within, across = _dispatch(fold, lanes, node)
     dense = mesh(
@@ -147,11 +147,11 @@ def build_meshes(
         experts=experts,
         dense_data=dense["fsdp"] if fold.dp_replicate == 1 else dense["dp_replicate", "fsdp"],
         expert_data=experts["edp"] if fold.edp_replicate == 1 else experts["edp_replicate", "edp"],
-        pp=Group.of(over("stages", "attention", "pp")),
-        cp=Group.of(over("blocking", "attention", "cp")),
-        tp=Group.of(over("blocking", "attention", "tp")),
-        data=Group.of(over("blocking", "attention", "dp")),
-        sequence=Group.of(over("blocking", "attention", "cp", "tp")),
+        pp=Group.of(group_over("stages", "attention", "pp")),
+        cp=Group.of(group_over("blocking", "attention", "cp")),
+        tp=Group.of(group_over("blocking", "attention", "tp")),
+        data=Group.of(group_over("blocking", "attention", "dp")),
+        sequence=Group.of(group_over("blocking", "attention", "cp", "tp")),
         dispatch=dispatch,
         world=Group.of(dist.group.WORLD),
         within=within,
@@ -169,5 +169,5 @@ def _dispatch(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]
     size = len(members)
     within = [range(first, first + node) for first in range(0, fold.world, node)]
     across = [range(first + i, first + size, node) for first in range(0, fold.world, size) for i in range(node)]
-    made = (Group.of(lanes.group("rows", map(tuple, parts))) for parts in (within, across))
-    return Group(SILENT, size, members.index(rank)), *made
+    node_groups = (Group.of(lanes.group("rows", map(tuple, parts))) for parts in (within, across))
+    return Group(SILENT, size, members.index(rank)), *node_groups

@@ -156,8 +156,8 @@ class _Strip:
     def label(self, row: Row, rank: int) -> str:
         place = self.place(row, rank)
         if row.axis == "ep" and self.model is not None:
-            held = self.model.num_experts // self.fold.ep
-            return span(range(place * held, (place + 1) * held))
+            local_experts = self.model.num_experts // self.fold.ep
+            return span(range(place * local_experts, (place + 1) * local_experts))
         return f"{row.label}{place}"
 
     def fill(self, row: Row, rank: int) -> str:
@@ -246,11 +246,11 @@ def listing(stages: list[StageViews], node: int) -> Iterator[Text]:
             yield line.append(_half(fold, "experts", experts[0], right is not None, node))
 
 
-def _half(fold: Fold, view: View, axes: Iterable[str], there: bool, node: int) -> Text:
+def _half(fold: Fold, view: View, axes: Iterable[str], shown: bool, node: int) -> Text:
     line = Text()
     for axis in axes:
-        line.append(f"{getattr(fold, axis) if there else '':>{_width(axis)}}")
-        line.append("*" if there and crossing(fold, view, axis, node) != "none" else " ", "yellow")
+        line.append(f"{getattr(fold, axis) if shown else '':>{_width(axis)}}")
+        line.append("*" if shown and crossing(fold, view, axis, node) != "none" else " ", "yellow")
     return line
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.schema import Config, Pipeline
 
 
@@ -117,14 +116,14 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
     torch starts a pair when both its halves can run, and sends their results when both are done.
     """
     queues = [[cell for cell in row if cell] for row in rows]
-    done: dict[tuple[int, str, int], float] = {}
+    finished_at: dict[tuple[int, str, int], float] = {}
     clock, busy = [0.0] * len(queues), 0.0
 
-    def made(action: Action) -> tuple[int, str, int]:
+    def result_of(action: Action) -> tuple[int, str, int]:
         # a whole backward also delivers the input gradient that the stage before it waits for
         return action.stage, "I" if action.does == "B" else action.does, action.microbatch
 
-    def needs(action: Action) -> list[tuple[int, str, int]]:
+    def inputs_of(action: Action) -> list[tuple[int, str, int]]:
         stage, does, m = action
         return {
             "F": [(stage - 1, "F", m)] if stage else [],
@@ -132,21 +131,25 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
         }.get(does, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
 
     def ready(cell: Cell) -> float | None:
-        own = {made(action) for action in cell}
-        wanted = [need for action in cell for need in needs(action) if need not in own or need[0] != action.stage]
-        return max((done[need] for need in wanted), default=0.0) if all(need in done for need in wanted) else None
+        own = {result_of(action) for action in cell}
+        inputs = [need for action in cell for need in inputs_of(action) if need not in own or need[0] != action.stage]
+        return (
+            max((finished_at[need] for need in inputs), default=0.0)
+            if all(need in finished_at for need in inputs)
+            else None
+        )
 
     while any(queues):
-        moved = False
+        progressed = False
         for rank, queue in enumerate(queues):
-            while queue and (at := ready(queue[0])) is not None:
+            while queue and (start := ready(queue[0])) is not None:
                 cell = queue.pop(0)
                 cost = sum(COST[action.does] for action in cell)
-                clock[rank] = max(clock[rank], at) + cost
+                clock[rank] = max(clock[rank], start) + cost
                 busy += cost
-                done |= dict.fromkeys(map(made, cell), clock[rank])
-                moved = True
-        if not moved:
+                finished_at |= dict.fromkeys(map(result_of, cell), clock[rank])
+                progressed = True
+        if not progressed:
             raise ValueError("the schedule deadlocks")
     return 1 - busy / (len(clock) * max(clock))
 
@@ -160,7 +163,7 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
     if pp == 1:
         return []
     samples = config.training.local_batch_size * dp
-    found, rows = [], []
+    problems, rows = [], []
     if options.schedule_csv:
         try:
             rows = read_csv(options.schedule_csv)
@@ -168,33 +171,33 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
             return [f"pipeline.schedule_csv = {options.schedule_csv!r} cannot be read: {error.strerror}"]
         except ValueError as error:
             return [f"pipeline.schedule_csv = {options.schedule_csv!r} is not a schedule: {error}"]
-        found += _csv_violations(options.schedule_csv, rows, pp, microbatches, samples)
+        problems += _csv_violations(options.schedule_csv, rows, pp, microbatches, samples)
     else:
-        found += _named_violations(config, pp, microbatches, samples)
+        problems += _named_violations(config, pp, microbatches, samples)
     if options.overlap_pairs:
-        found += _pairs(config, rows)
-    if found:
-        return found
+        problems += _overlap_violations(config, rows)
+    if problems:
+        return problems
     stages = len(stage_ranks(config.pipeline, pp))
     explicit = options.layers_per_stage
     if explicit and (
         len(explicit) != stages or sum(explicit) != config.model.num_layers or min(explicit[1:-1], default=1) < 1
     ):
-        found.append(
+        problems.append(
             f"pipeline.layers_per_stage = {explicit} must name {stages} stages that sum to model.num_layers = "
             f"{config.model.num_layers}, inner ones with at least one layer"
         )
     elif not explicit and stages > config.model.num_layers:
-        found.append(
+        problems.append(
             f"{stages} pipeline stages are too many for model.num_layers = {config.model.num_layers}: lower "
             "parallelism.pp or pipeline.virtual_stages"
         )
     if splits_backward(config.pipeline, pp) and config.parallelism.reshard_after_forward == "always":
-        found.append(
+        problems.append(
             f"pipeline.schedule = {options.schedule} splits backward in two, which loses gradients when weights are "
             "freed in between: set parallelism.reshard_after_forward to auto or never"
         )
-    return found
+    return problems
 
 
 def _named_violations(config: Config, pp: int, microbatches: int, samples: int) -> Iterator[str]:
@@ -223,39 +226,41 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
 
 def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: int, samples: int) -> list[str]:
     """samples: per microbatch, over all data ranks."""
-    found = []
+    problems = []
     if len(rows) != pp:
-        found.append(f"{path} has {len(rows)} rows and needs one per pipeline rank: parallelism.pp is {pp}")
+        problems.append(f"{path} has {len(rows)} rows and needs one per pipeline rank: parallelism.pp is {pp}")
     actions = [(rank, action) for rank, row in enumerate(rows) for cell in row for action in cell]
     stages = sorted({action.stage for _, action in actions})
     if not stages or stages != list(range(len(stages))):
-        return [*found, f"{path} names the stages {stages}: number them from 0 without a gap"]
-    needs = 1 + max(action.microbatch for _, action in actions)
-    if needs != microbatches:
-        found.append(
-            f"{path} runs {needs} microbatches, but the step has {microbatches}: set training.global_batch_size to "
-            f"{needs * samples}"
+        return [*problems, f"{path} names the stages {stages}: number them from 0 without a gap"]
+    file_microbatches = 1 + max(action.microbatch for _, action in actions)
+    if file_microbatches != microbatches:
+        problems.append(
+            f"{path} runs {file_microbatches} microbatches, but the step has {microbatches}: set "
+            f"training.global_batch_size to {file_microbatches * samples}"
         )
     for stage in stages:
         own = [(rank, action) for rank, action in actions if action.stage == stage]
         if len({rank for rank, _ in own}) > 1:
-            found.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: put it on one")
-        for m in range(needs):
+            problems.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: put it on one")
+        for m in range(file_microbatches):
             does = sorted(action.does for _, action in own if action.microbatch == m)
             if does not in (["B", "F"], ["F", "I", "W"]):
-                found.append(f"{path}: stage {stage} does {does} on microbatch {m}; it must do F and B, or F, I and W")
-    if not found:
+                problems.append(
+                    f"{path}: stage {stage} does {does} on microbatch {m}; it must do F and B, or F, I and W"
+                )
+    if not problems:
         try:
             bubble(rows, len(stages))
         except ValueError as error:
-            found.append(f"{path} cannot run: {error}")
-    return found
+            problems.append(f"{path} cannot run: {error}")
+    return problems
 
 
 PAIRS = "pipeline.overlap_pairs = true"
 
 
-def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
+def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
     """rows: those of the file, if a file gives the schedule."""
     options = config.pipeline
     name = options.schedule_csv or options.schedule
@@ -271,12 +276,6 @@ def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
                 f"{PAIRS} needs pairs of F and B of two stages, but {name} has "
                 f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
             )
-    if DISPATCHERS[config.moe.dispatcher].whole:
-        yield (
-            f"{PAIRS} computes where the host would wait for rows, and moe.dispatcher = "
-            f'"{config.moe.dispatcher}" has no such place: use dispatcher = {in_pieces_quoted()}, or '
-            "overlap_pairs = false"
-        )
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:

@@ -12,39 +12,39 @@ from dataclasses import replace
 from math import gcd, lcm
 
 from titanmoe.config.schema import Parallelism
-from titanmoe.fold.degrees import DERIVED, KEYS, FoldError, asked_degrees, resolve
+from titanmoe.fold.degrees import DERIVED, KEYS, FoldError, requested_degrees, resolve
 
 FIXED = ("pp", "cp", "tp", "ep", "etp")
 
 
-def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
+def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     """The mapping for this world and one line that says what changed, "" if nothing had to; FoldError if none is legal.
 
     Degrees that are not numbers of ranks are left for the laws to refuse.
     """
-    degrees = asked_degrees(asked)
+    degrees = requested_degrees(parallelism)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())
-    if not sound or not resolve(world, asked)[1]:
-        return asked, ""
+    if not sound or not resolve(world, parallelism)[1]:
+        return parallelism, ""
     pp, cp, tp, ep, etp = (degrees[name] for name in FIXED)
     unit = pp * lcm(cp * tp, ep * etp)
     if world % unit:
-        kept = ", ".join(f"{KEYS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
+        fixed = ", ".join(f"{KEYS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
         raise FoldError(
             [
-                f"started again on {world} ranks, where only data parallel may change; {kept} needs a multiple of "
+                f"started again on {world} ranks, where only data parallel may change; {fixed} needs a multiple of "
                 f"{unit} ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
             ]
         )
     rows, expert_rows = world // (pp * cp * tp), world // (pp * ep * etp)
-    fit = {"dp_replicate": gcd(asked.dp_replicate, rows)}
+    fit = {"dp_replicate": gcd(parallelism.dp_replicate, rows)}
     fit["dp_shard"] = rows // fit["dp_replicate"]
-    asked_replicas = degrees["edp_replicate"] if degrees["edp_replicate"] > 0 else fit["dp_replicate"]
-    fit["edp_replicate"] = gcd(asked_replicas, expert_rows)
+    requested_replicas = degrees["edp_replicate"] if degrees["edp_replicate"] > 0 else fit["dp_replicate"]
+    fit["edp_replicate"] = gcd(requested_replicas, expert_rows)
     fit["edp"] = expert_rows // fit["edp_replicate"]
-    gave = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
-    experts = replace(asked.experts, **{name: n for name, n in gave.items() if name.startswith("edp")})
-    attention = {name: n for name, n in gave.items() if name.startswith("dp")}
-    changed = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
-    fitted = replace(asked, **attention, experts=experts)
-    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changed}; the global batch stays"
+    changed = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
+    experts = replace(parallelism.experts, **{name: n for name, n in changed.items() if name.startswith("edp")})
+    attention = {name: n for name, n in changed.items() if name.startswith("dp")}
+    changes_text = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
+    fitted = replace(parallelism, **attention, experts=experts)
+    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"

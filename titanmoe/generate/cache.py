@@ -29,52 +29,52 @@ UNIT = 16
 
 
 class Rows:
-    """How many positions of each row are known, and how many the current forward adds."""
+    """How many positions of each row are cached, and how many the current forward adds."""
 
     def __init__(self, device: torch.device):
         self.device, self.capacity = device, 0
-        self.known: list[int] = []
-        self.added: list[int] = []
+        self.num_cached: list[int] = []
+        self.num_new: list[int] = []
         self.row_B = self.place_B = self.numbers([])
         """Row and position of the token that a forward adds to each row. Kept here, so that layers make no copies."""
 
     def begin(self, lengths: list[int], most: int) -> None:
         """The forward of all prompts comes next. most: tokens that may follow a prompt."""
-        self.known, self.added = [0] * len(lengths), lengths
+        self.num_cached, self.num_new = [0] * len(lengths), lengths
         self.capacity = max(lengths, default=0) + most
 
     def advance(self) -> None:
         """A forward of one more token of each row comes next."""
-        self.known = self.ends
-        self.added = [1] * len(self.known)
-        self.row_B, self.place_B = self.numbers(range(len(self.known))), self.numbers(self.known)
+        self.num_cached = self.ends
+        self.num_new = [1] * len(self.num_cached)
+        self.row_B, self.place_B = self.numbers(range(len(self.num_cached))), self.numbers(self.num_cached)
 
     def keep(self, rows: list[int]) -> None:
-        self.known, self.added = [self.known[i] for i in rows], [self.added[i] for i in rows]
+        self.num_cached, self.num_new = [self.num_cached[i] for i in rows], [self.num_new[i] for i in rows]
 
     @property
     def begins(self) -> bool:
-        return not any(self.known)
+        return not any(self.num_cached)
 
     @property
     def ends(self) -> list[int]:
-        """Positions known after the forward."""
-        return [known + added for known, added in zip(self.known, self.added, strict=True)]
+        """Positions cached after the forward."""
+        return [num_cached + num_new for num_cached, num_new in zip(self.num_cached, self.num_new, strict=True)]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """First and end of each row's tokens in the forward."""
         out, first = [], 0
-        for added in self.added:
-            out.append((first, first + added))
-            first += added
+        for num_new in self.num_new:
+            out.append((first, first + num_new))
+            first += num_new
         return out
 
     def numbers(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
 
-class Cached:
+class CachedAttention:
     """Replaces an attention's `attend`; the original still attends within prompts."""
 
     def __init__(self, attend: Callable[..., Tensor], rows: Rows):
@@ -95,21 +95,26 @@ class Cached:
         out_1THv = q.new_zeros(*q.shape[:3], v.shape[-1])
         if rows.begins:
             self.k_BGLh, self.v_BGLv = (
-                x.new_zeros(len(rows.added), x.shape[2], rows.capacity, x.shape[3]) for x in (k, v)
+                x.new_zeros(len(rows.num_new), x.shape[2], rows.capacity, x.shape[3]) for x in (k, v)
             )
             for row, (first, end) in enumerate(rows.spans):
                 n = end - first
                 unit = 4 * window if 0 < 4 * window < n else UNIT
-                mine = [F.pad(x[:, first:end], (0, 0, 0, 0, 0, -n % unit)) for x in (q, k, v)]
-                out_1THv[:, first:end] = self.attend(*mine, None, window, sinks_H)[:, :n]
+                padded = [F.pad(x[:, first:end], (0, 0, 0, 0, 0, -n % unit)) for x in (q, k, v)]
+                out_1THv[:, first:end] = self.attend(*padded, None, window, sinks_H)[:, :n]
                 self.k_BGLh[row, :, :n] = k[0, first:end].transpose(0, 1)
                 self.v_BGLv[row, :, :n] = v[0, first:end].transpose(0, 1)
-        elif count := len(rows.added):
+        elif count := len(rows.num_new):
             self.k_BGLh[rows.row_B, :, rows.place_B] = k[0, :count]
             self.v_BGLv[rows.row_B, :, rows.place_B] = v[0, :count]
-            seen = max(rows.ends)
+            longest = max(rows.ends)
             out_1THv[0, :count] = last_attention(
-                q[0, :count], self.k_BGLh[:, :, :seen], self.v_BGLv[:, :, :seen], rows.place_B + 1, window, sinks_H
+                q[0, :count],
+                self.k_BGLh[:, :, :longest],
+                self.v_BGLv[:, :, :longest],
+                rows.place_B + 1,
+                window,
+                sinks_H,
             )
         return out_1THv
 
@@ -118,15 +123,15 @@ class Cached:
 
 
 def last_attention(
-    q_BHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, seen_B: Tensor, window: int = 0, sinks_H: Tensor | None = None
+    q_BHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, length_B: Tensor, window: int = 0, sinks_H: Tensor | None = None
 ) -> Tensor:
     """(B, H, v): each row's last token to its first seen_B keys, of which a window keeps the last."""
     q_BGgh = q_BHh.unflatten(1, (k_BGLh.shape[1], -1))
     scores_BGgL = promote(q_BGgh @ k_BGLh.transpose(-1, -2)) / math.sqrt(q_BHh.shape[-1])
-    place_L, seen_B1 = torch.arange(k_BGLh.shape[2], device=q_BHh.device), seen_B.unsqueeze(1)
-    hidden_BL = place_L >= seen_B1
+    place_L, length_B1 = torch.arange(k_BGLh.shape[2], device=q_BHh.device), length_B.unsqueeze(1)
+    hidden_BL = place_L >= length_B1
     if window:
-        hidden_BL |= place_L < seen_B1 - window
+        hidden_BL |= place_L < length_B1 - window
     scores_BGgL.masked_fill_(hidden_BL[:, None, None], -torch.inf)
     if sinks_H is not None:
         sinks = promote(sinks_H).view(*q_BGgh.shape[1:3], 1).expand(*scores_BGgL.shape[:3], 1)
@@ -150,11 +155,11 @@ class LastHead(nn.Module):
         return all_gather(F.linear(x_1BD, local(self.head.weight)), 2, self.head.tp)
 
 
-def add_caches(model: Transformer, rows: Rows) -> list[Cached]:
+def add_caches(model: Transformer, rows: Rows) -> list[CachedAttention]:
     """Gives every attention of the model a cache, and the head the ends of rows."""
     caches = []
     for block in model.blocks().values():
-        block.attention.attend = Cached(block.attention.attend, rows)
+        block.attention.attend = CachedAttention(block.attention.attend, rows)
         caches.append(block.attention.attend)
     model.head = LastHead(model.head, rows)
     return caches

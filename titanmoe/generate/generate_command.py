@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
     from titanmoe.data.tokenizer import Tokenizer
     from titanmoe.generate.loop import Generated, Prompt
-    from titanmoe.generate.model import Trained
+    from titanmoe.generate.model import TrainedModel
 
 EPILOG = """\
 Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) --tp, --ep and --etp split the model,
@@ -104,18 +104,18 @@ def _run(args: argparse.Namespace) -> int:
     from titanmoe.train.runtime import start, stop, world_size
 
     texts = _prompts(args)
-    found = find_model(args.checkpoint)
-    tokenizer = tokenizer_of(found, args.tokenizer)
-    if found.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
-        print(f"note: the model was trained on tokens of another tokenizer ({found.identity})", file=sys.stderr)
+    trained = find_model(args.checkpoint)
+    tokenizer = tokenizer_of(trained, args.tokenizer)
+    if trained.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
+        print(f"note: the model was trained on tokens of another tokenizer ({trained.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
-    config = config_to_run(found, world_size(), degrees, args.dtype, args.device)
-    ids = _encode(texts, tokenizer, found, args.chat)
+    config = config_to_run(trained, world_size(), degrees, args.dtype, args.device)
+    ids = _encode(texts, tokenizer, trained, args.chat)
     if args.chat and not args.json:
         texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own
     runtime = start(config)
     try:
-        _generate(args, texts, ids, tokenizer, found, config, runtime)
+        _generate(args, texts, ids, tokenizer, trained, config, runtime)
         return 0
     finally:
         stop()
@@ -144,10 +144,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         problems.append(
             f"--top-p = {args.top_p} is not a share above 0 and up to 1: use 0.9, for example, or leave it out"
         )
-    idle = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
-    if args.temperature == 0 and idle:
-        given = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        problems.append(f"--temperature 0 samples nothing, and {given} would have no effect: leave one of them out")
+    unused = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
+    if args.temperature == 0 and unused:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+        problems.append(f"--temperature 0 samples nothing, and {options} would have no effect: leave one of them out")
     if args.stream and len(texts) > 1:
         problems.append(f"--stream shows one prompt as its text is made, and there are {len(texts)}: give one")
     if problems:
@@ -155,23 +155,23 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Trained, chat: bool) -> list[Prompt]:
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, trained: TrainedModel, chat: bool) -> list[Prompt]:
     """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
     a chat, as in its training data."""
     from titanmoe.data.chat import ChatError, open_chat
     from titanmoe.generate.loop import Prompt
 
-    vocab_size = found.config.model.vocab_size
+    vocab_size = trained.config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             [
-                f"the tokenizer has {tokenizer.vocab_size} tokens and the model of {found.path} only {vocab_size}: "
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model of {trained.path} only {vocab_size}: "
                 "name the one it was trained with, as --tokenizer"
             ]
         )
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     try:
-        rows = map(open_chat("", tokenizer).question, texts) if chat else tokenizer.encode_all(list(texts))
+        rows = map(open_chat("", tokenizer).encode_question, texts) if chat else tokenizer.encode_all(list(texts))
         ids = [row.tolist() for row in rows]
     except ChatError as error:
         raise ConfigError([f"--chat: {error}"]) from None
@@ -186,7 +186,7 @@ def _generate(
     texts: list[str],
     prompts: list[Prompt],
     tokenizer: Tokenizer,
-    found: Trained,
+    trained: TrainedModel,
     config: Any,
     runtime: Any,
 ) -> None:
@@ -197,29 +197,29 @@ def _generate(
     from titanmoe.generate.sample import Sampling
 
     first = runtime.rank == 0
-    longest, trained = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, found.config.training.seq_len
-    if first and longest > trained:
-        print(f"note: sequences get up to {longest} tokens; the model was trained on {trained}", file=sys.stderr)
+    longest, trained_len = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, trained.config.training.seq_len
+    if first and longest > trained_len:
+        print(f"note: sequences get up to {longest} tokens; the model was trained on {trained_len}", file=sys.stderr)
     meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
-    model = build(config, meshes, found, runtime.device)
+    model = build(config, meshes, trained, runtime.device)
     generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
     sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
     stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
 
-    began, count = time.monotonic(), 0
+    start, count = time.monotonic(), 0
     for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.update):
         if not first:
             continue
-        for made in batch:
-            count += len(made.tokens)
+        for generated in batch:
+            count += len(generated.tokens)
             if stream:
-                stream.finish(made)
+                stream.finish(generated)
             else:
-                print(_line(args, texts, prompts, tokenizer, made), flush=True)
+                print(_line(args, texts, prompts, tokenizer, generated), flush=True)
     if first:
-        seconds, at = time.monotonic() - began, f" (step {found.step})" if found.step else ""
+        seconds, step = time.monotonic() - start, f" (step {trained.step})" if trained.step else ""
         print(
-            f"{args.checkpoint}{at}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
+            f"{args.checkpoint}{step}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
             f"{seconds:.1f} s, including the prompts ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
             f"{runtime.world} x {runtime.device.type}",
             file=sys.stderr,
@@ -232,14 +232,14 @@ def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) ->
 
 
 def _line(
-    args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, made: Generated
+    args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, generated: Generated
 ) -> str:
-    number, ids = made.number, prompts[made.number].ids
-    text = _continuation(tokenizer, ids, made.tokens)
+    number, ids = generated.number, prompts[generated.number].ids
+    text = _continuation(tokenizer, ids, generated.tokens)
     if args.json:
-        answer = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
-        return json.dumps(answer | {"prompt_tokens": ids, "tokens": made.tokens})
-    title = f"--- {number + 1}, {len(made.tokens)} tokens, ended by {made.end}\n" if len(texts) > 1 else ""
+        answer = {"number": number, "prompt": texts[number], "text": text, "end": generated.end}
+        return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.tokens})
+    title = f"--- {number + 1}, {len(generated.tokens)} tokens, ended by {generated.end}\n" if len(texts) > 1 else ""
     return f"{title}{texts[number]}{text}"
 
 
@@ -250,11 +250,11 @@ class _Stream:
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
         print(text, end="", flush=True)
 
-    def update(self, made: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
+    def update(self, generated: Generated) -> None:
+        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.tokens).rstrip("\ufffd"))
 
-    def finish(self, made: Generated) -> None:
-        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens))
+    def finish(self, generated: Generated) -> None:
+        self._show(_continuation(self.tokenizer, self.prompt.ids, generated.tokens))
         print(flush=True)
 
     def _show(self, text: str) -> None:

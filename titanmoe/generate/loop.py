@@ -55,48 +55,51 @@ class Generator:
         """All prompts, `size` at a time on each data rank; every rank gets what all have made, in order."""
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
-            mine = prompts[first : first + size * data.size][data.rank :: data.size]
-            made = self.batch(mine, most, sampling, on_token)
-            everyone = [made]
+            own_prompts = prompts[first : first + size * data.size][data.rank :: data.size]
+            generated = self.batch(own_prompts, most, sampling, on_token)
+            of_ranks = [generated]
             if self.meshes.world.size > 1:
-                everyone = [[] for _ in range(self.meshes.world.size)]
-                dist.all_gather_object(everyone, made)
+                of_ranks = [[] for _ in range(self.meshes.world.size)]
+                dist.all_gather_object(of_ranks, generated)
             # The ranks of a tp group have made the same.
-            yield [one for _, one in sorted({one.number: one for some in everyone for one in some}.items())]
+            by_number = {sequence.number: sequence for of_rank in of_ranks for sequence in of_rank}
+            yield [by_number[number] for number in sorted(by_number)]
 
     @torch.no_grad()
     def batch(
         self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> list[Generated]:
-        made = [Generated(prompt.number) for prompt in prompts]
-        going = list(made)
+        generated = [Generated(prompt.number) for prompt in prompts]
+        unfinished = list(generated)
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
         ids = [token for prompt in prompts for token in prompt.ids]
         while True:
             logits_BV = self.forward(ids)
-            ids = self._next(logits_BV, sampling, going) if going else []
-            for one, token in zip(going, ids, strict=True):
+            ids = self._choose_next(logits_BV, sampling, unfinished) if unfinished else []
+            for sequence, token in zip(unfinished, ids, strict=True):
                 if token == self.eos:
-                    one.end = "eos"
+                    sequence.end = "eos"
                     continue
-                one.tokens.append(token)
-                if len(one.tokens) == most:
-                    one.end = "length"
+                sequence.tokens.append(token)
+                if len(sequence.tokens) == most:
+                    sequence.end = "length"
                 if on_token is not None:
-                    on_token(one)
-            stay = [i for i, one in enumerate(going) if not one.end]
-            if not self._anywhere(bool(stay)):
-                return made
-            if len(stay) < len(going):
-                going, ids = [going[i] for i in stay], [ids[i] for i in stay]
-                self._keep(stay)
+                    on_token(sequence)
+            remaining = [i for i, sequence in enumerate(unfinished) if not sequence.end]
+            if not self._any_rank(bool(remaining)):
+                return generated
+            if len(remaining) < len(unfinished):
+                unfinished, ids = [unfinished[i] for i in remaining], [ids[i] for i in remaining]
+                self._keep_rows(remaining)
             self.rows.advance()
 
     def forward(self, ids: list[int]) -> Tensor:
         """Logits (B, V) at the end of each row, from the ids that are added to all rows."""
         rows, tp = self.rows, self.meshes.tp
         position = [
-            place for known, added in zip(rows.known, rows.added, strict=True) for place in range(known, known + added)
+            place
+            for num_cached, num_new in zip(rows.num_cached, rows.num_new, strict=True)
+            for place in range(num_cached, num_cached + num_new)
         ]
         pad = -len(ids) % tp.size or (0 if ids else tp.size)
         ids_1T = rows.numbers([ids + [0] * pad])
@@ -111,16 +114,16 @@ class Generator:
         )
         return self.model(ids_1T, tokens)[0]
 
-    def _next(self, logits_BV: Tensor, sampling: Sampling, going: list[Generated]) -> list[int]:
+    def _choose_next(self, logits_BV: Tensor, sampling: Sampling, unfinished: list[Generated]) -> list[int]:
         logits_BV[:, self.vocab_size :] = -torch.inf
-        return choose_tokens(logits_BV, sampling, [one.number for one in going], self.rows.ends)
+        return choose_tokens(logits_BV, sampling, [sequence.number for sequence in unfinished], self.rows.ends)
 
-    def _anywhere(self, here: bool) -> bool:
+    def _any_rank(self, own: bool) -> bool:
         world = self.meshes.world
-        return bool(all_reduce(torch.tensor([int(here)], device=self.device), world, "max")) if world.size > 1 else here
+        return bool(all_reduce(torch.tensor([int(own)], device=self.device), world, "max")) if world.size > 1 else own
 
-    def _keep(self, stay: list[int]) -> None:
-        self.rows.keep(stay)
-        row_B = self.rows.numbers(stay)
+    def _keep_rows(self, remaining: list[int]) -> None:
+        self.rows.keep(remaining)
+        row_B = self.rows.numbers(remaining)
         for cache in self.caches:
             cache.keep(row_B)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.checkpoint_command import the_latest
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build as build_config
 from titanmoe.config.schema import Config, Experts, Parallelism
@@ -24,7 +24,7 @@ from titanmoe.fold.legality import model_violations
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """Where weights are, and the config they were trained with."""
 
     path: Path
@@ -39,54 +39,54 @@ class Trained:
         """The folder's, or the one that was copied along from a Hugging Face model."""
         name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
         try:
-            inside.safe_path(self.path, name)
-        except inside.ABSENT:
+            safe_files.safe_path(self.path, name)
+        except safe_files.ABSENT:
             return None
         return self.path / name
 
 
-def find_model(path: Path) -> Trained:
+def find_model(path: Path) -> TrainedModel:
     """RUN, one of its checkpoints, or a Hugging Face folder."""
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config import describe
 
-        described = describe(path)
-        seq_len = described.json.get("max_position_embeddings") or Config().training.seq_len
-        config = Config(model=described.model, training=replace(Config().training, seq_len=seq_len))
-        return Trained(path, config, None)
-    path = the_latest(path)
+        parsed = describe(path)
+        seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
+        config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
+        return TrainedModel(path, config, None)
+    path = latest_checkpoint(path)
     if broken := layout.damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
     config = build_config(config_of(record, path / layout.MANIFEST))
-    return Trained(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
+    return TrainedModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
-def tokenizer_of(found: Trained, asked: str | None) -> Tokenizer:
+def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
     """As asked for, else the one that the run's tokens came from."""
-    data, carried = found.config.data, found.tokenizer
-    if asked is not None:
-        return open_tokenizer(asked)
+    data, carried = trained.config.data, trained.tokenizer
+    if name is not None:
+        return open_tokenizer(name)
     shards = [path for entry in data.paths if is_shards(path := Path(entry).expanduser())]
-    identity = found.identity or (read_manifest(shards[0])["tokenizer"]["identity"] if shards else None)
+    identity = trained.identity or (read_manifest(shards[0])["tokenizer"]["identity"] if shards else None)
     if identity is None and data.tokenizer != "bytes":
         return open_tokenizer(data.tokenizer)
-    own = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
-    if identity in (None, own.identity):
-        if found.step is None and not carried:
-            raise ConfigError([f"{found.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
-        return own
-    if data.tokenizer != "bytes" and (named := open_tokenizer(data.tokenizer)).identity == identity:
-        return named
+    own_tokenizer = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
+    if identity in (None, own_tokenizer.identity):
+        if trained.step is None and not carried:
+            raise ConfigError([f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
+        return own_tokenizer
+    if data.tokenizer != "bytes" and (data_tokenizer := open_tokenizer(data.tokenizer)).identity == identity:
+        return data_tokenizer
     raise ConfigError(
         [f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
          f"--tokenizer (a {FILE} or its folder)"]
     )  # fmt: skip
 
 
-def config_to_run(found: Trained, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
+def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
     """The config to run; ConfigError with everything that is wrong with it."""
     problems = [
         f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"
@@ -97,21 +97,21 @@ def config_to_run(found: Trained, world: int, degrees: dict[str, int], dtype: st
         if degrees[name] != 1
     ]
     tp, ep, etp = (degrees[name] for name in ("tp", "ep", "etp"))
-    trained = found.config
+    trained_config = trained.config
     training = replace(
         Config().training,
-        dtype=dtype or trained.training.mixed_precision_param,
-        mixed_precision_param=dtype or trained.training.mixed_precision_param,
+        dtype=dtype or trained_config.training.mixed_precision_param,
+        mixed_precision_param=dtype or trained_config.training.mixed_precision_param,
         seq_len=max(tp, 1),  # a multiple of tp, which is all that its laws ask for
         device=device,
     )
     # Dropless, and the choice is the router's alone: what training adds to it is not part of the model.
-    own = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
-    kept = {name: value for name, value in own.items() if getattr(trained.moe, name) == value}
-    moe = replace(Config().moe, router_dtype=trained.moe.router_dtype, **kept)
-    config = Config(model=replace(trained.model, mtp_depth=0), training=training, moe=moe)
-    resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
-    problems += wrong
+    plain_choices = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
+    choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
+    moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
+    config = Config(model=replace(trained_config.model, mtp_depth=0), training=training, moe=moe)
+    resolved, mapping_problems = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
+    problems += mapping_problems
     edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
     problems += model_violations(resolved, config)
     if problems:
@@ -120,7 +120,7 @@ def config_to_run(found: Trained, world: int, degrees: dict[str, int], dtype: st
     return replace(config, parallelism=Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts))
 
 
-def build(config: Config, meshes: Any, found: Trained, device: Any) -> Any:
+def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> Any:
     """The transformer on this rank, filled."""
     import torch
     from torch import nn
@@ -144,7 +144,7 @@ def build(config: Config, meshes: Any, found: Trained, device: Any) -> Any:
     for buffer in model.buffers():
         buffer.zero_()
     with torch.no_grad():
-        _fill(model, found, config)
+        _fill(model, trained, config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # A forward only uses its piece of it.
@@ -154,21 +154,21 @@ def build(config: Config, meshes: Any, found: Trained, device: Any) -> Any:
     return model.eval()
 
 
-def _fill(model: Any, found: Trained, config: Config) -> None:
+def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint import state
 
     tied = config.model.tie_embeddings
-    wanted = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
-    if found.step is None:
+    targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
+    if trained.step is None:
         from titanmoe.checkpoint.hf.source import open_hf
 
-        source = open_hf(found.path, config.model)
+        source = open_hf(trained.path, config.model)
         if source.has_mtp:
-            source = open_hf(found.path, config.model, drop=("mtp",))
+            source = open_hf(trained.path, config.model, drop=("mtp",))
         source.check()
-        for name, (_, piece) in wanted.items():
+        for name, (_, piece) in targets.items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         return
     from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
-    Checkpoint(found.path).fill(wanted)
+    Checkpoint(trained.path).fill(targets)

@@ -25,22 +25,30 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure, following, parts_of_step
+from titanmoe.launcher.message import Failure, parts_of_step, ranks_ended_by_hang
 from titanmoe.train import failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN_S = 0.5
+SECOND_SIGNAL_S = 0.5
 """A second signal counts only after this time: one Ctrl-C may arrive twice, from the terminal and from make."""
 MONITOR_S = 0.1
+AGENT = "agent.log"
 
 
 class Logs(LogsSpecs):
     """Rank 0 of a machine writes to the terminal, the others to files; every rank's errors go to its log."""
 
-    def __init__(self, folder: Path, environment: dict[str, str] | None = None):
-        """environment: variables of the ranks, besides those of this process."""
+    def __init__(self, folder: Path):
         super().__init__(str(folder))
-        self.folder, self.environment, self.attempt = folder, environment or {}, 0
+        self.folder, self.attempt = folder, 0
+        self.environment: dict[str, str] = {}
+        """Variables of the ranks, besides those of this process."""
+        self.made: list[Path] = []
+        """Folders that were not there before, the innermost first."""
+
+    def make_folder(self) -> None:
+        self.made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def root_log_dir(self) -> str:
@@ -59,18 +67,22 @@ class Logs(LogsSpecs):
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
-    def tidy(self) -> None:
-        """Remove empty logs, and advice for a failure that did not happen."""
+    def tidy(self, refused: bool = False) -> None:
+        """Remove empty logs, and advice for a failure that did not happen; after a refusal, which is told in full, also
+        the agent's log and the ranks' notes.
+        """
         for file in self.folder.rglob("rank*"):
-            if file.stat().st_size == 0 or file.suffix == failure.ADVICE:
+            if file.stat().st_size == 0 or file.suffix == failure.ADVICE or (refused and file.suffix == ".json"):
                 file.unlink()
-        for folder in (*self.folder.glob("attempt*"), self.folder):
+        if refused:
+            (self.folder / AGENT).unlink(missing_ok=True)
+        for folder in (*self.folder.glob("attempt*"), *self.made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 @dataclass
-class Ended:
+class LaunchResult:
     signal: int = 0
     """The first that the launcher received; 0 if none."""
     killed: bool = False
@@ -84,7 +96,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, logs: Logs):
         super().__init__(spec, logs)
-        self.signal, self.killed, self._since = 0, False, 0.0
+        self.signal, self.killed, self._signalled_at = 0, False, 0.0
 
     def handle_signals(self) -> None:
         for number in SIGNALS:
@@ -101,11 +113,11 @@ class Agent(LocalElasticAgent):
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.signal:
-            if time.monotonic() - self._since > AGAIN_S:
+            if time.monotonic() - self._signalled_at > SECOND_SIGNAL_S:
                 self.killed = True
                 self._send(signal.SIGKILL)
             return
-        self.signal, self._since, self._remaining_restarts = number, time.monotonic(), 0
+        self.signal, self._signalled_at, self._remaining_restarts = number, time.monotonic(), 0
         if self._pcontext is None:  # still waiting for other nodes
             raise SignalException("before the ranks were started", signal.Signals(number))
         self._send(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -116,33 +128,35 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def ended(self, failures: dict[int, Any]) -> Ended:
+    def result(self, failed_processes: dict[int, Any]) -> LaunchResult:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
-        found, parts, follow = [], parts_of_step(files), following(files)
-        for failed in failures.values():
-            local = failed.local_rank
+        failures, parts, ended_by_hang = [], parts_of_step(files), ranks_ended_by_hang(files)
+        for process in failed_processes.values():
+            local = process.local_rank
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
             during = parts.get(rank, "")
-            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, during, rank in follow))
-        return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
+            failures.append(
+                Failure(rank, process.exitcode, process.timestamp, log, note, during, rank in ended_by_hang)
+            )
+        return LaunchResult(self.signal, self.killed, failures, workers[0].world_size if workers else 1)
 
 
-def launch(options: Namespace, words: list[str], logs: Logs) -> Ended:
+def launch(options: Namespace, words: list[str], logs: Logs) -> LaunchResult:
     """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
-    _quiet(logs.folder)
+    _log_to_file(logs.folder)
     config, _, _ = config_from_args(options)
     agent = Agent(_spec(config, ("-u", "-m", "titanmoe.rank", *words)), logs)
     agent.handle_signals()
     handler = agent._worker_group.spec.rdzv_handler
     try:
         result = agent.run()
-    except SignalException as stopped:
-        return Ended(int(stopped.sigval))
+    except SignalException as error:
+        return LaunchResult(int(error.sigval))
     finally:
         if not agent.signal:  # otherwise other nodes may go on without this one
             handler.shutdown()
-    return agent.ended(result.failures if result and result.is_failed() else {})
+    return agent.result(result.failures if result and result.is_failed() else {})
 
 
 def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
@@ -171,11 +185,11 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
     )
 
 
-def _quiet(folder: Path) -> None:
+def _log_to_file(folder: Path) -> None:
     """The agent's own log goes to a file."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):
             inner = logging.getLogger(name)
             inner.handlers, inner.propagate = [], True
-    log.handlers, log.propagate = [logging.FileHandler(folder / "agent.log", delay=True)], False
+    log.handlers, log.propagate = [logging.FileHandler(folder / AGENT, delay=True)], False

@@ -108,7 +108,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
 
 
 @dataclass
-class Compared:
+class Comparison:
     name: str
     error: float = math.nan
     """The largest relative difference from one rank, of losses and gradient norms."""
@@ -142,10 +142,10 @@ def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
         training.loader.close()
 
 
-def of_one_rank(world: int, device: str) -> list[float]:
+def numbers_of_one_rank(world: int, device: str) -> list[float]:
     """The numbers of one rank, from a process without a launcher; on rank 0, while the others wait."""
-    taken = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+    launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
     command = [sys.executable, "-m", "titanmoe.launcher.check_cluster", "--alone", str(world), "--device", device]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
@@ -153,19 +153,19 @@ def of_one_rank(world: int, device: str) -> list[float]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Compared]:
+def compare(runtime: Runtime, only: list[str], node: int, expected: list[float]) -> list[Comparison]:
     rows = []
     for name, changes in cases(runtime.world, node).items():
-        if chosen and not any(word in name for word in chosen):
+        if only and not any(word in name for word in only):
             continue
         try:
             config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world)
         except ConfigError as error:
-            row = Compared(name, skipped=error.problems[0])
+            row = Comparison(name, skipped=error.problems[0])
         else:
-            got, seconds = numbers(config, runtime)
-            apart = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
-            row = Compared(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
+            actual, seconds = numbers(config, runtime)
+            errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)]
+            row = Comparison(name, max(errors, key=lambda x: math.inf if math.isnan(x) else x), seconds)
         rows.append(row)
         say(row.line())
     return rows
@@ -191,7 +191,7 @@ class Wire:
         )
 
 
-def timed(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
+def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
     def wait() -> None:
         if runtime.device.type == "cuda":
             torch.cuda.synchronize()
@@ -213,10 +213,10 @@ def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable
     """The messages of training, with about that many bytes in and out of each rank."""
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
     piece = max(1, size // 2 // ranks)
-    one = torch.zeros(piece, dtype=torch.bfloat16, device=device)
+    shard = torch.zeros(piece, dtype=torch.bfloat16, device=device)
     whole = torch.zeros(piece * ranks, dtype=torch.bfloat16, device=device)
     return {
-        "all-gather": lambda: ops.wait_tensor(ops.all_gather_into_tensor(one, ranks, name)),
+        "all-gather": lambda: ops.wait_tensor(ops.all_gather_into_tensor(shard, ranks, name)),
         "reduce-scatter": lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, name)),
         "all-to-all": lambda: ops.wait_tensor(ops.all_to_all_single(whole, [piece] * ranks, [piece] * ranks, name)),
     }
@@ -231,14 +231,17 @@ def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
         "FSDP of attention": (_data(meshes.dense_data), ("all-gather", "reduce-scatter")),
         "FSDP of experts": (_data(meshes.expert_data), ("all-gather", "reduce-scatter")),
     }
-    out, most = [], LARGE if runtime.device.type == "cuda" else LARGE >> 5
+    out, large_size = [], LARGE if runtime.device.type == "cuda" else LARGE >> 5
     for axis, (group, messages) in axes.items():
         if group.size == 1:
             continue
-        small, large = (senders(group, size, runtime.device) for size in (SMALL, most))
+        small, large = (senders(group, size, runtime.device) for size in (SMALL, large_size))
         for message in messages:
-            latency, seconds = timed(runtime, small[message], 20), timed(runtime, large[message], 5)
-            rate = most * (1 - 1 / group.size) / seconds
+            latency, seconds = (
+                seconds_per_call(runtime, small[message], 20),
+                seconds_per_call(runtime, large[message], 5),
+            )
+            rate = large_size * (1 - 1 / group.size) / seconds
             out.append(Wire(axis, group.size, message, latency * 1e6, rate / 1e9))
             say(out[-1].line())
     return out
@@ -263,7 +266,7 @@ def versions(runtime: Runtime) -> list[str]:
     return lines
 
 
-def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
+def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     """Runs on every rank, and returns the same on all."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
@@ -277,14 +280,14 @@ def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
     box: list[Any] = [None]
     if runtime.rank == 0:
         try:
-            box[0] = of_one_rank(runtime.world, runtime.device.type)
+            box[0] = numbers_of_one_rank(runtime.world, runtime.device.type)
         except RuntimeError as error:
             box[0] = str(error)
     dist.broadcast_object_list(box, 0)
     if isinstance(box[0], str):
         return {"rows": [], "wires": [], "problems": [box[0]]}
     say(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
-    rows = compare(runtime, chosen, node, box[0])
+    rows = compare(runtime, only, node, box[0])
     problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.fit]
 
     widest = math.gcd(node, 8)
@@ -312,19 +315,19 @@ def main() -> int:
         return 0
     try:
         runtime = start(read(command_line(world_size(), {}, options.device), world_size()))
-        found = check(runtime, options.only, options.config)
+        result = check(runtime, options.only, options.config)
     except ConfigError as error:
         say("\n".join(f"error: {problem}" for problem in error.problems))
         return 2
     finally:
         stop()
     if options.json and runtime.rank == 0:
-        rows = [asdict(row) for row in found["rows"]]
+        rows = [asdict(row) for row in result["rows"]]
         Path(options.json).write_text(
-            json.dumps({"rows": rows, "wires": [asdict(w) for w in found["wires"]], "problems": found["problems"]})
+            json.dumps({"rows": rows, "wires": [asdict(w) for w in result["wires"]], "problems": result["problems"]})
         )
-    say("\n" + "\n".join(found["problems"] or ["this cluster is fit"]))
-    return bool(found["problems"])
+    say("\n" + "\n".join(result["problems"] or ["this cluster is fit"]))
+    return bool(result["problems"])
 
 
 if __name__ == "__main__":

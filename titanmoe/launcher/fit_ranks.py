@@ -42,67 +42,69 @@ def this_machine(device: str) -> Machine:
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
-    of_gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)]
-    return Machine(gpus, cores, min(of_gpus, default=host_memory.whole()))
+    gpu_memories = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)]
+    return Machine(gpus, cores, min(gpu_memories, default=host_memory.whole()))
 
 
-def choose_ranks(given: str, nodes: int, own: int, machine: Machine) -> int:
-    """Ranks on all nodes. given: --ranks, "" if absent; own: the recipe's number, 0 if it has none."""
-    if given == "auto" or not (given or own):
+def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine) -> int:
+    """Ranks on all nodes. requested: --ranks, "" if absent. recipe_ranks: the recipe's own number, 0 if it has none."""
+    if requested == "auto" or not (requested or recipe_ranks):
         return machine.ranks * nodes
-    return int(given or own)
+    return int(requested or recipe_ranks)
 
 
-def too_many(world: int, nodes: int, machine: Machine, recipe: str, here: Callable[[], str] = lambda: "") -> str:
-    """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks. here:
-    what --ranks auto --fit lacks on this machine, "" if nothing."""
+def too_many(
+    world: int, nodes: int, machine: Machine, recipe: str, shortage_here: Callable[[], str] = lambda: ""
+) -> str:
+    """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks.
+    shortage_here: what --ranks auto --fit would lack on this machine, "" if nothing."""
     who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
     if world % nodes:
         even = " or ".join(str(n) for n in (world // nodes * nodes, -(-world // nodes) * nodes) if n)
         return f"{who}, which {nodes} nodes cannot share evenly: give --ranks {even}"
-    each = world // nodes
+    per_node = world // nodes
     # A number on the command line is meant, also on CPUs.
-    most = machine.gpus or (max(8, MOST_PER_CORE * machine.cores) if recipe else each)
-    if each <= most:
+    most = machine.gpus or (max(8, MOST_PER_CORE * machine.cores) if recipe else per_node)
+    if per_node <= most:
         return ""
     on_node = machine.gpus or 8
-    said = (
-        f"{who}, {each} of them here, and this machine has {machine}"
+    reason = (
+        f"{who}, {per_node} of them here, and this machine has {machine}"
         if nodes > 1
         else f"{who} and this machine has {machine}"
     )
     if not recipe:
-        return f"{said}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
+        return f"{reason}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
     count = -(-world // on_node)
     several = f"--nnodes {count} on each of {count} nodes (docs/multi_node.md)"
-    if lack := here():
-        return f"{said}: use {several}; with --ranks auto --fit, {lack}"
-    return f"{said}: use {several}, or --ranks auto --fit to run it here"
+    if shortage := shortage_here():
+        return f"{reason}: use {several}; with --ranks auto --fit, {shortage}"
+    return f"{reason}: use {several}, or --ranks auto --fit to run it here"
 
 
-def fitting(config: Config, world: int) -> dict[str, tuple[int, int]]:
+def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
     """The degrees that the nearest legal mapping changes, by path: from, to. {} if there is none."""
-    found = nearest(world, config.parallelism, config, count=1)
-    return {KEYS[name]: change for name, change in changes(config.parallelism, found[0]).items()} if found else {}
+    mappings = nearest(world, config.parallelism, config, count=1)
+    return {KEYS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()} if mappings else {}
 
 
-def offer(config: Config, world: int, nodes: int, lack: Callable[[Config, int], str] = lambda *_: "") -> str:
-    """What to do if the mapping does not fit the world. lack: what a mapping that does lacks on this
-    machine, "" if nothing."""
-    if change := fitting(config, world):
-        said = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {text(change)}"
-        return f"{said}; {lack(with_values(config, new(change)), world) or '--fit takes it'}."
+def offer(config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: "") -> str:
+    """What to do if the mapping does not fit the world. shortage: what a mapping that fits would lack on this machine,
+    "" if nothing."""
+    if change := nearest_changes(config, world):
+        reason = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {changes_text(change)}"
+        return f"{reason}; {shortage(with_values(config, new_values(change)), world) or '--fit takes it'}."
     if nodes == 1:
         for smaller in range(world - 1, max(0, world - SMALLER_WORLDS), -1):
-            if change := fitting(config, smaller):
-                said = f"No mapping of {world} ranks fits this model and batch; one of {smaller} does"
-                if why := lack(with_values(config, new(change)), smaller):
-                    return f"{said}, but {why}."
-                return f"{said}: --ranks {smaller} --fit ({text(change)})."
+            if change := nearest_changes(config, smaller):
+                reason = f"No mapping of {world} ranks fits this model and batch; one of {smaller} does"
+                if missing := shortage(with_values(config, new_values(change)), smaller):
+                    return f"{reason}, but {missing}."
+                return f"{reason}: --ranks {smaller} --fit ({changes_text(change)})."
     return f"No mapping of {world} ranks fits this model and batch: change training.global_batch_size, or the ranks."
 
 
-def new(change: dict[str, tuple[int, int]]) -> dict[str, int]:
+def new_values(change: dict[str, tuple[int, int]]) -> dict[str, int]:
     return {path: value for path, (_, value) in change.items()}
 
 
@@ -114,5 +116,5 @@ def with_values(config: Any, values: dict[str, Any]) -> Any:
     return config
 
 
-def text(change: dict[str, tuple[int, int]]) -> str:
+def changes_text(change: dict[str, tuple[int, int]]) -> str:
     return ", ".join(f"{path} {'derived' if old == -1 else old} -> {new}" for path, (old, new) in change.items())

@@ -24,7 +24,7 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.search import search
 from titanmoe.rehearse.columns import format_bytes
 
-ALIKE = 0.1
+MEMORY_TOLERANCE = 0.1
 """How far the memory of a known GPU may be from that of this machine's."""
 DOUBLINGS = 4
 """How many numbers of GPUs are tried, beginning with the first that could hold the weights."""
@@ -40,52 +40,54 @@ class Need:
     """Bytes on all ranks of the machine that needs most."""
 
 
-def need(config: Config, world: int, each: int, machine: Machine) -> Need:
-    """each: ranks on a machine."""
+def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> Need:
+    """per_machine: ranks on a machine."""
     fold = derive(world, config.parallelism)
-    stages = memory.ranks(config, fold)
-    away = config.optimizer.offload and machine.gpus > 0
-    held = [stage.peak - stage.moments * away for stage in stages]
-    fullest = max(range(fold.pp), key=lambda stage: held[stage])
-    state = stages[fullest].weights + stages[fullest].gradients + stages[fullest].moments * (not away)
-    machines = [range(first, min(first + each, world)) for first in range(0, world, each)]
-    return Need(held[fullest], state, max(sum(held[rank // fold.stage] for rank in ranks) for ranks in machines))
+    stages = memory.rank_memories(config, fold)
+    offloaded = config.optimizer.offload and machine.gpus > 0
+    rank_bytes = [stage.peak - stage.moments * offloaded for stage in stages]
+    fullest = max(range(fold.pp), key=lambda stage: rank_bytes[stage])
+    state = stages[fullest].weights + stages[fullest].gradients + stages[fullest].moments * (not offloaded)
+    machines = [range(first, min(first + per_machine, world)) for first in range(0, world, per_machine)]
+    return Need(
+        rank_bytes[fullest], state, max(sum(rank_bytes[rank // fold.stage] for rank in ranks) for ranks in machines)
+    )
 
 
-def too_large(config: Config, world: int, each: int, machine: Machine) -> Need | None:
+def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> Need | None:
     """What a legal mapping needs, if that is more than there is."""
     if not machine.memory:  # unknown
         return None
-    found = need(config, world, each, machine)
-    return found if (found.rank if machine.gpus else found.machine) > machine.memory else None
+    need = memory_need(config, world, per_machine, machine)
+    return need if (need.rank if machine.gpus else need.machine) > machine.memory else None
 
 
-def lack(config: Config, world: int, each: int, machine: Machine, command: str) -> str:
+def shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
     """Why a legal mapping does not fit and what would do, "" if it fits. command: the recipe and its overrides."""
-    found = too_large(config, world, each, machine)
-    if found is None:
+    need = need_if_too_large(config, world, per_machine, machine)
+    if need is None:
         return ""
-    have, state = format_bytes(machine.memory), format_bytes(found.state)
+    available, state = format_bytes(machine.memory), format_bytes(need.state)
     if machine.gpus:
-        said = f"a rank needs at least {format_bytes(found.rank)} of memory, and a GPU of this machine has {have}"
+        text = f"a rank needs at least {format_bytes(need.rank)} of memory, and a GPU of this machine has {available}"
     else:
-        who = f"{each} ranks need" if each > 1 else "the rank needs"
-        said = f"{who} at least {format_bytes(found.machine)} of memory here, and this machine has {have}"
-    said += f" (weights, gradients and optimizer state alone are {state} a rank)"
-    if change := smallest_change(config, world, each, machine):
-        return f"{said}: {change} fits"
-    return f"{said}: {enough(config, world, machine, command)}"
+        who = f"{per_machine} ranks need" if per_machine > 1 else "the rank needs"
+        text = f"{who} at least {format_bytes(need.machine)} of memory here, and this machine has {available}"
+    text += f" (weights, gradients and optimizer state alone are {state} a rank)"
+    if change := smallest_change(config, world, per_machine, machine):
+        return f"{text}: {change} fits"
+    return f"{text}: {enough_gpus(config, world, machine, command)}"
 
 
 # ---- what would do
 
 
-def smallest_change(config: Config, world: int, each: int, machine: Machine) -> str:
+def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
     """As options; "" if there is none. It changes what is kept and when, not what the model learns."""
     for change in sorted(product(*_ways(config, world, machine)), key=lambda parts: sum(map(bool, parts))):
         values: dict[str, Any] = {path: value for part in change for path, value in part.items()}
         changed = with_values(config, values)
-        if values and not violations(changed, world) and not too_large(changed, world, each, machine):
+        if values and not violations(changed, world) and not need_if_too_large(changed, world, per_machine, machine):
             return " ".join(f"--{path} {str(value).lower()}" for path, value in values.items())
     return ""
 
@@ -97,44 +99,44 @@ def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[st
     modes = [mode for mode in modes if mode == "full" or moe_layers(config.model)]
     every = {"activation_checkpoint.every": 1} if options.every > 1 else {}
     yield [{}, *({"activation_checkpoint.mode": mode} | every for mode in modes)]
-    batch, same = training.local_batch_size, {}
+    batch, same_batch = training.local_batch_size, {}
     if training.global_batch_size == -1:  # it would become smaller too
-        same = {"training.global_batch_size": batch * derive(world, parallelism).dp}
+        same_batch = {"training.global_batch_size": batch * derive(world, parallelism).dp}
     smaller = [batch >> n for n in range(1, batch.bit_length())]
-    yield [{}, *({"training.local_batch_size": size} | same for size in smaller)]
+    yield [{}, *({"training.local_batch_size": size} | same_batch for size in smaller)]
     yield [{}, {"parallelism.dp_replicate": 1}] if parallelism.dp_replicate > 1 else [{}]
     yield [{}, {"optimizer.offload": True}] if machine.gpus and not config.optimizer.offload else [{}]
 
 
-def enough(config: Config, world: int, machine: Machine, command: str) -> str:
+def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
     """The smallest number of GPUs like this machine's, or of H100s, for which the planner finds a mapping. It doubles
     the number, and leaves a margin for what CUDA keeps from tensors."""
-    training, device = config.training, _like(machine)
-    room = device.memory - device.reserved
+    training, device = config.training, _similar_device(machine)
+    usable = device.memory - device.reserved
     state = 4 * WIDTHS[training.dtype] * parameters(config.model).total
     count = world if machine.gpus else 1
-    while state / count > room:
+    while state / count > usable:
         count *= 2
-    for tried in (count << n for n in range(DOUBLINGS)):
+    for gpus in (count << n for n in range(DOUBLINGS)):
         batch = training.global_batch_size
-        given = replace(training, global_batch_size=training.local_batch_size * tried if batch == -1 else batch)
-        if search(replace(config, training=given), tried, device, Factors(), 1).best:
+        gpus_training = replace(training, global_batch_size=training.local_batch_size * gpus if batch == -1 else batch)
+        if search(replace(config, training=gpus_training), gpus, device, Factors(), 1).best:
             kind = f"{device.name.upper()} GPU" if device.name else f"GPU of {format_bytes(device.memory)}"
-            kind = f"1 {kind} is" if tried == 1 else f"{tried} {kind.replace('GPU', 'GPUs')} are"
-            how = " with another mapping" if machine.gpus and tried == world else ""
-            plan = f"titanmoe plan {command} --ranks {tried} --hardware"
+            kind = f"1 {kind} is" if gpus == 1 else f"{gpus} {kind.replace('GPU', 'GPUs')} are"
+            how = " with another mapping" if machine.gpus and gpus == world else ""
+            plan = f"titanmoe plan {command} --ranks {gpus} --hardware"
             shows = f"{plan} {device.name} shows" if device.name else f"{plan} FILE shows, with their figures in FILE"
             return f"{kind} enough{how}, as {shows}"
     return f"titanmoe plan {command} --ranks {count} says what helps"
 
 
-def _like(machine: Machine) -> Device:
+def _similar_device(machine: Machine) -> Device:
     """H100s if this machine has no GPUs; prices and speeds do not matter here."""
-    known = [read_device(name) for name in names() if name != "cpu"]
-    h100 = next(device for device in known if device.name == "h100")
+    shipped = [read_device(name) for name in names() if name != "cpu"]
+    h100 = next(device for device in shipped if device.name == "h100")
     if not machine.gpus:
         return h100
-    nearest = min([h100, *known], key=lambda device: abs(device.memory - machine.memory))
-    if abs(nearest.memory - machine.memory) <= ALIKE * machine.memory:
+    nearest = min([h100, *shipped], key=lambda device: abs(device.memory - machine.memory))
+    if abs(nearest.memory - machine.memory) <= MEMORY_TOLERANCE * machine.memory:
         return nearest
     return replace(h100, name="", memory=machine.memory, reserved=min(h100.reserved, machine.memory / 10))

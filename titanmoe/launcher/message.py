@@ -26,7 +26,7 @@ class Failure:
     """Written by titanmoe.train.failure, if the rank got that far."""
     during: str = ""
     """Which part of the step it was in, as far as other ranks of this machine know."""
-    follows: bool = False
+    ended_by_hang: bool = False
     """Whether it ended because of a hang that the watch reported, which kills a stopped rank."""
 
     def note(self) -> dict:
@@ -42,7 +42,12 @@ class Failure:
         """Whether another rank failed first: the note says so, or the launcher or the watch then ended this one."""
         if note := self.note():
             return bool(note.get("consequence"))
-        return self.follows or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.ended_by_hang or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it told the user what to change, before it trained."""
+        return self.exitcode == 2 and bool(self.note())
 
     @property
     def own_fault(self) -> bool:
@@ -59,34 +64,37 @@ def read_note(file: Path) -> dict:
 
 def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
     """Which part of the step late ranks were in, from what the watch left in the notes of others."""
-    found: dict[int, str] = {}
+    parts: dict[int, str] = {}
     for file in notes:
-        found |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
-    return found
+        parts |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
+    return parts
 
 
-def following(notes: Iterable[Path]) -> set[int]:
+def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
     """Ranks that ended because of a hang that the watch reported."""
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
-def first(failures: Iterable[Failure]) -> Failure:
+def first_failure(failures: Iterable[Failure]) -> Failure:
     """The rank that failed first; those that only lost the connection to it come after it, whatever the clocks say."""
 
     def order(failure: Failure) -> tuple[bool, float, int]:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
-    found = sorted(failures, key=order)
-    note = found[0].note()
+    ordered = sorted(failures, key=order)
+    note = ordered[0].note()
     if not note.get("alike"):
-        return found[0]
-    return min((one for one in found if one.note().get("message") == note["message"]), key=lambda one: one.rank)
+        return ordered[0]
+    return min(
+        (failure for failure in ordered if failure.note().get("message") == note["message"]),
+        key=lambda failure: failure.rank,
+    )
 
 
 def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
-    if failure.exitcode == 2 and note:
+    if failure.refused:
         # A refusal: usually from all ranks, sometimes about one rank's machine, such as data missing there.
         return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"

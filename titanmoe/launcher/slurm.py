@@ -13,7 +13,7 @@ from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 
 START = r"""
 set -u -o pipefail
@@ -105,53 +105,56 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 def job_script(args: argparse.Namespace) -> str:
     """Raises ConfigError for what sbatch or the ranks would refuse."""
-    world = world_of(args.ranks, args.overrides, preset)
-    each = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
+    world = world_of(args.ranks, args.overrides, PARTS)
+    ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
-    if each < 1:
-        problems.append(f"--gpus-per-node = {each} is not a number of ranks: use 1 or more")
-    elif world % each:
-        fits = max(n for n in range(1, each + 1) if world % n == 0)
-        problems.append(f"{world} ranks do not fill nodes of {each}: give --gpus-per-node {fits}, or other --ranks")
+    if ranks_per_node < 1:
+        problems.append(f"--gpus-per-node = {ranks_per_node} is not a number of ranks: use 1 or more")
+    elif world % ranks_per_node:
+        fits = max(n for n in range(1, ranks_per_node + 1) if world % n == 0)
+        problems.append(
+            f"{world} ranks do not fill nodes of {ranks_per_node}: give --gpus-per-node {fits}, or other --ranks"
+        )
     if args.container_mounts and not args.container_image:
         problems.append("--container-mounts is about a container: give --container-image too")
     if problems:
         raise ConfigError(problems)
-    config = _config(args.overrides, world, each)
-    nodes = world // each
+    config = _config(args.overrides, world, ranks_per_node)
+    nodes = world // ranks_per_node
     python = shlex.quote(args.python or ("python" if args.container_image else sys.executable))
     meet = f'--nnodes {nodes} --node-rank "$SLURM_NODEID" --master-addr "$MASTER" --master-port "$PORT"'
     words = f'{shlex.join(args.overrides)} --ranks {world} {meet} --logs "$LOGS/node$SLURM_NODEID"'
-    check = f"exec {python} -m torch.distributed.run {meet} --nproc-per-node {each} -m titanmoe.launcher.check_cluster"
+    torchrun = f"{python} -m torch.distributed.run {meet} --nproc-per-node {ranks_per_node}"
+    check = f"exec {torchrun} -m titanmoe.launcher.check_cluster"
     values = {
         "nodes": str(nodes),
-        "each": str(each),
+        "each": str(ranks_per_node),
         "logs": shlex.quote(f"{config.job.dump_folder}/launch/{config.job.name}"),
-        "wrapped": _wrapped(args.container_image, args.container_mounts),
+        "wrapped": _container_prefix(args.container_image, args.container_mounts),
         "check": shlex.quote(f"{check} --device {config.training.device}"),
         "train": shlex.quote(f"exec {python} -m titanmoe train {words}"),
     }
     body = START + CHECK * args.check + TRAIN
-    return _head(args, config, nodes, each) + re.sub(r"\{([a-z]+)\}", lambda found: values[found[1]], body)
+    return _head(args, config, nodes, ranks_per_node) + re.sub(r"\{([a-z]+)\}", lambda match: values[match[1]], body)
 
 
-def _config(overrides: Sequence[str], world: int, each: int) -> Config:
+def _config(overrides: Sequence[str], world: int, ranks_per_node: int) -> Config:
     from titanmoe.train.launch import on_nodes
 
-    return load(overrides, preset, lambda config: violations(on_nodes(config, each), world))
+    return load(overrides, PARTS, lambda config: violations(on_nodes(config, ranks_per_node), world))
 
 
-def _head(args: argparse.Namespace, config: Config, nodes: int, each: int) -> str:
-    gpus = [f"--gpus-per-node={each}"] if config.training.device != "cpu" else []
-    asked = [f"--{name}={value}" for name in ("account", "partition", "time") if (value := getattr(args, name))]
+def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: int) -> str:
+    gpus = [f"--gpus-per-node={ranks_per_node}"] if config.training.device != "cpu" else []
+    job_options = [f"--{name}={value}" for name in ("account", "partition", "time") if (value := getattr(args, name))]
     name = re.sub(r"[^\w.-]+", "_", config.job.name)
     options = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", *gpus, "--exclusive"]
     # Two minutes before the job's time is up Slurm sends SIGUSR1: the run saves and ends, and the job is requeued.
     options += ["--output=slurm-%j.log", "--open-mode=append", "--requeue", "--signal=B:USR1@120"]
-    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, *asked, *args.sbatch])
+    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, *job_options, *args.sbatch])
 
 
-def _wrapped(image: str | None, mounts: str | None) -> str:
+def _container_prefix(image: str | None, mounts: str | None) -> str:
     """What comes between srun and the command: the submitting folder is the same inside."""
     if not image:
         return ""

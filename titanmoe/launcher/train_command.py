@@ -22,26 +22,28 @@ from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
-from titanmoe.launcher.message import first, message, oom_kills
-from titanmoe.models.families import preset
+from titanmoe.launcher.message import first_failure, message, oom_kills
+from titanmoe.parts import PARTS
 from titanmoe.train.handed_on import FILE, Checked, handed_on
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
 
 if TYPE_CHECKING:
-    from titanmoe.launcher.agent import Ended
+    from titanmoe.launcher.agent import LaunchResult
 
-MEET = "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
+MEETING_POINT = (
+    "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
+)
 
-OWN = {
+OUR_OPTIONS = {
     "ranks": "N|auto: ranks of all nodes together. Default: the recipe's own number, job.ranks; auto: one per GPU, or "
     "per core without GPUs",
     "fit": "if the mapping does not fit that many ranks, take the nearest one that does",
     "memory": "ignore: start even if the planner finds that the run needs more memory than there is",
     "logs": "FOLDER: where the ranks' logs go. Default: {job.dump_folder}/launch/NAME-DATE-TIME",
 }
-TORCHRUN = {
+TORCHRUN_OPTIONS = {
     "nnodes": "N or MIN:MAX: machines; give the same command on each",
     "node-rank": "N: this machine's number, with --master-addr",
     "master-addr": "HOST: the machine of node rank 0",
@@ -90,7 +92,7 @@ class Request:
 
     @property
     def nodes(self) -> int:
-        """At most: the number may vary."""
+        """The most nodes: the number may vary."""
         return int(self.get("nnodes", "1").rpartition(":")[2])
 
 
@@ -103,7 +105,7 @@ def run_train(words: Sequence[str]) -> int:
     request = parse_words(words)
     if request.get("help"):
         print(usage(), end="", flush=True)
-        load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
+        load([*request.words, "--help"], PARTS, lambda config: [])  # prints every field, and exits
     try:
         return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
@@ -120,7 +122,7 @@ def parse_words(words: Sequence[str]) -> Request:
     """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
     request, rest, override = Request(typed=list(words)), list(words), False
     old: dict[str, int | str] = {}
-    known = OWN | TORCHRUN
+    launcher_options = OUR_OPTIONS | TORCHRUN_OPTIONS
     while rest:
         word = rest.pop(0)
         name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
@@ -128,11 +130,13 @@ def parse_words(words: Sequence[str]) -> Request:
             request.options["help"] = "yes"
         elif name == "config" and word.startswith("--"):
             request.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
-        elif word.startswith("--") and name in known:
+        elif word.startswith("--") and name in launcher_options:
             override = False
             value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
             if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
-                request.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
+                request.problems.append(
+                    f"command line: --{name} {value!r} is not {launcher_options[name].partition(':')[0]}"
+                )
             request.options[name] = value
         elif word.startswith("--") and name in other_names.RANKS:
             count = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
@@ -157,7 +161,7 @@ class Misfit(ConfigError):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     request: Request
     config: Config
     """As the ranks will have it."""
@@ -167,52 +171,54 @@ class Prepared:
     machine: fit_ranks.Machine
 
 
-def prepare(request: Request) -> Prepared:
+def prepare(request: Request) -> PreparedRun:
     """What to start; raises ConfigError with everything that is wrong."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
-    several = request.get("nnodes", "1") not in ("1", "1:1")
-    if several and not (request.get("rdzv-endpoint") or request.get("master-addr")):
-        request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEET}")
+    several_nodes = request.get("nnodes", "1") not in ("1", "1:1")
+    if several_nodes and not (request.get("rdzv-endpoint") or request.get("master-addr")):
+        request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEETING_POINT}")
     if request.problems:
         raise ConfigError(request.problems)
     waiting("reading the recipe")
-    config, problem = peek(request.words, preset)
+    config, problem = peek(request.words, PARTS)
     machine = fit_ranks.this_machine(config.training.device if config else "auto")
-    ranks_given = request.get("ranks")
-    own = recipe_ranks(request.words, preset) if not ranks_given else 0
-    if prints(request.words) and not own and not ranks_given.isdecimal():
-        load(request.words, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
-    world = fit_ranks.choose_ranks(ranks_given, request.nodes, own, machine)
+    requested_ranks = request.get("ranks")
+    recipe_world = recipe_ranks(request.words, PARTS) if not requested_ranks else 0
+    if prints(request.words) and not recipe_world and not requested_ranks.isdecimal():
+        load(request.words, PARTS, lambda config: [])  # and exits: what follows from the number of ranks stays open
+    world = fit_ranks.choose_ranks(requested_ranks, request.nodes, recipe_world, machine)
     nproc = -(-world // request.nodes)
 
-    def lack(config: Config, world: int) -> str:
+    def shortage(config: Config, world: int) -> str:
         each = -(-world // request.nodes)
-        return memory_check.lack(config, world, each, machine, request.command) if request.checks_memory else ""
+        return memory_check.shortage(config, world, each, machine, request.command) if request.checks_memory else ""
 
-    def here() -> str:
+    def shortage_here() -> str:
         smaller = machine.ranks * request.nodes
         if config is None:
             return ""
-        changed = fit_ranks.with_values(config, fit_ranks.new(fit_ranks.fitting(config, smaller)))
-        return "" if violations(changed, smaller) else lack(changed, smaller)
+        changed = fit_ranks.with_values(config, fit_ranks.new_values(fit_ranks.nearest_changes(config, smaller)))
+        return "" if violations(changed, smaller) else shortage(changed, smaller)
 
     if prints(request.words):
         nproc = min(nproc, machine.gpus or 8)
-    elif wrong := fit_ranks.too_many(world, request.nodes, machine, request.recipe if own else "", here):
-        raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
+    elif reason := fit_ranks.too_many(
+        world, request.nodes, machine, request.recipe if recipe_world else "", shortage_here
+    ):
+        raise ConfigError([*(problem.problems if problem else []), reason], problem.source if problem else "")
     try:
-        return Prepared(request, *final_config(request, world, nproc, machine), nproc, machine)
+        return PreparedRun(request, *final_config(request, world, nproc, machine), nproc, machine)
     except Misfit as misfit:
-        change = fit_ranks.fitting(misfit.config, world) if request.get("fit") else {}
+        change = fit_ranks.nearest_changes(misfit.config, world) if request.get("fit") else {}
         if not change:
-            misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, lack)
+            misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, shortage)
             raise
-    request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new(change).items()])
+    request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new_values(change).items()])
     config, checked = final_config(request, world, nproc, machine)
     waiting("")
-    print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.text(change)}", file=sys.stderr, flush=True)
-    return Prepared(request, config, checked, nproc, machine)
+    print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.changes_text(change)}", file=sys.stderr, flush=True)
+    return PreparedRun(request, config, checked, nproc, machine)
 
 
 def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> tuple[Config, Checked]:
@@ -228,13 +234,13 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
     def check(config: Config) -> list[str]:
         try:
             config, _ = fitted(config, nproc, world)
-            found = refusals(config, world)
-            if found and violations(config, world):
+            problems = refusals(config, world)
+            if problems and violations(config, world):
                 misfits.append(config)
-            if not found and request.checks_memory:
-                lack = memory_check.lack(config, world, nproc, machine, request.command)
-                found = [f"{lack}; --memory ignore starts it all the same"] if lack else []
-            return found
+            if not problems and request.checks_memory:
+                shortage = memory_check.shortage(config, world, nproc, machine, request.command)
+                problems = [f"{shortage}; --memory ignore starts it all the same"] if shortage else []
+            return problems
         except FoldError as error:
             return error.problems
 
@@ -247,7 +253,7 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
 
     checked = None
     try:
-        return load(request.words, preset, check, finish), checked
+        return load(request.words, PARTS, check, finish), checked
     except ConfigError as error:
         if misfits:
             misfit = Misfit(error.problems, error.source)
@@ -259,60 +265,63 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
 # ---- the run
 
 
-def start(prepared: Prepared) -> int:
+def start(prepared: PreparedRun) -> int:
     from torch.distributed.run import parse_args
 
     from titanmoe.launcher.agent import Logs, launch
 
     request = prepared.request
     _environment(prepared)
-    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
+    options = parse_args([*_torchrun_options(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
-    folder, before = _folder(prepared), oom_kills()
+    logs, before = Logs(_folder(prepared)), oom_kills()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        logs.make_folder()
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
-        raise ConfigError([f"cannot write the ranks' logs to {folder}: {error.strerror}: {fix}"]) from None
-    here = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
-    print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {folder}", flush=True)
-    waiting(f"starting {here}")
+        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
+    ranks_text = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
+    print(
+        f"{ranks_text}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True
+    )
+    waiting(f"starting {ranks_text}")
     try:
         with handed_on(prepared.checked) as file:
-            logs = Logs(folder, {FILE: str(file)})
-            ended = launch(options, request.words, logs)
+            logs.environment = {FILE: str(file)}
+            result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
         what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(f"error: {what}: {why}\nits log: {folder}/agent.log", file=sys.stderr, flush=True)
+        print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
-    code, text = verdict(ended, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
+    code, text = verdict(result, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
-    if code == 0 or not ended.failures or ended.signal:
-        logs.tidy()
+    refused = logs.attempt == 1 and bool(result.failures) and first_failure(result.failures).refused
+    if code == 0 or not result.failures or result.signal or refused:
+        logs.tidy(refused)
     return code
 
 
-def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
+def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
     """The exit code and the last message."""
-    if not ended.failures and not ended.signal:
+    if not result.failures and not result.signal:
         return 0, ""
-    culprit = first(ended.failures) if ended.failures else None
-    if culprit is None or (ended.signal and not culprit.own_fault):
-        if ended.killed:
-            return 128 + ended.signal, "ended at once; checkpoints that were complete are there"
-        return 128 + ended.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
-    text = message(culprit, ended.world, out_of_memory)
+    culprit = first_failure(result.failures) if result.failures else None
+    if culprit is None or (result.signal and not culprit.own_fault):
+        if result.killed:
+            return 128 + result.signal, "ended at once; checkpoints that were complete are there"
+        return 128 + result.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
+    text = message(culprit, result.world, out_of_memory)
     if nodes > 1 and culprit.consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
 
 
-def _environment(prepared: Prepared) -> None:
+def _environment(prepared: PreparedRun) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
     os.environ[COMMAND] = shlex.join(["titanmoe", "train", *prepared.request.typed])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
@@ -323,27 +332,27 @@ def _environment(prepared: Prepared) -> None:
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-def _as_for_torchrun(request: Request) -> list[str]:
-    given = {name: request.options[name] for name in TORCHRUN if name in request.options}
-    if "rdzv-endpoint" in given and "node-rank" not in given:
-        given.setdefault("rdzv-backend", "c10d")
-    elif request.nodes == 1 and "master-port" not in given:
+def _torchrun_options(request: Request) -> list[str]:
+    options = {name: request.options[name] for name in TORCHRUN_OPTIONS if name in request.options}
+    if "rdzv-endpoint" in options and "node-rank" not in options:
+        options.setdefault("rdzv-backend", "c10d")
+    elif request.nodes == 1 and "master-port" not in options:
         # Like torchrun --standalone; the address keeps it from looking up this machine's name.
-        given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
-        given["rdzv-id"] = uuid.uuid4().hex
-    given.setdefault("master-port", "29500")
-    return [f"--{name}={value}" for name, value in given.items()]
+        options |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
+        options["rdzv-id"] = uuid.uuid4().hex
+    options.setdefault("master-port", "29500")
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there."""
+    """Refuses a port that node 0 cannot listen on."""
     if why := why_not_listen(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 
 
-def _folder(prepared: Prepared) -> Path:
-    if given := prepared.request.get("logs"):
-        return Path(given)
+def _folder(prepared: PreparedRun) -> Path:
+    if requested := prepared.request.get("logs"):
+        return Path(requested)
     name = f"{prepared.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, n = Path(prepared.config.job.dump_folder, "launch", name), 1
     while folder.exists():
@@ -355,7 +364,7 @@ def _folder(prepared: Prepared) -> Path:
 def usage() -> str:
     lines = ["usage: titanmoe train RECIPE.toml [options] [--TABLE.FIELD VALUE ...]", ""]
     lines += ["RECIPE.toml is a file, or the name of a recipe that comes with titanmoe, such as debug.", ""]
-    for name, text in (OWN | TORCHRUN).items():
+    for name, text in (OUR_OPTIONS | TORCHRUN_OPTIONS).items():
         kind, _, what = text.partition(": ")
         lines += [f"  --{name} {kind}".rstrip() if what else f"  --{name}", f"      {what or text}"]
     end = "Ctrl-C once: the ranks save, if the run saves, and end. Twice: they are killed."

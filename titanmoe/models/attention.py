@@ -34,8 +34,21 @@ def causal_attention(
     Windows and sinks are in plain operations here; `titanmoe.parallel.attend` replaces them with faster ones.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
-    if device.kind(q) == "cpu" and not window and sinks_H is None:
-        return blocked_attention(q, k, v, document_BS).transpose(1, 2)
+    if window or sinks_H is not None:
+        return plain_attention(q, k, v, document_BS, window, sinks_H).transpose(1, 2)
+    attention = device.way(q, plain_attention, cpu=blocked_attention, compiled=True)
+    return attention(q, k, v, document_BS).transpose(1, 2)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    document_BS: Tensor | None = None,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """The same with heads before positions, (B, H, S, h)."""
     mask = None
     if document_BS is not None:
         mask = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)).tril().unsqueeze(1)
@@ -50,9 +63,8 @@ def causal_attention(
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         sinks = promote(sinks_H).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         shares = torch.cat((scores.masked_fill(~mask, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
-        return (shares @ promote(v)).to(q.dtype).transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
-    return out.transpose(1, 2)
+        return (shares @ promote(v)).to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 class Attention(nn.Module):

@@ -77,9 +77,9 @@ def attention_matrices(model: Model) -> list[Split]:
 def attention_vectors(model: Model) -> list[Split]:
     """Biases and sinks of one block."""
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    found: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
-    found += [((model.dim,), None)] * model.out_bias
-    return found + [((model.num_heads,), 0)] * model.attention_sinks
+    vectors: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
+    vectors += [((model.dim,), None)] * model.out_bias
+    return vectors + [((model.num_heads,), 0)] * model.attention_sinks
 
 
 def attention_norms(model: Model) -> list[Split]:
@@ -98,8 +98,8 @@ def elements(tensors: list[Split]) -> int:
 def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
     """Forward FLOPs per token of one block's attention without its projections."""
     width = min(window(model, layer) or seq_len, seq_len)
-    twice_seen = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
-    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * twice_seen
+    twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
+    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * twice_visible
 
 
 def parameters(model: Model) -> Parameters:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum, sum_over
+from titanmoe.comm.collectives import NO_GROUP, Group, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
+from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
 
@@ -40,20 +41,22 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = local(self.weight)
-        if rowwise.pays(x):
-            return rowwise.norm(x, weight, self.eps)
-        if weight.dtype == x.dtype:  # one kernel on GPUs, which torch has for one dtype alone
-            return F.rms_norm(x, weight.shape, weight, self.eps)
-        return self.plain(x)
+        return device.way(x, norm, cpu=rowwise.norm)(x, local(self.weight), self.eps)
 
-    def plain(self, x: Tensor) -> Tensor:
-        wide = promote(x)
-        normed = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
-        return (normed * local(self.weight)).to(x.dtype)
 
-    def mean_square(self, wide: Tensor) -> Tensor:
-        return wide.square().mean(-1, keepdim=True)
+def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if weight_D.dtype == x.dtype:  # one kernel on GPUs, which torch has for one dtype alone
+        return F.rms_norm(x, weight_D.shape, weight_D, eps)
+    return plain_norm(x, weight_D, eps)
+
+
+def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
+    """tp: what the width is split over."""
+    wide = promote(x)
+    mean_square = wide.square().mean(-1, keepdim=True)
+    if tp.size > 1:
+        mean_square = sum_over(mean_square, tp) / tp.size
+    return (wide * torch.rsqrt(mean_square + eps) * weight_D).to(x.dtype)
 
 
 class SplitRMSNorm(RMSNorm):
@@ -64,10 +67,7 @@ class SplitRMSNorm(RMSNorm):
         self.tp = NO_GROUP
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.plain(x)
-
-    def mean_square(self, wide: Tensor) -> Tensor:
-        return sum_over(super().mean_square(wide), self.tp) / self.tp.size
+        return plain_norm(x, local(self.weight), self.eps, self.tp)
 
 
 class FeedForward(nn.Module):
@@ -89,7 +89,11 @@ class FeedForward(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return rowwise.activate(gate, up) if rowwise.pays(gate) else F.silu(gate) * up
+    return device.way(gate, plain_swiglu, cpu=rowwise.activate)(gate, up)
+
+
+def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
 
 
 class SharedExpert(FeedForward):
@@ -151,9 +155,7 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # a compiler fuses by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
-    if rowwise.pays(x_BSHh):
-        return rowwise.rotate(x_BSHh, *rope)
-    return plain_rotate(x_BSHh, rope)
+    return device.way(x_BSHh, plain_rotate, cpu=rowwise.rotate)(x_BSHh, rope)
 
 
 def rotate_both(

@@ -21,7 +21,7 @@ class _AddGradient(torch.autograd.Function):
     """The loss unchanged, whose gradient also reaches the other loss."""
 
     @staticmethod
-    def forward(ctx, loss, other):
+    def forward(ctx, loss, other_loss):
         return loss.clone()  # on a view, FSDP would lose its hooks
 
     @staticmethod
@@ -46,7 +46,7 @@ class MultiToken(nn.Module):
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
-    def add_loss(self, loss: Tensor, own: Tensor, microbatch: Tensor) -> Tensor:
+    def add_loss(self, loss: Tensor, mtp_loss: Tensor, microbatch: Tensor) -> Tensor:
         with torch.no_grad():
-            self.loss_M.index_copy_(0, microbatch.view(1), own.view(1).to(torch.float64))
-        return _AddGradient.apply(loss, self.weight * own)
+            self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss.view(1).to(torch.float64))
+        return _AddGradient.apply(loss, self.weight * mtp_loss)

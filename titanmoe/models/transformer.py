@@ -118,8 +118,8 @@ class Transformer(nn.Module):
         (mtp,) = self.mtp
         second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
         with region("head and loss"):
-            loss, own = self.head(x, labels_BS, second)
-        return mtp.add_loss(loss, own, tokens.microbatch)
+            loss, mtp_loss = self.head(x, labels_BS, second)
+        return mtp.add_loss(loss, mtp_loss, tokens.microbatch)
 
     def tie(self) -> None:
         """One parameter if a stage's embedding and head are one matrix."""
@@ -128,8 +128,8 @@ class Transformer(nn.Module):
 
     def blocks(self) -> dict[int, Block]:
         """By number; the block of multi-token prediction comes after the last layer."""
-        found = {int(i): block for i, block in self.layers.items()}
-        return found if self.mtp is None else found | {self.shape.num_layers: self.mtp[0].block}
+        blocks = {int(i): block for i, block in self.layers.items()}
+        return blocks if self.mtp is None else blocks | {self.shape.num_layers: self.mtp[0].block}
 
     def moe_layers(self) -> dict[int, MoE]:
         return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}

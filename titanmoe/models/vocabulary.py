@@ -21,8 +21,8 @@ from titanmoe.tokens import IGNORE
 def _own(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
     """Row numbers within this rank's piece of the vocabulary (0 for ids of other ranks), and which ids are its own."""
     row = ids - tp.rank * size
-    mine = (row >= 0) & (row < size)
-    return row.where(mine, 0), mine
+    is_own = (row >= 0) & (row < size)
+    return row.where(is_own, 0), is_own
 
 
 class Embedding(nn.Module):
@@ -35,8 +35,8 @@ class Embedding(nn.Module):
         weight = local(self.weight)
         if self.tp.size == 1:
             return F.embedding(ids_BS, weight)
-        row_BS, mine_BS = _own(ids_BS, weight.shape[0], self.tp)
-        return scatter_sum(F.embedding(row_BS, weight) * mine_BS.unsqueeze(-1), 1, self.tp)
+        row_BS, is_own_BS = _own(ids_BS, weight.shape[0], self.tp)
+        return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -45,19 +45,19 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp):
         has_label_T = label_T != IGNORE
-        row_T, mine_T = _own(label_T, logits_TV.shape[1], tp)
+        row_T, is_own_T = _own(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
         exp_TV = torch.exp(logits_TV - top_T.unsqueeze(1))
-        label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (mine_T & has_label_T)
+        label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (is_own_T & has_label_T)
         total_T, label_logit_T = all_reduce(torch.stack((exp_TV.sum(1), label_logit_T)), tp)
-        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, mine_T & has_label_T, has_label_T)
+        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, is_own_T & has_label_T, has_label_T)
         return ((total_T.log() - label_logit_T) * has_label_T).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        softmax_TV, row_T, mine_T, has_label_T = ctx.saved_tensors
+        softmax_TV, row_T, is_own_T, has_label_T = ctx.saved_tensors
         grad_TV = softmax_TV * has_label_T.unsqueeze(1)
-        grad_TV.scatter_add_(1, row_T.unsqueeze(1), -mine_T.unsqueeze(1).to(grad_TV.dtype))
+        grad_TV.scatter_add_(1, row_T.unsqueeze(1), -is_own_T.unsqueeze(1).to(grad_TV.dtype))
         return grad_TV * grad, None, None
 
 
@@ -71,9 +71,9 @@ keeps them in its caches. On a GPU every slice adds to the gradient of all hidde
 """
 
 
-def chunk_count(tokens: int, vocabulary: int, width: int, asked_for: int, most: int = CHUNK_BYTES) -> int:
+def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: int = CHUNK_BYTES) -> int:
     """How many slices of the vocabulary: as asked for, -1 for as many as stay within `most` bytes, 0 for the whole."""
-    count = -(-tokens * vocabulary * width // most) if asked_for == -1 else asked_for
+    count = -(-tokens * vocabulary * width // most) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
 
 
@@ -118,7 +118,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
-        row_T, mine_T = _own(label_T, weight_VD.shape[0], tp)
+        row_T, is_own_T = _own(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
         total_T, label_logit_T = (x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(2))
@@ -127,9 +127,9 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
             take(x_TD @ weight_vD.t(), row_T, begin, top_T, total_T, label_logit_T)
             begin += weight_vD.shape[0]
         highest_T = all_reduce(top_T, tp, "max")
-        label_logit_T = (label_logit_T - highest_T) * (mine_T & has_label_T)
+        label_logit_T = (label_logit_T - highest_T) * (is_own_T & has_label_T)
         total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
-        ctx.save_for_backward(x_TD, weight_VD, row_T.where(mine_T, -1), has_label_T, highest_T + total_T.log())
+        ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, highest_T + total_T.log())
         ctx.chunks, ctx.kernels = chunks, kernels
         return ((total_T.log() - label_logit_T) * has_label_T).sum()
 
@@ -201,7 +201,7 @@ class Head(nn.Module):
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
-        most = CHUNK_BYTES if device.kind(x_TD) == "cpu" else CHUNK_BYTES_GPU
+        most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
         if chunks > 1:
             return chunked_cross_entropy_sum(x_TD, weight_VD, labels_BS.flatten(), self.tp, chunks, self.kernels)

@@ -78,7 +78,7 @@ class DeepEP(Dispatcher):
             return f"the package deep_ep cannot be loaded ({error}): {INSTALL}"
         if not hasattr(deep_ep, "Buffer"):
             return f"the package deep_ep has no Buffer: {INSTALL}"
-        return "" if devices.chosen(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
+        return "" if devices.kind_for(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
 
     @staticmethod
     def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Kernels | None:

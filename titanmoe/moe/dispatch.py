@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +30,6 @@ from torch import Tensor
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group, InFlight, all_gather, all_to_all, gather, scatter_sum
 from titanmoe.comm.host import ToHost
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.assign import (
@@ -43,6 +41,7 @@ from titanmoe.moe.assign import (
     sort_by_expert,
     split_into_chunks,
 )
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.permute import reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.observe import named
 
@@ -342,5 +341,4 @@ class AllGather(Dispatcher):
 
 def dispatcher_class(name: str) -> type[Dispatcher]:
     """The class for a value of `[moe] dispatcher`."""
-    module, kind = DISPATCHERS[name].where.split(".")
-    return getattr(import_module(f"titanmoe.moe.{module}"), kind)
+    return DISPATCHERS.implementation(name)

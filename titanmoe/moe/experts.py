@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import local
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
-from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import region
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise, whole_units
@@ -149,9 +148,8 @@ def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Te
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
-    if rowwise.pays(x) and not clamped:
-        return rowwise.swiglu, rowwise.swiglu_backward
-    return partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
+    plain = partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
+    return plain if clamped else device.way(x, plain, cpu=(rowwise.swiglu, rowwise.swiglu_backward))
 
 
 def plain_down(
@@ -275,7 +273,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
-        self.unused_rows = DISPATCHERS[options.dispatcher].unused_rows
+        self.unused_rows = DISPATCHERS.look_up(options.dispatcher).unused_rows
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
@@ -308,13 +306,10 @@ class Experts(nn.Module):
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
-        grouped = plain and self.uses_grouped_mm(x_RD, local(self.w1))
-        if not (grouped and whole_units.pay(x_RD, count_e)):
-            return self.products_of_rows(x_RD, weight_R1, count_e)
-        source_P, slot_R1, whole_e = whole_units.fill(count_e, x_RD.shape[0])
-        x_PD, weight_P1 = (to_rows(x, source_P, slot_R1, self.kernels) for x in (x_RD, weight_R1))
-        return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, slot_R1, self.kernels)
+        run = self.products_of_rows
+        if self.dtype == "compute" and not self.unused_rows and self.uses_grouped_mm(x_RD, local(self.w1)):
+            run = device.way(x_RD, run, cpu=partial(whole_units.run, run))
+        return run(x_RD, weight_R1, count_e)
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)

@@ -35,7 +35,7 @@ OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
 
 def missing(device: str) -> str:
     """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
-    if devices.pretended() and devices.chosen(device) == "cuda":
+    if devices.pretended() and devices.kind_for(device) == "cuda":
         return ""  # nothing is known of that machine
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

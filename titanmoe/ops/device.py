@@ -1,19 +1,21 @@
 """Which code runs on which device: GPUs need kernels and few launches, CPUs data that stays in their caches.
 
-Only this module decides. Code that merely calls torch.cuda, and so needs a real GPU, looks at the tensor's own device.
-A rehearsal runs on fake CPU tensors but takes the code of hardware that is not there: `as_on`.
+Only this module decides. What serves CPUs alone is in `titanmoe.ops.cpu`, and `way` says where it is taken. Code that
+merely calls torch.cuda, and so needs a real GPU, looks at the tensor's own device. A rehearsal runs on fake CPU tensors
+but takes the code of hardware that is not there: `as_on`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Kind = Literal["cpu", "cuda"]
+Way = TypeVar("Way")
 
 
 class Hardware(NamedTuple):
@@ -46,15 +48,24 @@ def pretended() -> bool:
 
 def kind(where: Tensor | torch.device | str) -> str:
     """ "cuda" or "cpu" by the code to run; "meta" takes the code of GPUs where that needs no kernel."""
-    own = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
-    return _instead.kind if _instead is not None and own == "cpu" else own
+    own_kind = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
+    return _instead.kind if _instead is not None and own_kind == "cpu" else own_kind
+
+
+def way(where: Tensor | torch.device | str, usual: Way, *, cpu: Way, compiled: bool = False) -> Way:
+    """Which way on this device: `cpu`, usually from titanmoe.ops.cpu, or `usual`.
+
+    compiled: also in compiled code. Most of what is for CPUs fuses operations, and compilers do that by themselves.
+    """
+    on_cpu = kind(where) == "cpu" and (compiled or not torch.compiler.is_compiling())
+    return cpu if on_cpu else usual
 
 
 def capability(device: torch.device | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 
-def chosen(setting: str) -> Kind:
+def kind_for(setting: str) -> Kind:
     """The device that `[training] device` selects on this machine."""
     if setting == "cpu":
         return "cpu"

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.degrees import Fold
@@ -15,6 +14,7 @@ from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
@@ -31,7 +31,7 @@ def make_meshes(
     fold: Fold, parallelism: Parallelism, moe: MoEOptions, training: Training, device: torch.device
 ) -> Meshes:
     """The process groups and meshes of a run. Collective over the world."""
-    node = parallelism.node if DISPATCHERS[moe.dispatcher].nodes else -1
+    node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).nodes else -1
     return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 
@@ -76,5 +76,5 @@ def make_engine(
     """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
         return WithoutPipeline(stages, config.parallelism.reduce_once)
-    kept = not reshard(config.parallelism)
-    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, kept)
+    keep_gathered = not reshard(config.parallelism)
+    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, keep_gathered)

@@ -36,19 +36,19 @@ def attend(
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
-    chosen, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks)
+    implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks)
     if backend == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
-    rest = {"placement": placement, "group": group}
-    if chosen == "ring":
-        return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, **rest)
-    given = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H)
+    layout = {"placement": placement, "group": group}
+    if implementation == "ring":
+        return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, **layout)
+    inputs = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H)
     if group.size > 1 and kind == "ulysses":
-        whole = partial(_flexed, masks=masks, flex=flex) if chosen == "flex" else on_one_rank
-        return ulysses_attention(*given, **rest, whole=whole)
-    if chosen == "flex":
-        return flex_attention_over(*given, masks=masks, group=group, flex=flex)
-    return OVER_CP[kind](*given, **rest) if group.size > 1 else on_one_rank(*given)
+        whole = partial(_flexed, masks=masks, flex=flex) if implementation == "flex" else on_one_rank
+        return ulysses_attention(*inputs, **layout, whole=whole)
+    if implementation == "flex":
+        return flex_attention_over(*inputs, masks=masks, group=group, flex=flex)
+    return OVER_CP[kind](*inputs, **layout) if group.size > 1 else on_one_rank(*inputs)
 
 
 def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks, flex) -> Tensor:

@@ -49,9 +49,9 @@ def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
     """with_mtp: include what multi-token prediction needs."""
-    given = *batch, *(shifted(batch) if with_mtp else (None, None))
+    tensors = *batch, *(shifted(batch) if with_mtp else (None, None))
     ids, labels, valid, document, position, number, following, later = (
-        x if x is None else to_device(x, device) for x in given
+        x if x is None else to_device(x, device) for x in tensors
     )
     samples, length = ids.shape
     place = torch.arange(length, device=device).expand(samples, length)

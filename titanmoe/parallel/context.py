@@ -34,6 +34,7 @@ from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
 from titanmoe.ops import device
+from titanmoe.ops.cpu import flash_attention
 
 _aten = torch.ops.aten
 
@@ -48,19 +49,19 @@ class Placement(NamedTuple):
     def chunks(self) -> int:
         return self.size * (2 if self.zigzag and self.size > 1 else 1)
 
-    def held(self, rank: int) -> list[int]:
+    def chunks_of(self, rank: int) -> list[int]:
         return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
 
     def order(self) -> list[int]:
         """The chunks in the order of a concatenation over ranks."""
-        return [chunk for rank in range(self.size) for chunk in self.held(rank)]
+        return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
 
     def part(self, x_BL: Tensor, rank: int) -> Tensor:
         """This rank's part of a tensor whose dim 1 is the sequence."""
         if self.size == 1:
             return x_BL
         pieces = x_BL.chunk(self.chunks, 1)
-        return torch.cat([pieces[chunk] for chunk in self.held(rank)], 1)
+        return torch.cat([pieces[chunk] for chunk in self.chunks_of(rank)], 1)
 
     def natural(self, x: Tensor, dim: int) -> Tensor:
         """From a concatenation over ranks to the order of the sequence."""
@@ -98,13 +99,8 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     return (weights @ promote(v)).to(q.dtype), lse
 
 
-def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """The CPU kernels need queries, keys and values of one width: padding with zeros does not change a score."""
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
-
-
 def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the flash kernel of GPUs takes it: 16-bit numbers, one width for keys and values, no bias."""
+    """Whether the flash kernel takes it: 16-bit numbers, one width for keys and values, no bias."""
     width = q.shape[-1]
     return (
         bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
@@ -126,34 +122,30 @@ def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
     return bias.expand(-1, heads, -1, -1)
 
 
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    if _can_flash(q, v, bias):
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    k, v = _repeated(q.shape[1], k, v)
+    aligned = _aligned(bias, q.shape[1])
+    out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]  # padded to the kernel's tile
+
+
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    if device.kind(q) == "cpu":
-        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
-        )
-        out = out[..., : v.shape[-1]]
-    elif _can_flash(q, v, bias):
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    else:
-        k, v = _repeated(q.shape[1], k, v)
-        aligned = _aligned(bias, q.shape[1])
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
-        lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
+    block = device.way(q, _on_gpu, cpu=flash_attention.block, compiled=True)
+    out, lse = block(q, k, v, bias, causal)
     if bias is not None:
         # The kernels leave the log-sum-exp undefined for a query that sees no key in this block.
         lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
 
-def _block_backward(grad, q, k, v, bias, out, lse, causal):
-    if device.kind(q) == "cpu":
-        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
-        grad, *qkv, out = _padded(width, grad, q, k, v, out)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *qkv, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+def _block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    backward = device.way(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
+    return backward(grad, q, k, v, bias, out, lse, causal)
+
+
+def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
     if _can_flash(q, v, bias):
         state, unused = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))  # dropout's
         return _aten._scaled_dot_product_flash_attention_backward(
@@ -187,31 +179,35 @@ def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, 
     return bias.expand(like.shape[0], length, length).unsqueeze(1)
 
 
-def _finer(held: list[int], length: int, window: int) -> list[int]:
+def _finer(chunks: list[int], length: int, window: int) -> list[int]:
     """Each chunk of `length` cut into several, of at least four windows each: longer chunks would be mostly masked."""
     parts = max(n for n in range(1, max(1, length // (4 * window)) + 1) if length % n == 0)
-    return [chunk * parts + part for chunk in held for part in range(parts)]
+    return [chunk * parts + part for chunk in chunks for part in range(parts)]
 
 
-def _pairs(length: int, mine: list[int], theirs: list[int], window: int) -> list[tuple[int, slice, int, slice]]:
+def _pairs(
+    length: int, query_chunks: list[int], key_chunks: list[int], window: int
+) -> list[tuple[int, slice, int, slice]]:
     """(query chunk, its rows, key chunk, its rows), without pairs that the causal mask or the window hides.
 
     length: total rows of all query chunks.
     """
     if window:
-        mine, theirs = (_finer(held, length // len(mine), window) for held in (mine, theirs))
-    size = length // len(mine)
+        query_chunks, key_chunks = (
+            _finer(chunks, length // len(query_chunks), window) for chunks in (query_chunks, key_chunks)
+        )
+    size = length // len(query_chunks)
     return [
         (i, slice(a * size, (a + 1) * size), j, slice(b * size, (b + 1) * size))
-        for a, i in enumerate(mine)
-        for b, j in enumerate(theirs)
+        for a, i in enumerate(query_chunks)
+        for b, j in enumerate(key_chunks)
         if j <= i and not (window and (i - j - 1) * size + 1 >= window)
     ]
 
 
-def _forward_pairs(q, k, v, mine, theirs, document, out, lse, window=0) -> None:
+def _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window=0) -> None:
     """Merge attention to the given key chunks into out (wide) and lse, both (B, H, S, .)."""
-    for i, rows, j, keys in _pairs(q.shape[2], mine, theirs, window):
+    for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
         bias = _bias(document, i, j, rows.stop - rows.start, window, q)
         o, s = _block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
         before = lse[:, :, rows]
@@ -221,9 +217,9 @@ def _forward_pairs(q, k, v, mine, theirs, document, out, lse, window=0) -> None:
         lse[:, :, rows] = after
 
 
-def _backward_pairs(grad, q, k, v, mine, theirs, document, out, lse, dq, dk, dv, window=0) -> None:
+def _backward_pairs(grad, q, k, v, query_chunks, key_chunks, document, out, lse, dq, dk, dv, window=0) -> None:
     """Add the gradients through the given key chunks to dq, dk, dv (wide)."""
-    for i, rows, j, keys in _pairs(q.shape[2], mine, theirs, window):
+    for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
         bias = _bias(document, i, j, rows.stop - rows.start, window, q)
         gq, gk, gv = _block_backward(
             grad[:, :, rows].contiguous(),
@@ -265,19 +261,19 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, placement, rank, document, window):
-        mine, theirs = placement.held(rank), list(range(placement.chunks))
+        query_chunks, key_chunks = placement.chunks_of(rank), list(range(placement.chunks))
         out, lse = _start(q, v, sinks)
-        _forward_pairs(q, k, v, mine, theirs, document, out, lse, window)
+        _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.mine, ctx.theirs, ctx.window = mine, theirs, window
+        ctx.query_chunks, ctx.key_chunks, ctx.window = query_chunks, key_chunks, window
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, sinks, out, lse, document = ctx.saved_tensors
         dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
-        _backward_pairs(grad, q, k, v, ctx.mine, ctx.theirs, document, out, lse, dq, dk, dv, ctx.window)
+        _backward_pairs(grad, q, k, v, ctx.query_chunks, ctx.key_chunks, document, out, lse, dq, dk, dv, ctx.window)
         dsinks = _sinks_grad(grad, out, lse, sinks)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
@@ -302,15 +298,15 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, placement, group, document, window):
-        mine = placement.held(group.rank)
+        query_chunks = placement.chunks_of(group.rank)
         out, lse = _start(q, v, sinks)
         kv = _pack(k, v)
         for hop in range(group.size):
-            coming = _pass_on(kv, group) if hop < group.size - 1 else None
-            theirs = placement.held((group.rank - hop) % group.size)
-            _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse, window)
-            if coming is not None:
-                kv = wait(coming, group)
+            next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
+            key_chunks = placement.chunks_of((group.rank - hop) % group.size)
+            _forward_pairs(q, *_unpack(kv, k, v), query_chunks, key_chunks, document, out, lse, window)
+            if next_kv is not None:
+                kv = wait(next_kv, group)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
         ctx.placement, ctx.group, ctx.window = placement, group, window
@@ -320,18 +316,18 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, sinks, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
-        mine = placement.held(group.rank)
+        query_chunks = placement.chunks_of(group.rank)
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)
         for hop in range(group.size):
-            coming = _pass_on(kv, group) if hop < group.size - 1 else None
-            theirs = placement.held((group.rank - hop) % group.size)
-            there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
-            _backward_pairs(grad, q, *there, mine, theirs, document, out, lse, dq, *grads, ctx.window)
+            next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
+            key_chunks = placement.chunks_of((group.rank - hop) % group.size)
+            keys_values, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
+            _backward_pairs(grad, q, *keys_values, query_chunks, key_chunks, document, out, lse, dq, *grads, ctx.window)
             # The gradients follow their keys; after the last hop they are back on the keys' own rank.
             dkv = wait(_pass_on(dkv, group), group)
-            if coming is not None:
-                kv = wait(coming, group)
+            if next_kv is not None:
+                kv = wait(next_kv, group)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 

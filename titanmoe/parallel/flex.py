@@ -104,10 +104,10 @@ def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_
     grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:
         return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
-    out, more = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    out, aux = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
     # The sink takes its share of the softmax: exp(lse) / (exp(lse) + exp(sink)) is left.
-    kept = torch.sigmoid(more.lse - promote(sinks_H).view(-1, 1))
-    return (out * kept.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
+    share_left = torch.sigmoid(aux.lse - promote(sinks_H).view(-1, 1))
+    return (out * share_left.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
 
 
 def flex_attention_over(

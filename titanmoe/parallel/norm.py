@@ -8,13 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.linalg import vector_norm
 
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.ops import device
-
-ROW = 4096
-"""This many squares are summed in the gradient's dtype, or in float32 if that is wider."""
+from titanmoe.ops.cpu import gradient_norms
 
 
 def replicas(parameter: nn.Parameter) -> int:
@@ -30,21 +27,13 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def plain_norms(grads: list[Tensor]) -> list[Tensor]:
+    return torch._foreach_norm(grads, 2, dtype=torch.float64)
+
+
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """In float64. On CPUs torch would copy a whole tensor to widen it, so rows are summed in at least float32 first."""
-    if device.kind(grads[0]) != "cpu":
-        return torch._foreach_norm(grads, 2, dtype=torch.float64)
-    out = []
-    for grad in grads:
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        out.append(torch.cat([vector_norm(rows, dim=1, dtype=wide).double() for rows in _rows(grad)]).norm())
-    return out
-
-
-def _rows(grad: Tensor) -> tuple[Tensor, ...]:
-    flat = grad.reshape(-1)
-    whole = len(flat) // ROW * ROW
-    return flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+    """In float64."""
+    return device.way(grads[0], plain_norms, cpu=gradient_norms.norms)(grads)
 
 
 @torch.no_grad()

@@ -50,9 +50,9 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
             first.setdefault(action.stage_index, i)
         elif action.computation_type == torch_schedules.RESHARD:
             last[action.stage_index] = i
-    wanted = {*first.values(), *last.values()}
+    first_and_last = {*first.values(), *last.values()}
     sizing = (torch_schedules.UNSHARD, torch_schedules.RESHARD)
-    return [action for i, action in enumerate(row) if i in wanted or action.computation_type not in sizing]
+    return [action for i, action in enumerate(row) if i in first_and_last or action.computation_type not in sizing]
 
 
 # ---- running
@@ -150,11 +150,11 @@ def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str,
         handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in reached]
         try:
             edges, grads = zip(*outputs, strict=True)
-            found = torch.autograd.grad(edges, [GradientEdge(leaf, 0) for leaf in group["params"]], grads)
+            weight_grads = torch.autograd.grad(edges, [GradientEdge(leaf, 0) for leaf in group["params"]], grads)
         finally:
             for handle in handles:
                 handle.remove()
-        for leaf, grad in zip(group["params"], found, strict=True):
+        for leaf, grad in zip(group["params"], weight_grads, strict=True):
             weight = weight_of[leaf]
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
@@ -194,12 +194,12 @@ class Pipeline:
         meshes: Meshes,
         microbatches: int,
         device: torch.device,
-        kept: bool,
+        keep_gathered: bool,
     ):
-        """kept: whether weights stay gathered from a stage's first forward to its last backward."""
+        """keep_gathered: whether weights stay gathered from a stage's first forward to its last backward."""
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
-        mine = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
+        own_stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
         B, length = training.local_batch_size, training.seq_len // fold.cp
         compute = getattr(torch, training.mixed_precision_param)
         # Static shapes: without them the first step runs an extra, real forward and backward.
@@ -216,7 +216,7 @@ class Pipeline:
                 output_args=(hidden.requires_grad_() if model.head is None else loss.requires_grad_(),),
                 group=pp.process_group,
             )
-            for model, stage in zip(models, mine, strict=True)
+            for model, stage in zip(models, own_stages, strict=True)
         ]
         self.device, self.chunks = device, Chunks(pp)
         for stage in self.stages:
@@ -230,7 +230,7 @@ class Pipeline:
             stages = self.stages[0] if options.schedule in SINGLE else self.stages
             self.schedule = schedule(stages, microbatches, loss_fn=self._scaled, scale_grads=False)
         table = getattr(self.schedule, "pipeline_order_with_comms", None)  # GPipe and 1F1B have none
-        if kept and table is not None:
+        if keep_gathered and table is not None:
             self.schedule.pipeline_order_with_comms = {rank: gathered_once(row) for rank, row in table.items()}
         self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
         if self.pairs is not None:
@@ -248,19 +248,19 @@ class Pipeline:
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
         """torch would run the whole table and fail where two stages of a V meet, so backward is removed from it."""
-        whole = getattr(self.schedule, "pipeline_order_with_comms", None)
-        if whole is None:  # GPipe and 1F1B have no table
+        table = getattr(self.schedule, "pipeline_order_with_comms", None)
+        if table is None:  # GPipe and 1F1B have no table
             yield
             return
         keep = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
         self.schedule.pipeline_order_with_comms = {
             rank: [part for action in row for part in (action.sub_actions or [action]) if part.computation_type in keep]
-            for rank, row in whole.items()
+            for rank, row in table.items()
         }
         try:
             yield
         finally:
-            self.schedule.pipeline_order_with_comms = whole
+            self.schedule.pipeline_order_with_comms = table
 
     def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
         self.divisor, losses = divisor, []

@@ -36,38 +36,38 @@ class _Recomputed:
     backward computes the values again and drops them after the last use.
     """
 
-    def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: tuple[Tensor, ...]):
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):
         self.make = make
-        self.index_of = {x.untyped_storage()._cdata: i for i, x in enumerate(made)}
-        self.saved = self.left = 0
+        self.index_of = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
+        self.uses = self.uses_left = 0
         self.again: tuple[Tensor, ...] = ()
 
     def pack(self, x: Tensor) -> Tensor | tuple:
         i = self.index_of.get(x.untyped_storage()._cdata)
         if i is None:
             return x
-        self.saved += 1
+        self.uses += 1
         return i, x.shape, x.stride(), x.storage_offset()
 
     def unpack(self, packed: Tensor | tuple) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        if not self.left:
+        if not self.uses_left:
             with torch.no_grad():
-                self.again, self.left = self.make(), self.saved
+                self.again, self.uses_left = self.make(), self.uses
         i, *strided = packed
-        found = self.again[i].as_strided(*strided)
-        self.left -= 1
-        if not self.left:
+        view = self.again[i].as_strided(*strided)
+        self.uses_left -= 1
+        if not self.uses_left:
             self.again = ()
-        return found
+        return view
 
 
 def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    made = make()
-    recomputed = _Recomputed(make, made)
+    tensors = make()
+    recomputed = _Recomputed(make, tensors)
     with torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack):
-        return use(*made)
+        return use(*tensors)
 
 
 def _from_latents(

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from titanmoe.comm.fsdp_cpu import AsGloo, NarrowOnTheWire, ReusedMemory, StraightToPlace
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
+from titanmoe.ops.cpu.fsdp import OverGloo
 from titanmoe.parallel.tensor import put_on_mesh
 
 
@@ -56,12 +56,11 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    # Not on GPUs: NCCL sums while sending. Not where microbatches are summed in this dtype before anything is sent.
-    on_cpu = device.kind(meshes.dense_data.device_type) == "cpu"
-    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1 and not parallelism.reduce_once
-    policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
-    whole = replicate_routers(model, meshes)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": whole}
+    summed_before = meshes.pp.size > 1 or parallelism.reduce_once
+    gloo = device.way(meshes.dense_data.device_type, None, cpu=OverGloo(param, wide, summed_before))
+    policy = MixedPrecisionPolicy(param, gloo.reduce_dtype if gloo else wide, cast_forward_inputs=False)
+    router_parameters = replicate_routers(model, meshes)
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": router_parameters}
 
     on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():
@@ -83,16 +82,13 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             if end is not model.head:
                 end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
     fully_shard(model, **last, mp_policy=policy)
-    sums = ReusedMemory()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
             if mesh.size() > 1:  # else torch would divide every number by 1.0
                 module.set_gradient_divide_factor(1.0)
-            if on_cpu:
-                module.set_custom_all_gather(StraightToPlace())
-                narrow = NarrowOnTheWire(mesh.size(mesh.ndim - 1), wide, sums)
-                module.set_custom_reduce_scatter(narrow if narrow_wire else AsGloo())
+            if gloo:
+                gloo.use_in(module, mesh)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, meshes, freed)
 

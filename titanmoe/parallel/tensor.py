@@ -41,8 +41,8 @@ def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
     parameter = getattr(owner, last)
-    placed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-    setattr(owner, last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    on_mesh = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    setattr(owner, last, nn.Parameter(on_mesh, requires_grad=parameter.requires_grad))
 
 
 def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
@@ -66,14 +66,14 @@ def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...],
 
     stage: groups that one after the other make up the stage, so that it needs none of its own.
     """
-    found: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
+    grads_by_group: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        placed = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
-        whole = {axis for axis, placement in placed.items() if isinstance(placement, Replicate)}
-        if "fsdp" in whole or "tp" in whole:
+        placement_of = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+        replicated_axes = {axis for axis, placement in placement_of.items() if isinstance(placement, Replicate)}
+        if "fsdp" in replicated_axes or "tp" in replicated_axes:
             grad = local_grad(parameter)
-            found.setdefault((stage if "fsdp" in whole else (tp,), grad.dtype), []).append(grad)
-    for (groups, _), grads in found.items():
+            grads_by_group.setdefault((stage if "fsdp" in replicated_axes else (tp,), grad.dtype), []).append(grad)
+    for (groups, _), grads in grads_by_group.items():
         groups = [group for group in groups if group.size > 1]
         if not groups:
             continue

@@ -33,13 +33,13 @@ _OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
 
 def missing() -> str:
     """What this version of torch lacks for the template; "" if nothing."""
-    for name, wanted in (
+    for name, arguments in (
         ("_templated_ring_attention", _TEMPLATE),
         ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
     ):
-        found = getattr(_torch, name, None)
-        if found is None or not set(wanted) <= inspect.signature(found).parameters.keys():
-            return f"torch {torch.__version__} has no {name}({', '.join(wanted)})"
+        function = getattr(_torch, name, None)
+        if function is None or not set(arguments) <= inspect.signature(function).parameters.keys():
+            return f"torch {torch.__version__} has no {name}({', '.join(arguments)})"
     if not all(hasattr(getattr(_torch, "_cp_options", None), name) for name in _OPTIONS):
         return f"torch {torch.__version__} has no _cp_options with {', '.join(_OPTIONS)}"
     return ""
@@ -51,9 +51,9 @@ def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
     options = _torch._cp_options
     before = [getattr(options, name) for name in _OPTIONS]
     # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the whole sequence.
-    wanted = [dtype != torch.float64, zigzag, _torch._RotateMethod.ALL_TO_ALL]
+    values = [dtype != torch.float64, zigzag, _torch._RotateMethod.ALL_TO_ALL]
     try:
-        for name, value in zip(_OPTIONS, wanted, strict=True):
+        for name, value in zip(_OPTIONS, values, strict=True):
             setattr(options, name, value)
         yield
     finally:

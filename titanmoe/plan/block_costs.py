@@ -17,13 +17,14 @@ from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, LinkGroup, Links, exposed
+from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
 
 BACKWARD = 2.0
-"""Products of backward over those of forward."""
+"""Matrix products in backward, relative to forward."""
 ATTENTION_BACKWARD = 2.5
-"""The same of attention, which computes its scores again (arXiv 2205.14135)."""
+"""The same for attention, which recomputes its scores in backward (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL, REGROUP = (4, 8), (4, 4), (6, 15), (3, 7), (6, 4), (4, 4)
 """Bytes that kernels move, forward and backward, per element in 16 bits: reads and writes of each, to agree with what
 is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more per row that an all-to-all brings, from the
@@ -46,8 +47,8 @@ WIDE, NARROW = 128, 64
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
 
 MODES = ("none", "selective", "moe", "full")
-Modes = tuple[float, ...]
-"""Of MODES."""
+SecondsByMode = tuple[float, ...]
+"""In the order of MODES."""
 
 
 class Cost(NamedTuple):
@@ -72,12 +73,16 @@ class Cost(NamedTuple):
         return sum(self)
 
 
-def _and(total: list[float], count: int, forward: Cost, backward: Cost, again: str = "full") -> list[float]:
-    """The totals with this half of `count` blocks added, by mode of recomputation. again: modes that compute it
-    twice."""
+def _add_half(
+    totals: list[float], count: int, forward: Cost, backward: Cost, recomputed_in: str = "full"
+) -> list[float]:
+    """The totals by mode of recomputation, with this half of `count` blocks added. recomputed_in: the modes that
+    compute it twice."""
     once = sum(forward) + sum(backward)
-    more = {mode: sum(forward) * (mode in again.split()) for mode in MODES} | {"selective": forward.memory / 2}
-    return [x + count * (once + more[mode]) for x, mode in zip(total, MODES, strict=True)]
+    recompute = {mode: sum(forward) * (mode in recomputed_in.split()) for mode in MODES} | {
+        "selective": forward.memory / 2
+    }
+    return [x + count * (once + recompute[mode]) for x, mode in zip(totals, MODES, strict=True)]
 
 
 def _slower_in_pieces(seq: int, cp: int) -> float:
@@ -87,16 +92,17 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
 
 
 class BlockCosts:
-    """For one model and batch. A half that several mappings share is priced once."""
+    """The costs for one model and batch. A half that several mappings share is priced once."""
 
-    head_again = 4 / 3
-    """The head multiplies a second time, because it does not keep the logits."""
+    head_recompute = 4 / 3
+    """The head's forward product runs twice, because it does not keep the logits: 4 products instead of 3."""
 
     def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
         self.config, self.model, self.device, self.factors = config, config.model, device, factors
         self.imbalance = imbalance
         self.links = Links(device, factors)
         self.w = WIDTHS[config.training.mixed_precision_param]
+        self.row_bytes = config.model.dim * self.w
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
         self.attention = cache(self._attention)
@@ -108,27 +114,27 @@ class BlockCosts:
     # ---- parts of a half
 
     def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Forward of an (m, k) by (k, n) product: its FLOPs, or its bytes where those take longer."""
+        """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
-        moved = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
-        return max(2 * m * n * k / ((peak or self.peak) * share), moved)
+        move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
+        return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
-    def _moved(self, count: float) -> float:
+    def _move_seconds(self, count: float) -> float:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
-        return self._moved(elements * (NORM[part] + RESIDUAL[part]))
+        return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * SWIGLU[part])
+        return self._move_seconds(elements * SWIGLU[part])
 
-    def _rows(self, left: float, arrived: float, sent: bool, part: int) -> float:
-        """Copies of rows on their way to experts and back."""
-        regrouped = 2 * arrived * REGROUP[part] * sent
-        return self._moved(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
+    def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
+        """Seconds to copy rows on their way to experts and back."""
+        regrouped = 2 * arrived * REGROUP[part] * exchanged
+        return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
-    def _rotated(self, query: float, key: float, part: int) -> float:
-        """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
+    def _rope_and_norm_bytes(self, query: float, key: float, part: int) -> float:
+        """Bytes moved per position between the projections and attention: norms of heads, rotation, joins."""
         model, normed = self.model, self.model.qk_norm != "none"
         if model.kv_lora_rank:
             joined = 2 * query
@@ -138,7 +144,7 @@ class BlockCosts:
 
     # ---- halves: forward and backward of one microbatch
 
-    def _attention(self, tp: int, cp: int, samples: int, seen: int) -> tuple[Cost, Cost]:
+    def _attention(self, tp: int, cp: int, samples: int, window_size: int) -> tuple[Cost, Cost]:
         model, D, seq = self.model, self.model.dim, self.config.training.seq_len
         X = samples * seq / cp
         T = X / tp
@@ -158,7 +164,7 @@ class BlockCosts:
             products = self.product(X, query + 2 * key, D)
             gathered, keys = D, 2 * key
         products += self.product(X, D, heads * value)
-        width = min(seen or seq, seq)
+        width = min(window_size or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
         ring = cp > 1 and self.config.parallelism.cp_kind == "ring"
@@ -168,7 +174,7 @@ class BlockCosts:
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._moved(X * self._rotated(query, key, part))
+            memory = self._norms(T * D, part) + self._move_seconds(X * self._rope_and_norm_bytes(query, key, part))
             attention = core * (1.0, ATTENTION_BACKWARD)[part]
             cost = Cost(products * factor, attention, memory, host * factor, tp_time)
             if ring:
@@ -194,20 +200,20 @@ class BlockCosts:
         """What the ring adds. query, keys: elements of a rank. Keys and values pass from rank to rank, and in backward
         their gradients too, in float32 and once more, to come home. Messages hide behind the attention of other
         pieces."""
-        around = group.size - 1
-        sent = around * self.links.pass_on(group, keys * self.w)
+        passes = group.size - 1
+        message_seconds = passes * self.links.pass_on(group, keys * self.w)
         if part:
-            sent += group.size * self.links.pass_on(group, keys * max(self.w, 4))
-        moved = sum(
-            elements * (once + around * again)
-            for elements, (once, again) in zip((query, keys), RING[part], strict=True)
+            message_seconds += group.size * self.links.pass_on(group, keys * max(self.w, 4))
+        element_bytes = sum(
+            elements * (fixed + passes * per_piece)
+            for elements, (fixed, per_piece) in zip((query, keys), RING[part], strict=True)
         )
-        once, again = RING_KERNELS[part]
-        kernels = once + around * again
+        fixed, per_piece = RING_KERNELS[part]
+        kernels = fixed + passes * per_piece
         return Cost(
-            memory=self._moved(moved),
+            memory=self._move_seconds(element_bytes),
             host=self.factors.block * kernels / BLOCK_KERNELS,
-            cp=exposed(sent, attention * around / group.size),
+            cp=exposed_seconds(message_seconds, attention * passes / group.size),
         )
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
@@ -215,8 +221,8 @@ class BlockCosts:
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
         return Cost(
-            matrix=(1 + BACKWARD) * self.product(X, V, D) * self.head_again,
-            memory=self._moved(X * V * 16),
+            matrix=(1 + BACKWARD) * self.product(X, V, D) * self.head_recompute,
+            memory=self._move_seconds(X * V * 16),
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
@@ -224,67 +230,65 @@ class BlockCosts:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
-        found = []
+        costs = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            found.append(Cost(products * factor, 0.0, memory, self.factors.block / 9 * factor, tp_time))
-        return found[0], found[1]
+            costs.append(Cost(products * factor, 0.0, memory, self.factors.block / 9 * factor, tp_time))
+        return costs[0], costs[1]
 
     def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
-        """share: ranks of a sample, tp x cp. tp: only the shared expert sees it."""
+        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
         F = model.expert_hidden / etp
-        held = model.num_experts / ep
+        local_experts = model.num_experts / ep
         # A grouped product fills the device with the rows of all its experts; each has its own weights to read.
-        rows = max(R / held, min(R, 256.0))
+        rows = max(R / local_experts, min(R, 256.0))
         rows = (rows * R) ** 0.5
         scale = R / rows
         products = scale * (self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak))
-        weights = held * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory)
+        weights = local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory)
         products = max(products, weights)
         router = self.product(T, model.num_experts, D) * 4
-        sent = self.exchange(dispatcher, T * self.imbalance, ep, etp)
-        found = []
-        shared = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
+        exchange_seconds = self.exchange(dispatcher, T * self.imbalance, ep, etp)
+        costs = []
+        shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self._norms(T * D, part)
                 + self._activation(R * F, part)
-                + self._rows(T * model.top_k, R, ep * etp > 1, part)
+                + self._row_copies(T * model.top_k, R, ep * etp > 1, part)
             )
-            cost = Cost((products + router) * factor, 0.0, memory, self.factors.block * 2 / 9 * factor, rows=sent)
-            if shared is not None:
-                other = shared[part]
-                hidden = Cost(rows=-self._behind_shared(sent, other.matrix))
-                cost = cost + other._replace(host=0.0, memory=other.memory / 2) + hidden
-            found.append(cost)
-        return found[0], found[1]
+            cost = Cost(
+                (products + router) * factor, 0.0, memory, self.factors.block * 2 / 9 * factor, rows=exchange_seconds
+            )
+            if shared_expert is not None:
+                shared_cost = shared_expert[part]
+                hidden = Cost(rows=-self._behind_shared(exchange_seconds, shared_cost.matrix))
+                cost = cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2) + hidden
+            costs.append(cost)
+        return costs[0], costs[1]
 
-    def _behind_shared(self, sent: float, matrix: float) -> float:
+    def _behind_shared(self, exchange_seconds: float, matrix: float) -> float:
         """Seconds of messages that the shared expert's products hide."""
-        return min(sent / 2, matrix)
+        return min(exchange_seconds / 2, matrix)
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """There and back, forward; backward sends the same the other way."""
-        model, G = self.model, ep * etp
-        if G == 1:
-            return 0.0
-        row, K = model.dim * self.w, model.top_k
-        links, group = self.links, LinkGroup(G, 1)
-        if dispatcher == "allgather":
-            return 2 * links.gather(group, T * G * row)
-        near = group.near(self.device.domain)
-        domains = max(1, G // near)
-        if dispatcher == "deepep":
-            across = T * row * self.visits(domains) * (domains - 1) / domains
-            return 2 * links.relay(group, across, T * row * self.visits(ep) * etp)
-        if dispatcher == "hierarchical" and domains > 1:
-            # First once to each domain, then, of all that came, copies for the experts there.
-            there = links.exchange(LinkGroup(domains, near), T * row * self.visits(domains))
-            return 2 * (there + links.exchange(LinkGroup(near, 1), T * K * etp * row))
-        return 2 * links.exchange(group, T * K * etp * row)
+        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
+        return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
+
+    def expert_group(self, ep: int, etp: int) -> LinkGroup:
+        return LinkGroup(ep * etp, 1)
+
+    def domains(self, ep: int, etp: int) -> int:
+        """Into how many domains of fast links the ranks of a group of experts fall."""
+        return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
+
+    def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
+        """Within a domain, and one rank of each."""
+        near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
+        return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 
     @cache  # noqa: B019  (few values, as long as the pricer)
     def visits(self, parts: int) -> float:
@@ -293,13 +297,16 @@ class BlockCosts:
         K, groups = model.top_k, model.num_groups
         if groups <= 1:
             return parts * (1 - (1 - 1 / parts) ** K)
-        chosen = model.top_groups
+        top_groups = model.top_groups
         if parts > groups:
-            reached = parts * chosen / groups
+            reached = parts * top_groups / groups
             return reached * (1 - (1 - 1 / reached) ** K)
-        held = groups // parts  # groups of a part, of which a token may choose from `n`
-        ways = {n: comb(held, n) * comb(groups - held, chosen - n) for n in range(min(held, chosen) + 1)}
-        missed = sum(count * (1 - n / chosen) ** K for n, count in ways.items()) / comb(groups, chosen)
+        groups_per_part = groups // parts  # groups of a part, of which a token may choose from `n`
+        ways = {
+            n: comb(groups_per_part, n) * comb(groups - groups_per_part, top_groups - n)
+            for n in range(min(groups_per_part, top_groups) + 1)
+        }
+        missed = sum(count * (1 - n / top_groups) ** K for n, count in ways.items()) / comb(groups, top_groups)
         return parts * (1 - missed)
 
     # ---- a block under recomputation
@@ -323,20 +330,20 @@ class BlockCosts:
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
         return total
 
-    def outer(self, tp: int, cp: int, samples: int) -> Modes:
-        """Seconds of all that the experts' mapping does not touch, one after the other, by mode of recomputation."""
-        found = [sum(self.head(tp, cp, samples))] * len(MODES)
-        for (experts, seen), count in self.kinds.items():
-            found = _and(found, count, *self.attention(tp, cp, samples, seen))
+    def non_expert_seconds(self, tp: int, cp: int, samples: int) -> SecondsByMode:
+        """Seconds of everything that the experts' mapping does not touch, added up, by mode of recomputation."""
+        totals = [sum(self.head(tp, cp, samples))] * len(MODES)
+        for (experts, window_size), count in self.kinds.items():
+            totals = _add_half(totals, count, *self.attention(tp, cp, samples, window_size))
             if not experts:
                 dense = self.dense(tp, cp, samples, self.model.dense_hidden)
-                found = _and(found, count, *dense, again="full")
-        return tuple(found)
+                totals = _add_half(totals, count, *dense, recomputed_in="full")
+        return tuple(totals)
 
-    def inner(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> Modes:
-        """The same of all experts. share: ranks of a sample, tp x cp."""
+    def expert_seconds(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> SecondsByMode:
+        """The same for all experts. share: ranks that share a sample, tp x cp."""
         count = sum(count for (experts, _), count in self.kinds.items() if experts)
         if not count:
             return (0.0,) * len(MODES)
         halves = self.experts(share, samples, tp, ep, etp, dispatcher)
-        return tuple(_and([0.0] * len(MODES), count, *halves, again="moe full"))
+        return tuple(_add_half([0.0] * len(MODES), count, *halves, recomputed_in="moe full"))

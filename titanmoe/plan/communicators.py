@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import LinkGroup
 
 
 def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
-    """A rank's, as lane and group. Axes of a lane over the same ranks share one."""
+    """A rank's communicators, as lane and group. Axes of a lane over the same ranks share one."""
     sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
-    found = {
+    lane_groups = {
         ("blocking", LinkGroup(fold.world, 1)),
         ("blocking", LinkGroup(fold.tp, 1)),
         ("blocking", LinkGroup(fold.cp, fold.tp)),
@@ -26,29 +27,29 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
         ("replicas", LinkGroup(fold.edp_replicate, fold.stage // fold.edp_replicate)),
         ("stages", LinkGroup(fold.pp, fold.stage)),
     }
-    if config.moe.dispatcher == "hierarchical" and inner > domain:
-        found |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
+    if DISPATCHERS.look_up(config.moe.dispatcher).nodes and inner > domain:
+        lane_groups |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
     else:
-        found.add(("rows", LinkGroup(inner, 1)))
+        lane_groups.add(("rows", LinkGroup(inner, 1)))
     if config.model.tie_embeddings and fold.pp > 1:
-        found.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
-    return {(lane, group) for lane, group in found if group.size > 1}
+        lane_groups.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
+    return {(lane, group) for lane, group in lane_groups if group.size > 1}
 
 
 def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
     """Rows, and ulysses, go to every rank of a group directly; the ring and the pipeline to two."""
-    found = communicators(config, fold, device.domain)
+    lane_groups = communicators(config, fold, device.domain)
     peers = 0
-    for lane, group in found:
+    for lane, group in lane_groups:
         ring = lane == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
-        near = group.near(device.domain) - 1
+        near = group.ranks_per_domain(device.domain) - 1
         if lane == "rows" or (ring and config.parallelism.cp_kind == "ulysses"):
             peers += near
         elif lane == "stages" or (ring and config.parallelism.cp_kind == "ring"):
             peers += min(2, near)
-    return device.communicator * len(found) + device.peer * peers
+    return device.communicator * len(lane_groups) + device.peer * peers
 
 
-def room(config: Config, fold: Fold, device: Device) -> float:
-    """Bytes that tensors may have."""
+def usable_bytes(config: Config, fold: Fold, device: Device) -> float:
+    """Bytes of the device's memory that are left for tensors."""
     return device.memory - device.reserved - nccl_bytes(config, fold, device)

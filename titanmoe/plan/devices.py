@@ -34,7 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "network_latency": (1e-7, 1e-2),
     "price": (0, 1000),
 }
-"""Every figure of a file, and what is not absurd."""
+"""Every figure of a hardware file, with the range in which it is plausible."""
 WHOLE = ("node", "domain")
 UNITS = (
     dict.fromkeys(("memory", "reserved", "communicator", "peer"), " bytes")
@@ -57,7 +57,7 @@ class Device:
     communicator: float
     """Bytes that NCCL takes for each communicator."""
     peer: float
-    """Bytes that it takes besides for each rank of the fast link that is sent to directly, as in an all-to-all."""
+    """Bytes that NCCL also takes for each rank of the fast link that is sent to directly, as in an all-to-all."""
     bandwidth: float
     peak_bfloat16: float
     peak_float32: float
@@ -94,7 +94,7 @@ def names() -> list[str]:
 
 
 def read_device(name: str) -> Device:
-    """A shipped one, by its name, or a file of the same form."""
+    """Reads a shipped device by its name, or a file of the same form."""
     path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])

@@ -38,8 +38,8 @@ class LinkGroup:
     size: int
     stride: int
 
-    def near(self, domain: int) -> int:
-        """How many of its ranks share a domain."""
+    def ranks_per_domain(self, domain: int) -> int:
+        """How many of the group's ranks share a domain."""
         return min(self.size, max(1, domain // self.stride))
 
 
@@ -47,18 +47,19 @@ FUSED_NETWORK = 0.86
 """Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
 32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
 node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, README_Hybrid-EP.md)."""
-TAKEN = 20 / 132
-"""Multiprocessors that messages' kernels keep from what is computed meanwhile: DeepEP's default, of an H100's."""
+MESSAGE_KERNELS_SHARE = 20 / 132
+"""Share of the multiprocessors that the kernels of messages take from computation meanwhile: DeepEP's default on an
+H100."""
 
-TOGETHER = 8
+MESSAGES_AT_ONCE = 8
 """Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
 that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
 eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
 
 
-def exposed(message: float, behind: float) -> float:
+def exposed_seconds(message: float, behind: float) -> float:
     """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
-    return max(0.0, message - behind) + TAKEN * min(message, behind)
+    return max(0.0, message - behind) + MESSAGE_KERNELS_SHARE * min(message, behind)
 
 
 class Links:
@@ -72,31 +73,31 @@ class Links:
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
 
     def _delay(self, group: LinkGroup) -> float:
-        near = group.near(self.domain)
+        near = group.ranks_per_domain(self.domain)
         domains = ceil(group.size / near)
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
     def gather(self, group: LinkGroup, whole: float) -> float:
         """All-gather to `whole` bytes on each rank, or the reduce-scatter of as many."""
-        n, near = group.size, group.near(self.domain)
+        n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
         inside = whole * (n - 1) / n / self.link if near > 1 else 0.0
         between = whole * (n - near) / n / (self.network * near)
         return self._delay(group) + max(inside, between)
 
-    def exchange(self, group: LinkGroup, sent: float) -> float:
-        """All-to-all of `sent` bytes per rank, its own included: a message to each of the others."""
-        n, near = group.size, group.near(self.domain)
+    def exchange(self, group: LinkGroup, size: float) -> float:
+        """All-to-all of `size` bytes per rank, including those that stay: a message to each of the others."""
+        n, near = group.size, group.ranks_per_domain(self.domain)
         if n == 1:
             return 0.0
-        inside, across = sent * (near - 1) / n / self.link, sent * (n - near) / n / self.network
-        delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, TOGETHER)
+        inside, across = size * (near - 1) / n / self.link, size * (n - near) / n / self.network
+        delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, MESSAGES_AT_ONCE)
         return delay + max(inside, across) / self.rows
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
         """By one-sided kernels: bytes that leave each rank's domain, and bytes that each rank sends within one."""
-        near = group.near(self.domain)
+        near = group.ranks_per_domain(self.domain)
         within = inside * (near - 1) / near / self.link
         return self._delay(group) + max(within, across / self.fused + within / 2)
 
@@ -108,4 +109,4 @@ class Links:
 
     def pass_on(self, group: LinkGroup, size: float) -> float:
         """From each rank of a ring to the next: as long as the slowest, which leaves the domain if any does."""
-        return self.send(group.stride if group.near(self.domain) == group.size else self.domain, size)
+        return self.send(group.stride if group.ranks_per_domain(self.domain) == group.size else self.domain, size)

@@ -1,4 +1,4 @@
-"""The most a rank's memory holds, by component, in closed form: the largest of the moments that can be the peak.
+"""The most a rank's memory holds, by component, in closed form: the largest of the points that can be the peak.
 
 What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
 balanced routing, Triton's kernels, nothing compiled. tests/plan compares every formula here with rehearsals.
@@ -19,8 +19,8 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.stages import split_layers
-from titanmoe.plan.schedule_cost import held
-from titanmoe.plan.sizes import Key, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.plan.schedule_cost import in_flight_by_stage
+from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -36,8 +36,8 @@ class RankMemory:
     moments: int
     components: dict[str, int]
     """At the peak."""
-    moment: str
-    """What the rank is doing then."""
+    peak_during: str
+    """What the rank is doing at the peak."""
 
     @property
     def peak(self) -> int:
@@ -51,7 +51,7 @@ class KeptBytes(NamedTuple):
     ffn: int
     rows: int
     """Of ffn: what backward of the experts frees before their gradients are reduced."""
-    again: int
+    recomputed: int
     """Bytes of the half that is recomputed, while it is in backward."""
 
 
@@ -82,7 +82,7 @@ def _core(s: Widths) -> int:
 
 
 def _attention(s: Widths) -> int:
-    """After the norm."""
+    """What attention keeps after its norm."""
     model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
     heads = model.num_heads // tp
     value = model.v_head_dim or model.head_dim
@@ -121,14 +121,14 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 
 
 def _router(s: Widths) -> int:
-    """Its wide input, logits and scores, and where rows go."""
+    """What the router keeps: its wide input, logits and scores, and where rows go."""
     model, T, K = s.model, s.T, s.model.top_k
     places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
-    """For one microbatch. mode: in place of the recipe's."""
+def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
+    """What a layer keeps for one microbatch. mode: replaces the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
@@ -152,55 +152,57 @@ def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     return KeptBytes(attention, ffn, rows, 0)
 
 
-def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
-    """Every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: the first, which has most
-    microbatches in flight, and the last, which has the head."""
+def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
+    """The memory of every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: only the first
+    rank, which has most microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
-    found = []
+    memories = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
-        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine]))
-    return found
+        own_stages = [stage for stage, owner in enumerate(owners) if owner == rank]
+        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages]))
+    return memories
 
 
 @lru_cache(maxsize=1024)
-def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
+def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
 def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
-    """explicit: layers per stage, if they are given."""
-    return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
+    """The layers of each stage. explicit: how many each has, if the recipe says so."""
+    return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankMemory:
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
-    stored, w = WIDTHS[config.training.dtype], s.w
+    weight_width, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
-    data, piped = fsdp(fold), fold.pp > 1
+    data, pipelined = fsdp(fold), fold.pp > 1
     units: list[WeightUnit] = []
     moe = 0
     for layers, first, last in stages:
         more, experts = units_of_stage(config, sizes, layers, first, last)
         units += more
         moe += experts
-    weights = sum(_stored(unit, data, stored) for unit in units) + moe * _stored(sizes.experts, fold.edp, stored)
+    weights = sum(_stored(unit, data, weight_width) for unit in units) + moe * _stored(
+        sizes.experts, fold.edp, weight_width
+    )
     tensors = sum(map(len, units)) + moe * len(sizes.experts)
     moments = 2 * weights + 4 * tensors
 
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
-    each = {i: kept(s, i) for i in blocks}
+    kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
     # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [
-        sum(each[i].attention + each[i].ffn for i in [*layers, *extra[: last * len(extra)]])
+        sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
         + hidden * (first - last)
         for layers, first, last in stages
@@ -208,84 +210,88 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     tokens = s.microbatches * s.X * 24
     activations = _in_flight(s, rank, kept_by_stage) + tokens
     buffers = 0
-    if piped:
+    if pipelined:
         sides = sum((not first) + (not last) for _, first, last in stages)
         buffers = s.microbatches * hidden * sides
 
     expert, dense = sizes.experts, sizes.block(blocks[-1])
     whole = sum(unit.whole for unit in units) + moe * expert.whole
     choice = config.parallelism.reshard_after_forward
-    freed = not piped if choice == "auto" else choice == "always"
-    before = weights if s.microbatches > 1 and not piped else 0
+    resharded = not pipelined if choice == "auto" else choice == "always"
+    accumulated_bytes = weights if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments}
-    alive = {"gathered weights": 0 if freed else whole * w}
-    alive["gradients"] = whole * reduced if piped else before
-    moments_of_step: list[tuple[str, dict[str, int]]] = []
+    alive = {"gathered weights": 0 if resharded else whole * w}
+    alive["gradients"] = whole * reduced if pipelined else accumulated_bytes
+    candidates: list[tuple[str, dict[str, int]]] = []
 
-    def moment(name: str, **more: int) -> None:
-        found = base | alive | {"pipeline receive buffers": buffers}
+    def add_candidate(name: str, **more: int) -> None:
+        components = base | alive | {"pipeline receive buffers": buffers}
         for key, value in more.items():
             key = key.replace("_", " ")
-            found[key] = found.get(key, 0) + value
-        moments_of_step.append((name, found))
+            components[key] = components.get(key, 0) + value
+        candidates.append((name, components))
 
-    two_blocks = min(2, len(blocks)) * dense.whole * w if freed else 0
+    two_blocks = min(2, len(blocks)) * dense.whole * w if resharded else 0
     edge = sizes.head if has_head else sizes.embedding
-    for name, at in (("last", -1), ("last but one", -2), ("first", 0)):
-        if -at > len(blocks) or (piped and name != "last") or (name == "first" and before):
+    for name, index in (("last", -1), ("last but one", -2), ("first", 0)):
+        if -index > len(blocks) or (pipelined and name != "last") or (name == "first" and accumulated_bytes):
             continue
-        layer, done = blocks[at], blocks[at + 1 :] if at + 1 else []
-        experts, own = has_experts(model, layer), each[layer].again
-        there = activations - sum(each[i].attention + each[i].ffn for i in done)
+        layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
+        experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
+        kept_activations = activations - sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
         shards, waiting = 0, 0
-        if not piped:
-            shards = 0 if before else sum(_block_stored(s, i, stored) for i in done) + _stored(edge, data, stored)
+        if not pipelined:
+            shards = (
+                0
+                if accumulated_bytes
+                else sum(_block_stored(s, i, weight_width) for i in finished) + _stored(edge, data, weight_width)
+            )
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
-            waiting = (sizes.block(done[0]) if done else edge).whole * reduced * (bool(done) or has_head)
+            waiting = (sizes.block(finished[0]) if finished else edge).whole * reduced * (bool(finished) or has_head)
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
-        moment(
+        add_candidate(
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
-            activations_kept=there,
-            recomputed_activations=own,
-            gathered_weights=two_blocks + (expert.whole * w if freed and experts else 0),
-            gradients=shards + waiting + (expert.whole * w if piped and experts else 0),
+            activations_kept=kept_activations,
+            recomputed_activations=recomputed,
+            gathered_weights=two_blocks + (expert.whole * w if resharded and experts else 0),
+            gradients=shards + waiting + (expert.whole * w if pipelined and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if own and freed and experts and fold.edp > 1:
-            moment(
+        if recomputed and resharded and experts and fold.edp > 1:
+            add_candidate(
                 f"recomputing the {name} block's experts",
-                activations_kept=there,
-                recomputed_activations=own + R * F * w,
+                activations_kept=kept_activations,
+                recomputed_activations=recomputed + R * F * w,
                 gathered_weights=two_blocks + 2 * expert.whole * w,
                 gradients=shards + waiting,
                 other=hidden,
             )
-        if experts and not piped:
-            rows_gone = each[layer].rows or R * (D * w + 4 + 2 * F * w)
+        if experts and not pipelined:
+            rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
             outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-            outputs += expert.piece(fold.edp) * stored * (stored < reduced)
-            moment(
+            outputs += expert.piece(fold.edp) * weight_width * (weight_width < reduced)
+            add_candidate(
                 f"reducing gradients of the {name} block's experts",
-                activations_kept=there - (0 if own else rows_gone),
-                recomputed_activations=max(0, own - rows_gone),
+                activations_kept=kept_activations - (0 if recomputed else rows_gone),
+                recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
                 gradients=shards + expert.whole * reduced + max(expert.whole * w, outputs + expert.whole * w // 3),
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, moment, activations, freed, piped, reduced)
-        if not piped:
-            moment(
+        _head(s, add_candidate, activations, resharded, pipelined, reduced)
+        if not pipelined:
+            add_candidate(
                 "reducing gradients of the head",
                 activations_kept=activations,
                 gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
                 other=hidden,
             )
-    if piped:
+    if pipelined:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
-        moment("reducing gradients after the last microbatch", gradients=largest * reduced)
-    name, components = max(moments_of_step, key=lambda one: sum(one[1].values()))
+        add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
+    name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
 
 
@@ -300,40 +306,40 @@ def _block_stored(s: Widths, layer: int, width: int) -> int:
     return _stored(s.sizes.block(layer), fsdp(s.fold), width) + experts
 
 
-def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
-    """each: bytes of a microbatch in each stage of the rank."""
+def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
+    """stage_bytes: of one microbatch, in each stage of the rank."""
     if s.fold.pp == 1:
-        return sum(each)
+        return sum(stage_bytes)
     options = s.config.pipeline
     if options.schedule_csv:
-        return sum(each) * s.fold.pp
-    flights = held(options.schedule, s.fold.pp, len(each), s.microbatches, rank)
-    return round(sum(count * size for count, size in zip(flights, each, strict=True)))
+        return sum(stage_bytes) * s.fold.pp
+    in_flight = in_flight_by_stage(options.schedule, s.fold.pp, len(stage_bytes), s.microbatches, rank)
+    return round(sum(count * size for count, size in zip(in_flight, stage_bytes, strict=True)))
 
 
-def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, reduced: int) -> None:
+def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
-    asked = s.config.training.loss_chunks
-    chunks = -(-X * V * s.W // SLICE) if asked == -1 else asked
+    requested = s.config.training.loss_chunks
+    chunks = -(-X * V * s.W // SLICE) if requested == -1 else requested
     chunks = min(max(chunks, 1), V)
     normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
-    gathered = unit.whole * w if freed else 0
-    block = s.sizes.block(model.num_layers - 1).whole * w if freed else 0
+    gathered = unit.whole * w if resharded else 0
+    block = s.sizes.block(model.num_layers - 1).whole * w if resharded else 0
     if chunks == 1:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
-        moment("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
-        moment(
+        add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
+        add_candidate(
             "backward of the head",
             activations_kept=activations,
             logits=normed + X * V * (w + s.W),
-            gradients=0 if piped else unit.whole * (w + reduced),
+            gradients=0 if pipelined else unit.whole * (w + reduced),
             gathered_weights=gathered + block,
         )
         return
     width = -(-V // chunks)
     width += -width % 128 if width >= 1024 else 0
-    moment(
+    add_candidate(
         "backward of the chunked loss",
         activations_kept=activations,
         logits=normed + X * width * w + X * D * (4 + w),

@@ -13,11 +13,12 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.load import recipe_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.rehearse.rehearse_command import Report, print_report
 
-MOST = 16384
-"""GPUs that are tried for a model that fits nowhere."""
-VARIED = ("ranks", "seq_len", "num_experts", "top_k")
+MOST_GPUS = 16384
+"""The most GPUs that are tried for a model that does not fit."""
+WHAT_IF_NAMES = ("ranks", "seq_len", "num_experts", "top_k")
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -44,7 +45,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument(
-        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(VARIED)}"
+        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(WHAT_IF_NAMES)}"
     )
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw --what-if there, as SVG")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
@@ -52,64 +53,64 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
     from titanmoe.plan.devices import read_device
 
     def report() -> Report:
-        args.ranks = world_of(args.ranks, args.overrides, preset)
-        lines, data, files, code = _planned(args, read_device(args.hardware))
+        args.ranks = world_of(args.ranks, args.overrides, PARTS)
+        lines, data, files, code = _plan(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
     return print_report(_problems(args), report)
 
 
 Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
-"""What is printed, the same for programs, files to write, and the exit code."""
+"""Lines to print, the same as data for JSON, files to write, and the exit code."""
 
 
-def _planned(args: argparse.Namespace, device: Any) -> Plan:
-    from titanmoe.plan.communicators import room
+def _plan(args: argparse.Namespace, device: Any) -> Plan:
+    from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
-    from titanmoe.plan.plan_table import as_json, budget, explained, is_tie, table
+    from titanmoe.plan.plan_table import as_json, budget, explanation, is_tie, table
     from titanmoe.plan.search import evaluate
 
-    config, said = _read(args)
+    config, notes = _read_recipe(args)
     if device.name == "cpu":
-        said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
+        notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        found = evaluate(config, args.ranks, device, Factors(), args.imbalance)
-        lines = [*said, *explained(found, device)]
-        more = budget(found, args.tokens, device) if args.tokens else []
-        too_large = found.peak > room(found.config, found.fold, device)
-        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}, int(too_large)
+        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance)
+        lines = [*notes, *explanation(mapping, device)]
+        budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
+        too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
+        return lines + budget_lines, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
     if args.what_if:
-        return _what_if(args, config, device, said)
-    result = _searched(config, args, device)
+        return _what_if(args, config, device, notes)
+    result = _search(config, args, device)
     best = result.best[0]
-    lines = [*said, *table(result, device, args.ranks)]
+    lines = [*notes, *table(result, device, args.ranks)]
     lines += budget(best, args.tokens, device) if args.tokens else []
     data = {"hardware": device.name, "considered": result.considered}
-    data["best"] = [as_json(one) | {"within_error": is_tie(one, best)} for one in result.best]
+    data["best"] = [as_json(mapping) | {"within_error": is_tie(mapping, best)} for mapping in result.best]
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
     head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
-    written = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
-    return lines, data, {args.write: head + to_toml(written)} if args.write else {}, 0
+    best_config = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
+    return lines, data, {args.write: head + to_toml(best_config)} if args.write else {}, 0
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
     """A token goes to an expert once, so no expert has more rows than there are tokens."""
-    experts, chosen = config.model.num_experts, config.model.top_k
-    if imbalance > experts / chosen:
+    experts, top_k = config.model.num_experts, config.model.top_k
+    if imbalance > experts / top_k:
         raise ConfigError(
             [
-                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {chosen} of {experts} "
-                f"experts, the busiest rank has {experts / chosen:g} times the mean: use at most that"
+                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {top_k} of {experts} "
+                f"experts, the busiest rank has {experts / top_k:g} times the mean: use at most that"
             ]
         )
 
 
-def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
+def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
     """Raises ConfigError with the reason if nothing is legal, or nothing fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
@@ -121,22 +122,22 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
         return result
     if result.nearest is None:
         plain = replace(config, parallelism=Parallelism(), training=replace(config.training, local_batch_size=1))
-        why = violations(plain, args.ranks) or violations(config, args.ranks)
-        why = why or [f"heads, experts, batch and sequence length cannot be divided among {args.ranks} ranks"]
+        reasons = violations(plain, args.ranks) or violations(config, args.ranks)
+        reasons = reasons or [f"heads, experts, batch and sequence length cannot be divided among {args.ranks} ranks"]
         raise ConfigError(
-            [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {why[0]}", *why[1:]]
+            [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {reasons[0]}", *reasons[1:]]
         )
     raise ConfigError([_too_large(config, args, device, result.nearest)])
 
 
 def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
-    from titanmoe.plan.communicators import room
+    from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import row
     from titanmoe.plan.search import search
     from titanmoe.rehearse.columns import format_bytes
 
-    training, most = config.training, args.ranks
+    training, gpus = config.training, args.ranks
     ways = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
         f"--training.seq_len {training.seq_len // 2}": (
@@ -149,32 +150,36 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
         ),
     }
 
-    def least(changed: Config, world: int) -> Any:
+    def smallest(changed: Config, world: int) -> Any:
         result = search(changed, world, device, Factors(), 1, args.imbalance)
         return result.best[0] if result.best else result.nearest
 
-    def left(found: Any) -> float:
-        return room(found.config, found.fold, device)
+    def available(mapping: Any) -> float:
+        return usable_bytes(mapping.config, mapping.fold, device)
 
-    def over(found: Any) -> float:
-        return found.peak - left(found)
+    def excess(mapping: Any) -> float:
+        return mapping.peak - available(mapping)
 
-    tried = {way: found for way, change in ways.items() if (found := least(*change)) is not None}
-    best = min(tried, key=lambda way: over(tried[way]), default="")
+    mappings = {
+        change_text: mapping
+        for change_text, changed_run in ways.items()
+        if (mapping := smallest(*changed_run)) is not None
+    }
+    best = min(mappings, key=lambda change_text: excess(mappings[change_text]), default="")
     helps = ""
-    if best and over(tried[best]) < over(nearest):
-        helps = f"; of single changes {best} helps most, to {format_bytes(tried[best].peak)}"
-        if over(tried[best]) > 0:
-            while most < MOST and ((found := least(config, most)) is None or over(found) > 0):
-                most *= 2
-            enough = f"{most} GPUs are enough" if most < MOST else f"nor are {MOST:,} GPUs enough"
+    if best and excess(mappings[best]) < excess(nearest):
+        helps = f"; of single changes {best} helps most, to {format_bytes(mappings[best].peak)}"
+        if excess(mappings[best]) > 0:
+            while gpus < MOST_GPUS and ((mapping := smallest(config, gpus)) is None or excess(mapping) > 0):
+                gpus *= 2
+            enough = f"{gpus} GPUs are enough" if gpus < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
-        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(left(nearest))} a device: the one that "
+        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(available(nearest))} a device: the one that "
         f"needs least, {_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
-        f"{format_bytes(over(nearest))} too much, most of it {largest} "
+        f"{format_bytes(excess(nearest))} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
     )
 
@@ -186,13 +191,13 @@ def _short(cells: tuple[str, ...]) -> str:
     )
 
 
-def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[str]) -> Plan:
+def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[str]) -> Plan:
     from titanmoe.config.laws import contradictions
     from titanmoe.plan.plan_table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
 
-    name, values = _varied(args.what_if)
-    body, points, data, without = [(name, *HEAD)], [], [], []
+    name, values = _what_if_values(args.what_if)
+    body, points, data, unplanned = [(name, *HEAD)], [], [], []
     for value in values:
         changed, world = config, args.ranks
         if name == "ranks":
@@ -202,44 +207,44 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[s
         else:
             changed = replace(config, model=replace(config.model, **{name: value}))
         try:
-            if wrong := [violation.text for violation in contradictions(changed)]:
-                raise ConfigError(wrong)
-            best = _searched(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
+            if reasons := [violation.text for violation in contradictions(changed)]:
+                raise ConfigError(reasons)
+            best = _search(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
         except ConfigError as error:
-            without += [f"{name} = {value}: {problem}" for problem in error.problems]
+            unplanned += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
         body.append((str(value), *row(best)))
         points.append((float(value), best.price.tokens))
         data.append({name: value} | as_json(best))
     if not points:
-        raise ConfigError(without)
-    lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
-    lines += ["", *without] if without else []
-    drawn = {args.picture: picture(name, points, device)} if args.picture else {}
-    return lines, {"hardware": device.name, "what_if": data}, drawn, 0
+        raise ConfigError(unplanned)
+    lines = [*notes, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
+    lines += ["", *unplanned] if unplanned else []
+    pictures = {args.picture: picture(name, points, device)} if args.picture else {}
+    return lines, {"hardware": device.name, "what_if": data}, pictures, 0
 
 
-def _varied(text: str) -> tuple[str, list[int]]:
+def _what_if_values(text: str) -> tuple[str, list[int]]:
     name, _, values = text.partition("=")
     return name, [int(value) for value in values.split(",")]
 
 
-def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
+def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
+    """The recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
 
     def check(config: Config) -> list[str]:
         return violations(config, args.ranks) if args.explain else []
 
-    config = load(args.overrides, preset, check)
-    said, training, moe = [], config.training, config.moe
+    config = load(args.overrides, PARTS, check)
+    notes, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
-        said.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
+        notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
@@ -259,7 +264,7 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ),
         (moe.expert_dtype != "compute", "the memory of experts in 8 bits: that of the compute dtype is counted"),
         (
-            moe.dispatcher in ("allgather", "symm_mem", "deepep"),
+            DISPATCHERS.look_up(moe.dispatcher).own_buffers,
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
         ),
         (
@@ -269,33 +274,33 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):
         if left_out:
-            said.append(f"left out: {text}")
-    return config, [*said, ""] if said else []
+            notes.append(f"left out: {text}")
+    return config, [*notes, ""] if notes else []
 
 
 def _problems(args: argparse.Namespace) -> list[str]:
-    found = []
+    problems = []
     if args.top < 1:
-        found.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
+        problems.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
     if not args.imbalance >= 1:
-        found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+        problems.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
     if args.tokens is not None and not args.tokens > 0:
-        found.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
+        problems.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
     if args.what_if is not None:
         try:
-            name, values = _varied(args.what_if)
-            wrong = name not in VARIED or min(values) < 1
+            name, values = _what_if_values(args.what_if)
+            wrong = name not in WHAT_IF_NAMES or min(values) < 1
         except ValueError:
             wrong = True
         if wrong:
-            found.append(
-                f"--what-if = {args.what_if} is not one of {', '.join(VARIED)} and its values: use, for example, "
-                "ranks=64,128,256"
+            problems.append(
+                f"--what-if = {args.what_if} is not one of {', '.join(WHAT_IF_NAMES)} and its values: use, for "
+                "example, ranks=64,128,256"
             )
     if args.explain and (args.what_if or args.write):
-        found.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
+        problems.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
     if args.what_if and args.write:
-        found.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
+        problems.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
     if args.picture and not args.what_if:
-        found.append("--picture draws --what-if: give that too")
-    return found
+        problems.append("--picture draws --what-if: give that too")
+    return problems

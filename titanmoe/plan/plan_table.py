@@ -6,9 +6,9 @@ from typing import Any
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
-from titanmoe.plan.communicators import communicators, nccl_bytes, room
+from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
-from titanmoe.plan.search import Found, Search
+from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.rehearse.columns import columns, format_bytes
 
 HEAD = (
@@ -30,23 +30,23 @@ HELPS = {
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
     "optimizer": "more tokens a step",
 }
-"""By what a step spends most time on after matrix work."""
+"""What helps, by what takes the most time of a step after matrix work."""
 
 
-def row(found: Found) -> tuple[str, ...]:
-    config, fold, price = found.config, found.fold, found.price
+def row(mapping: PricedMapping) -> tuple[str, ...]:
+    config, fold, price = mapping.config, mapping.fold, mapping.price
     per_rank = stages_per_rank(config)
     return (
         f"{price.step:.3g} s",
         f"{price.tokens:,.0f}",
         f"{price.mfu:.1%}",
-        format_bytes(found.peak),
+        format_bytes(mapping.peak),
         *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
         config.pipeline.schedule if fold.pp > 1 else "-",
         config.moe.dispatcher,
-        price.binds,
+        price.bottleneck,
     )
 
 
@@ -56,14 +56,14 @@ def stages_per_rank(config: Config) -> int:
     return len(stage_ranks(config.pipeline, config.parallelism.pp)) // config.parallelism.pp
 
 
-def is_tie(found: Found, best: Found) -> bool:
-    return found.price.step <= (1 + ERROR) * best.price.step
+def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
+    return mapping.price.step <= (1 + ERROR) * best.price.step
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
-    ties = sum(is_tie(found, result.best[0]) for found in result.best)
+    ties = sum(is_tie(mapping, result.best[0]) for mapping in result.best)
     if ties > 1:
         lines += ["", f"The first {ties} are within the model's error of {ERROR:.0%}: take the simplest of them."]
     if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
@@ -82,49 +82,49 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     return lines
 
 
-def explained(found: Found, device: Device) -> list[str]:
-    price, fold = found.price, found.fold
+def explanation(mapping: PricedMapping, device: Device) -> list[str]:
+    price, fold = mapping.price, mapping.fold
     axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
-        f"{price.microbatches} microbatches of {found.config.training.local_batch_size}.",
+        f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}.",
         f"A step takes {price.step:.4g} s: {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
-        f"After matrix work most of it goes on {price.binds}. What helps: {HELPS[price.binds]}.",
+        f"After matrix work most of it goes on {price.bottleneck}. What helps: {HELPS[price.bottleneck]}.",
         "",
         "Time of a step:",
         "",
     ]
-    parts = sorted(price.components.items(), key=lambda one: -one[1])
+    parts = sorted(price.components.items(), key=lambda item: -item[1])
     lines += columns([(name, f"{t:.4g} s", f"{t / price.step:.1%}") for name, t in parts if t > 0], right=(1, 2))
-    rank = found.memory[found.fullest]
-    left, messages = room(found.config, fold, device), nccl_bytes(found.config, fold, device)
-    count = len(communicators(found.config, fold, device.domain))
-    fits = "fits" if rank.peak <= left else f"does not fit, by {format_bytes(rank.peak - left)},"
+    rank = mapping.memory[mapping.fullest]
+    usable, messages = usable_bytes(mapping.config, fold, device), nccl_bytes(mapping.config, fold, device)
+    count = len(communicators(mapping.config, fold, device.domain))
+    fits = "fits" if rank.peak <= usable else f"does not fit, by {format_bytes(rank.peak - usable)},"
     lines += [
         "",
-        f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {format_bytes(rank.peak)}, "
-        f"which {fits} into {format_bytes(left)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
+        f"Memory of the fullest pipeline rank, {mapping.fullest} of {len(mapping.memory)}: {format_bytes(rank.peak)}, "
+        f"which {fits} into {format_bytes(usable)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
         f"for CUDA and fragmentation and {format_bytes(messages)} for NCCL, which has {count} communicators). "
-        f"Most of it during {rank.moment}:",
+        f"Most of it during {rank.peak_during}:",
         "",
     ]
-    held = sorted(rank.components.items(), key=lambda one: -one[1])
-    lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in held], right=(1, 2))
+    components = sorted(rank.components.items(), key=lambda item: -item[1])
+    lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
     return lines
 
 
-def budget(found: Found, tokens: float, device: Device) -> list[str]:
-    days, cost = days_and_cost(found, tokens, device)
+def budget(mapping: PricedMapping, tokens: float, device: Device) -> list[str]:
+    days, cost = days_and_cost(mapping, tokens, device)
     return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
 
 
-def days_and_cost(found: Found, tokens: float, device: Device) -> tuple[float, float]:
-    hours = tokens / (found.price.tokens * found.fold.world) / 3600
-    return hours / 24, hours * found.fold.world * device.price
+def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tuple[float, float]:
+    hours = tokens / (mapping.price.tokens * mapping.fold.world) / 3600
+    return hours / 24, hours * mapping.fold.world * device.price
 
 
-def as_json(found: Found) -> dict[str, Any]:
-    config, fold, price = found.config, found.fold, found.price
+def as_json(mapping: PricedMapping) -> dict[str, Any]:
+    config, fold, price = mapping.config, mapping.fold, mapping.price
     return {
         "mapping": {name: getattr(fold, name) for name in KEYS},
         "local_batch_size": config.training.local_batch_size,
@@ -132,11 +132,11 @@ def as_json(found: Found) -> dict[str, Any]:
         "schedule": config.pipeline.schedule if fold.pp > 1 else "",
         "stages_per_rank": stages_per_rank(config),
         "dispatcher": config.moe.dispatcher,
-        "unfolded": found.unfolded,
+        "unfolded": mapping.unfolded,
         "step_s": price.step,
         "tokens_per_second_per_gpu": price.tokens,
         "mfu": price.mfu,
-        "binds": price.binds,
+        "binds": price.bottleneck,
         "time": price.components,
         "memory": [
             {
@@ -144,10 +144,10 @@ def as_json(found: Found) -> dict[str, Any]:
                 "weights": rank.weights,
                 "gradients": rank.gradients,
                 "moments": rank.moments,
-                "moment": rank.moment,
+                "moment": rank.peak_during,
                 "components": rank.components,
             }
-            for rank in found.memory
+            for rank in mapping.memory
         ],
     }
 

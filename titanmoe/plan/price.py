@@ -14,9 +14,9 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, LinkGroup, exposed
+from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
 from titanmoe.plan.memory import stages_of
-from titanmoe.plan.schedule_cost import played
+from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, fsdp
 
 OPTIMIZER = 44
@@ -34,7 +34,7 @@ class Price:
     microbatches: int
 
     @property
-    def binds(self) -> str:
+    def bottleneck(self) -> str:
         """What takes the most time after matrix work."""
         rest = {name: t for name, t in self.components.items() if name != "matrix work"}
         return max(rest, key=rest.get)
@@ -59,14 +59,16 @@ class BlockKind(NamedTuple):
     recomputed: bool
 
 
-def held(stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank: int) -> dict[BlockKind, int]:
+def blocks_of_rank(
+    stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank: int
+) -> dict[BlockKind, int]:
     """How many blocks of each kind a rank has."""
-    found: dict[BlockKind, int] = {}
+    counts: dict[BlockKind, int] = {}
     for owner, stage in zip(owners, stages, strict=True):
         if owner == rank:
             for kind, (count, _) in stage.items():
-                found[kind] = found.get(kind, 0) + count
-    return found
+                counts[kind] = counts.get(kind, 0) + count
+    return counts
 
 
 class Pricer(BlockCosts):
@@ -82,15 +84,15 @@ class Pricer(BlockCosts):
         return stages_of(self.config, stages, uneven)
 
     def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
-        """Of each stage, how many blocks of each kind it has, and the number of one of them."""
-        found = []
+        """For each stage, how many blocks of each kind it has, and the index of one of them."""
+        stage_counts = []
         for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
                 kind = BlockKind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
                 stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
-            found.append(stage)
-        return found
+            stage_counts.append(stage)
+        return stage_counts
 
     def weights(self, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float]:
         """Seconds to gather a block's weights once, and to reduce its gradients once."""
@@ -138,31 +140,31 @@ class Pricer(BlockCosts):
         ranks[owners[-1]] += ends.seconds
         worst = max(range(fold.pp), key=ranks.__getitem__)
         slowest = ends if owners[-1] == worst else Cost()
-        for kind, count in held(stages, owners, worst).items():
+        for kind, count in blocks_of_rank(stages, owners, worst).items():
             slowest = slowest + blocks[kind].times(count)
         messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
-        mine = {}  # blocks of the first rank, with experts and without
-        for kind, count in held(stages, owners, 0).items():
-            mine[kind.experts] = mine.get(kind.experts, (0, 0))[0] + count, layers[kind]
-        travel = self._weights_exposed(config, fold, sizes, mine, m, slowest)
+        first_rank_blocks = {}  # blocks of the first rank, with experts and without
+        for kind, count in blocks_of_rank(stages, owners, 0).items():
+            first_rank_blocks[kind.experts] = first_rank_blocks.get(kind.experts, (0, 0))[0] + count, layers[kind]
+        weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)
-        kept = sum(
+        sharded_weights = sum(
             count * (sizes.block(layer).piece(data) + (sizes.experts.piece(fold.edp) if experts else 0))
-            for experts, (count, layer) in mine.items()
+            for experts, (count, layer) in first_rank_blocks.items()
         )
         edges = (sizes.embedding.piece(data) + sizes.head.piece(data)) // (1 if fold.pp == 1 else 2)
-        optimizer = (kept + edges) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
+        optimizer = (sharded_weights + edges) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
         components |= {
             "messages of pp": m * messages,
             "bubble": bubble,
-            "weights and gradients": travel,
+            "weights and gradients": weights_exposed,
             "optimizer": optimizer,
         }
-        step = busy + bubble + travel + optimizer
+        step = busy + bubble + weights_exposed + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
@@ -176,32 +178,32 @@ class Pricer(BlockCosts):
             return 0.0
         if config.pipeline.schedule_csv:
             return float(fold.pp - 1)
-        return played(config.pipeline.schedule, fold.pp, per_rank, m).idle
+        return schedule_cost(config.pipeline.schedule, fold.pp, per_rank, m).idle
 
     def gathers(self, config: Config, fold: Fold) -> str:
         """How often weights are gathered: for each microbatch, or once a step."""
-        freed = config.parallelism.reshard_after_forward
-        return "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
+        choice = config.parallelism.reshard_after_forward
+        return "microbatch" if choice == "always" or (choice == "auto" and fold.pp == 1) else "step"
 
-    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, mine: dict, m: int, busy: Cost) -> float:
+    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Seconds that a step takes longer because weights and gradients are under way."""
         gather = reduce = 0.0
-        for count, layer in mine.values():
-            one = self.weights(fold, sizes, layer)
-            gather, reduce = gather + count * one[0], reduce + count * one[1]
+        for count, layer in blocks.values():
+            block_gather, block_reduce = self.weights(fold, sizes, layer)
+            gather, reduce = gather + count * block_gather, reduce + count * block_reduce
         ends = sizes.head.whole
         group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
         reduce += self.links.gather(group, ends * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
-        how = self.gathers(config, fold)
+        frequency = self.gathers(config, fold)
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
             behind += busy.tp + busy.cp  # those are on the other link
         if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
             behind += busy.rows
         forward, backward = behind / 3, behind * 2 / 3
-        if how == "microbatch":
-            return m * (exposed(gather, forward) + exposed(gather + reduce, backward))
-        if how == "step" and fold.pp == 1:
-            return m * exposed(reduce, backward) + exposed(gather, forward)
-        return exposed(gather, forward) + exposed(reduce, backward)
+        if frequency == "microbatch":
+            return m * (exposed_seconds(gather, forward) + exposed_seconds(gather + reduce, backward))
+        if frequency == "step" and fold.pp == 1:
+            return m * exposed_seconds(reduce, backward) + exposed_seconds(gather, forward)
+        return exposed_seconds(gather, forward) + exposed_seconds(reduce, backward)

@@ -9,35 +9,40 @@ from typing import NamedTuple
 from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, bubble, single_order
 
 ROUNDS = 3
-"""Microbatches per rank of a table that is played: from 2 on, one more changes neither idle time nor flights."""
+"""Microbatches per rank when a table is played through: from 2 on, one more changes neither the idle time nor how
+many are in flight."""
 ALL_AHEAD = ("GPipe", "LoopedBFS")
 """Every forward before the first backward."""
 
 
-class Played(NamedTuple):
+class ScheduleCost(NamedTuple):
     idle: float
     """Idle time over the busy time of one microbatch."""
-    flights: tuple[int, ...]
-    """Of each rank: the most pairs of microbatch and stage whose activations are held at once."""
+    in_flight: tuple[int, ...]
+    """For each rank: the most pairs of microbatch and stage whose activations are kept at once."""
 
 
-def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """torch's own rows, without its process groups."""
+def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
+    """The rows of torch's own schedule, made without process groups."""
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules
 
     kind = getattr(torch_schedules, f"Schedule{schedule}")
-    made = kind.__new__(kind)
-    made.pp_group_size, made.n_local_stages, made._n_microbatches = pp, stages_per_rank, microbatches
-    made._stages = [None] * stages_per_rank
-    made.num_stages = made._num_stages = pp * stages_per_rank
-    made.number_of_rounds = max(1, microbatches // pp)
-    made.microbatches_per_round = microbatches // made.number_of_rounds
+    torch_schedule = kind.__new__(kind)
+    torch_schedule.pp_group_size, torch_schedule.n_local_stages, torch_schedule._n_microbatches = (
+        pp,
+        stages_per_rank,
+        microbatches,
+    )
+    torch_schedule._stages = [None] * stages_per_rank
+    torch_schedule.num_stages = torch_schedule._num_stages = pp * stages_per_rank
+    torch_schedule.number_of_rounds = max(1, microbatches // pp)
+    torch_schedule.microbatches_per_round = microbatches // torch_schedule.number_of_rounds
     rows = []
     for rank in range(pp):
-        made.rank = rank
-        row = made._calculate_single_rank_operations(rank)
+        torch_schedule.rank = rank
+        row = torch_schedule._calculate_single_rank_operations(rank)
         rows.append(
             [
                 tuple(
@@ -56,31 +61,31 @@ def _in_flight(row: list[Cell]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Played:
+def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleCost:
     v, even = stages_per_rank, microbatches % pp == 0
     if schedule in ALL_AHEAD:
-        return Played((pp - 1) / v, (microbatches * v,) * pp)
+        return ScheduleCost((pp - 1) / v, (microbatches * v,) * pp)
     if schedule == "1F1B":  # what the table gives, without playing it
-        return Played(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
+        return ScheduleCost(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
     if schedule == "Interleaved1F1B" and even and v > 1:
         ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
-        return Played((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
+        return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
-        return Played((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
+        return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
     most = ROUNDS * pp + 1
     m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
     m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
-    rows = table(schedule, pp, stages_per_rank, m)
+    rows = schedule_rows(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
-    return Played(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
+    return ScheduleCost(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
 
 
-def held(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> tuple[float, ...]:
-    """Of a rank's flights, those of each of its stages, which need not have equally many layers."""
-    v, flights = stages_per_rank, played(schedule, pp, stages_per_rank, microbatches).flights[rank]
+def in_flight_by_stage(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> tuple[float, ...]:
+    """A rank's microbatches in flight, split by its stages, which need not have equally many layers."""
+    v, in_flight = stages_per_rank, schedule_cost(schedule, pp, stages_per_rank, microbatches).in_flight[rank]
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
         return (2 * pp - 1 - rank, 1 + rank) if rank < pp - 1 else (pp + 1, pp)
     if schedule == "Interleaved1F1B" and microbatches % pp == 0:  # forwards go through the stages in turn, pp of each
-        rounds, rest = divmod(flights, pp * v)
+        rounds, rest = divmod(in_flight, pp * v)
         return tuple(rounds * pp + min(pp, max(0, rest - stage * pp)) for stage in range(v))
-    return (flights / v,) * v
+    return (in_flight / v,) * v

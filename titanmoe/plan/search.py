@@ -24,23 +24,24 @@ from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.block_costs import MODES
-from titanmoe.plan.communicators import room
+from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.memory import RankMemory, Widths, kept, ranks
+from titanmoe.plan.memory import RankMemory, Widths, kept_bytes, rank_memories
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.schedule_cost import played
+from titanmoe.plan.schedule_cost import schedule_cost
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
 """Of tp and etp, and of stages per rank."""
 SMALLEST = 40
-"""If nothing fits: how many of those that hold least are looked at closely."""
+"""If nothing fits: how many of the mappings that need least memory are priced."""
 
 
 @dataclass
-class Found:
+class PricedMapping:
     config: Config
     fold: Fold
     price: Price
@@ -57,40 +58,40 @@ class Found:
 
     @property
     def unfolded(self) -> bool:
-        return unfolded(self.fold)
+        return is_unfolded(self.fold)
 
 
-def unfolded(fold: Fold) -> bool:
+def is_unfolded(fold: Fold) -> bool:
     """Experts on attention's own axes: split by tp like it, and ep within its data ranks."""
     return fold.etp == fold.tp and fold.dp % fold.ep == 0
 
 
-def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> Found:
-    """One mapping, as the recipe has it."""
+def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> PricedMapping:
+    """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
     price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
-    return Found(config, fold, price, ranks(config, fold, imbalance))
+    return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 
 
 @dataclass
 class Search:
-    best: list[Found]
-    best_unfolded: Found | None
-    nearest: Found | None
+    best: list[PricedMapping]
+    best_unfolded: PricedMapping | None
+    nearest: PricedMapping | None
     """If nothing fits: the mapping that comes closest."""
     considered: int
     priced: int
 
 
-Mapping = tuple[int, int, int, int]
+MappingKey = tuple[int, int, int, int]
 """pp, tp, ep, etp."""
 
 
 class Candidate(NamedTuple):
     bound: float
-    """Seconds: the step takes at least these."""
-    held: float
-    """Bytes: a rank holds at least these."""
+    """The least seconds that a step takes."""
+    least_bytes: float
+    """The least bytes that a rank needs."""
     fold: Fold
     """With one replica."""
     samples: int
@@ -101,7 +102,7 @@ class Candidate(NamedTuple):
     dispatcher: str
 
     @property
-    def mapping(self) -> Mapping:
+    def key(self) -> MappingKey:
         return self.fold.pp, self.fold.tp, self.fold.ep, self.fold.etp
 
 
@@ -114,64 +115,75 @@ def search(
     imbalance: float = 1.0,
     prices: type[Pricer] = Pricer,
 ) -> Search:
-    """config: with a global batch. Considered are the mappings that divide everything evenly and may fit."""
+    """Considers the mappings that divide everything evenly and may fit. config has a global batch size."""
     pricer = prices(config, device, factors, imbalance=imbalance)
-    every = list(_candidates(config, world, pricer, device.memory - device.reserved))
-    best: dict[Mapping, Found] = {}
-    best_unfolded = None
-    priced, last = 0, inf  # steps that are longer than the last one shown are of no use
-    for candidate in sorted(every, key=itemgetter(0)):
-        plain = unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
-        if candidate.bound >= last and best_unfolded is not None and candidate.bound >= best_unfolded.price.step:
+    candidates = list(_candidates(config, world, pricer, device.memory - device.reserved))
+    best: dict[MappingKey, PricedMapping] = {}
+    best_unfolded, unfolded_step = None, inf
+    priced, slowest_shown = 0, inf  # steps that are longer than the last one shown are of no use
+    for candidate in sorted(candidates, key=itemgetter(0)):
+        may_be_best_unfolded = is_unfolded(candidate.fold) and candidate.bound < unfolded_step
+        if candidate.bound >= slowest_shown and candidate.bound >= unfolded_step:
             break
-        same = best.get(candidate.mapping)
-        if candidate.bound >= (last if same is None else same.price.step) and not plain:
+        previous = best.get(candidate.key)
+        if candidate.bound >= (slowest_shown if previous is None else previous.price.step) and not may_be_best_unfolded:
             continue
-        for found in _found(config, candidate, pricer):
+        for mapping in _priced_mappings(config, candidate, pricer):
             priced += 1
-            same = best.get(candidate.mapping)
-            wanted = found.price.step < (last if same is None else same.price.step)
-            first = plain and (best_unfolded is None or found.price.step < best_unfolded.price.step)
-            if not (wanted or first) or violations(found.config, world):
+            previous = best.get(candidate.key)
+            improves = mapping.price.step < (slowest_shown if previous is None else previous.price.step)
+            improves_unfolded = may_be_best_unfolded and mapping.price.step < unfolded_step
+            if not (improves or improves_unfolded) or violations(mapping.config, world):
                 continue
-            left = room(found.config, found.fold, device)
-            if max(rank.peak for rank in ranks(found.config, found.fold, imbalance, only_ends=True)) > left:
+            usable = usable_bytes(mapping.config, mapping.fold, device)
+            ends = rank_memories(mapping.config, mapping.fold, imbalance, only_ends=True)
+            if max(rank.peak for rank in ends) > usable:
                 continue
-            found.memory = ranks(found.config, found.fold, imbalance)
-            if found.peak > left:
+            mapping.memory = rank_memories(mapping.config, mapping.fold, imbalance)
+            if mapping.peak > usable:
                 continue
-            if first:
-                best_unfolded = found
-            if wanted:
-                best[candidate.mapping] = found
-                best = dict(sorted(best.items(), key=lambda one: one[1].price.step)[:count])
-                last = [*best.values()][-1].price.step if len(best) == count else inf
+            if improves_unfolded:
+                best_unfolded, unfolded_step = mapping, mapping.price.step
+            if improves:
+                best[candidate.key] = mapping
+                best = dict(sorted(best.items(), key=lambda item: item[1].price.step)[:count])
+                slowest_shown = [*best.values()][-1].price.step if len(best) == count else inf
     nearest = None
     if not best:
-        smallest = nsmallest(SMALLEST, _candidates(config, world, pricer, inf), key=lambda one: one.held)
-        tried = [found for one in smallest for found in _found(config, one, pricer)]
-        tried = [found for found in tried if not violations(found.config, world)]
-        for found in tried:
-            found.memory = ranks(found.config, found.fold, imbalance)
-        nearest = min(tried, key=lambda one: one.peak - room(one.config, one.fold, device), default=None)
-    return Search(list(best.values()), best_unfolded, nearest, len(every), priced)
+        smallest = nsmallest(
+            SMALLEST, _candidates(config, world, pricer, inf), key=lambda candidate: candidate.least_bytes
+        )
+        mappings = [mapping for candidate in smallest for mapping in _priced_mappings(config, candidate, pricer)]
+        mappings = [mapping for mapping in mappings if not violations(mapping.config, world)]
+        for mapping in mappings:
+            mapping.memory = rank_memories(mapping.config, mapping.fold, imbalance)
+        nearest = min(
+            mappings,
+            key=lambda mapping: mapping.peak - usable_bytes(mapping.config, mapping.fold, device),
+            default=None,
+        )
+    return Search(list(best.values()), best_unfolded, nearest, len(candidates), priced)
 
 
-def _found(config: Config, one: Candidate, pricer: Pricer) -> Iterator[Found]:
-    """With one replica, and with as many as put each within one domain of the fast link. Memory and laws are not yet
-    checked."""
-    fold = one.fold
-    inside = pricer.device.domain // (fold.cp * fold.tp)
-    replicas = {1, fold.dp // inside if inside and fold.dp % inside == 0 else 1}
+def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> Iterator[PricedMapping]:
+    """The candidate with one replica, and with enough replicas that each stays within one domain of the fast link.
+    Neither memory nor laws are checked yet."""
+    fold = candidate.fold
+    data_ranks_per_domain = pricer.device.domain // (fold.cp * fold.tp)
+    replicas = {1}
+    if data_ranks_per_domain and fold.dp % data_ranks_per_domain == 0:
+        replicas.add(fold.dp // data_ranks_per_domain)
     for n in sorted(replicas):
-        left = fold.edp
-        same = default_edp_replicate(n, left)
-        this = replace(fold, dp_replicate=n, dp_shard=fold.dp // n, edp_replicate=same, edp=left // same)
-        mapped = written(config, this, one)
-        yield Found(mapped, this, pricer.price(mapped, this), [])
+        edp = fold.edp
+        edp_replicate = default_edp_replicate(n, edp)
+        mapped_fold = replace(
+            fold, dp_replicate=n, dp_shard=fold.dp // n, edp_replicate=edp_replicate, edp=edp // edp_replicate
+        )
+        mapped_config = with_mapping(config, mapped_fold, candidate)
+        yield PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])
 
 
-def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iterator[Candidate]:
+def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
     model, training = config.model, config.training
     batch, fields, layers = training.global_batch_size, divided_fields(model), model.num_layers
     moe, deep = moe_layers(model) > 0, model.num_layers - 1
@@ -186,14 +198,14 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
     for pp in divisors(world):
         stage = world // pp
         grids = list(product(divisors(stage), divisors(stage)))
-        inner = [
+        expert_grids = [
             (ep, etp, _dispatchers(config, ep * etp, pricer.device))
             for ep, etp in grids
             if stage % (ep * etp) == 0
             and etp <= MOST_SPLIT
             and (ep * etp == 1 or (moe and fits("ep", ep) and fits("etp", etp)))
         ]
-        outer = [
+        attention_grids = [
             (tp, cp)
             for tp, cp in grids
             if stage % (tp * cp) == 0
@@ -201,80 +213,84 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
             and fits("tp", tp)
             and training.seq_len % (tp * cp * (2 if cp > 1 else 1)) == 0
         ]
-        for (tp, cp), samples in product(outer if pp <= layers else [], MICROBATCHES):
+        for (tp, cp), samples in product(attention_grids if pp <= layers else [], MICROBATCHES):
             dp = stage // (tp * cp)
             if batch % (samples * dp):
                 continue
             m = batch // (samples * dp)
             hop = 2 * m * pricer.hop(pp, stage, samples, tp * cp)
-            schedules = [(name, v, *played(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
-            at = replace(config, training=replace(training, local_batch_size=samples))
-            for ep, etp, dispatchers in inner:
+            schedules = [(name, v, *schedule_cost(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
+            batch_config = replace(config, training=replace(training, local_batch_size=samples))
+            for ep, etp, dispatchers in expert_grids:
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
-                least = state + (6 * whole / pp if pp > 1 else 0.0)
+                state_bytes = state + (6 * whole / pp if pp > 1 else 0.0)
                 if (tp, cp, samples) not in attention:
-                    widths = Widths(at, fold)
-                    kept_ = [kept(widths, deep, mode).attention for mode in MODES]
-                    attention[tp, cp, samples] = kept_, pricer.outer(tp, cp, samples)
-                key = tp * cp, samples, tp if local else 1, ep, etp
-                if key not in experts:
-                    like = *key[:3], ep * etp > 1, etp
-                    if like not in ffns:
-                        widths = Widths(at, fold)
-                        ffns[like] = [kept(widths, deep, mode).ffn for mode in MODES]
-                    experts[key] = ffns[like], [(name, pricer.inner(*key, name)) for name in dispatchers]
-                (around, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[key]
+                    widths = Widths(batch_config, fold)
+                    attention_bytes = [kept_bytes(widths, deep, mode).attention for mode in MODES]
+                    attention[tp, cp, samples] = attention_bytes, pricer.non_expert_seconds(tp, cp, samples)
+                experts_key = tp * cp, samples, tp if local else 1, ep, etp
+                if experts_key not in experts:
+                    ffn_key = *experts_key[:3], ep * etp > 1, etp
+                    if ffn_key not in ffns:
+                        widths = Widths(batch_config, fold)
+                        ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
+                    experts[experts_key] = (
+                        ffns[ffn_key],
+                        [(name, pricer.expert_seconds(*experts_key, name)) for name in dispatchers],
+                    )
+                (attention_bytes, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[experts_key]
                 for i, mode in enumerate(MODES):
-                    block = (around[i] + ffn[i]) * layers / pp
-                    for name, v, idle, flights in schedules:
+                    block = (attention_bytes[i] + ffn[i]) * layers / pp
+                    for name, v, idle, in_flight in schedules:
                         if mode != "none" and SCHEDULES[name].zero_bubble:
                             continue  # what recomputation keeps between both halves of backward is not in the memory
-                        held = least + block * flights[0] / v
-                        if held > room:
+                        least_bytes = state_bytes + block * in_flight[0] / v
+                        if least_bytes > limit:
                             continue
                         for dispatcher, more in by_dispatcher:
                             bound = (seconds[i] + more[i]) / pp * (m + idle) + hop * v
-                            yield Candidate(bound, held, fold, samples, mode, name, v, dispatcher)
+                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, dispatcher)
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
     if pp == 1:
         return [("1F1B", 1)]
     most = config.model.num_layers // pp
-    found = [("1F1B" if m >= pp else "GPipe", 1)]
+    schedules = [("1F1B" if m >= pp else "GPipe", 1)]
     if m % pp == 0:
-        found += [("Interleaved1F1B", v) for v in sorted({2, 4, most}) if 1 < v <= min(most, MOST_STAGES)]
+        schedules += [("Interleaved1F1B", v) for v in sorted({2, 4, most}) if 1 < v <= min(most, MOST_STAGES)]
     if m >= 2 * pp and most >= 2:
-        found += [("DualPipeV", 2)]
-    return found
+        schedules += [("DualPipeV", 2)]
+    return schedules
 
 
 def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
-    asked = config.moe.dispatcher
-    if asked not in ("alltoall", "hierarchical"):
-        return [asked]
-    return ["alltoall", "hierarchical"] if group > device.domain else ["alltoall"]
+    dispatcher = config.moe.dispatcher
+    if not DISPATCHERS.look_up(dispatcher).search_tries:
+        return [dispatcher]
+    tried = {name: DISPATCHERS.look_up(name) for name in DISPATCHERS.table}
+    return [name for name, rules in tried.items() if rules.search_tries and (group > device.domain or not rules.nodes)]
 
 
-def written(config: Config, fold: Fold, one: Candidate) -> Config:
-    """The recipe with that mapping in it."""
-    table, single = config.parallelism, SCHEDULES[one.schedule].stages_per_rank == 1
+def with_mapping(config: Config, fold: Fold, candidate: Candidate) -> Config:
+    """The recipe with the candidate's mapping."""
+    table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
     axes = dict(pp=fold.pp, dp_replicate=fold.dp_replicate, dp_shard=-1, cp=fold.cp, tp=fold.tp)
     pipeline = replace(
         config.pipeline,
-        schedule=one.schedule,
-        virtual_stages=-1 if single else one.stages,
+        schedule=candidate.schedule,
+        virtual_stages=-1 if single else candidate.stages,
         schedule_csv="",
         layers_per_stage=[],
         overlap_pairs=False,
     )
     return replace(
         config,
-        training=replace(config.training, local_batch_size=one.samples),
+        training=replace(config.training, local_batch_size=candidate.samples),
         parallelism=replace(table, **axes, experts=experts),
         pipeline=pipeline,
-        moe=replace(config.moe, dispatcher=one.dispatcher),
-        activation_checkpoint=ActivationCheckpoint(one.mode),
+        moe=replace(config.moe, dispatcher=candidate.dispatcher),
+        activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )

@@ -61,21 +61,21 @@ def _swiglu(dim: int, hidden: int) -> list[Split]:
     return [((hidden, dim), 0), ((hidden, dim), 0), ((dim, hidden), 1)]
 
 
-class Key:
+class ModelKey:
     """A model as a cache key: models are not hashable, and hashing their fields each time is slow."""
 
-    _known: dict[tuple, Key] = {}
+    _cache: dict[tuple, ModelKey] = {}
 
     def __init__(self, model: Model):
         self.model = model
 
     @classmethod
-    def of(cls, model: Model) -> Key:
-        return cls._known.setdefault(tuple(vars(model).values()), cls(model))
+    def of(cls, model: Model) -> ModelKey:
+        return cls._cache.setdefault(tuple(vars(model).values()), cls(model))
 
 
 @lru_cache(maxsize=4096)
-def _block(key: Key, tp: int, experts: bool) -> WeightUnit:
+def _block(key: ModelKey, tp: int, experts: bool) -> WeightUnit:
     model = key.model
     parts = [((model.dim,), None), ((model.dim,), None), *attention_matrices(model)]
     parts += attention_vectors(model) + attention_norms(model)
@@ -88,16 +88,16 @@ def _block(key: Key, tp: int, experts: bool) -> WeightUnit:
 
 
 @lru_cache(maxsize=4096)
-def _experts(key: Key, ep: int, etp: int, edp: int) -> WeightUnit:
+def _experts(key: ModelKey, ep: int, etp: int, edp: int) -> WeightUnit:
     model = key.model
-    held, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
-    shapes: list[Shape] = [(held, hidden, dim), (held, hidden, dim), (held, dim, hidden)]
+    local_experts, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
+    shapes: list[Shape] = [(local_experts, hidden, dim), (local_experts, hidden, dim), (local_experts, dim, hidden)]
     dims = [2, 2, 1]
     if model.expert_biases:
-        shapes += [(held, hidden), (held, hidden), (held, dim // etp)]
+        shapes += [(local_experts, hidden), (local_experts, hidden), (local_experts, dim // etp)]
         dims += [1, 1, 1]
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
-    return WeightUnit(tuple(shapes), tuple(dims) if held % edp else (0,) * len(shapes))
+    return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes))
 
 
 class Sizes:
@@ -105,7 +105,7 @@ class Sizes:
 
     def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int):
         self.model = model
-        self._key = Key.of(model)
+        self._key = ModelKey.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
         self._tp = tp
         dim, split = model.dim, model.vocab_size // tp
@@ -124,7 +124,7 @@ class Sizes:
 def units_of_stage(
     config: Config, sizes: Sizes, layers: range, first: bool, last: bool
 ) -> tuple[list[WeightUnit], int]:
-    """Those sharded over attention's data ranks, and how many blocks have experts."""
+    """The units sharded over attention's data ranks, and how many blocks have experts."""
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
     units = [sizes.block(layer) for layer in numbers]

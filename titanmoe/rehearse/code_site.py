@@ -86,7 +86,7 @@ class CodeSites(Observer):
         self._in_forward_backward = False
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(listening(self))
             stack.enter_context(replaced(traceback, "format_stack", self._format_site))
@@ -109,7 +109,7 @@ class CodeSites(Observer):
         finally:
             stack.pop()
 
-    def inside(self, name: str) -> bool:
+    def in_region(self, name: str) -> bool:
         """Whether the thread is in a region of that name."""
         return name in self._regions()
 
@@ -123,9 +123,9 @@ class CodeSites(Observer):
     # ---- code sites
 
     def _format_site(self) -> list[str]:
-        return [str(x) for x in self.here()]
+        return [str(x) for x in self.current_site()]
 
-    def here(self) -> CodeSite:
+    def current_site(self) -> CodeSite:
         """The code site of the operation that runs in this thread."""
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)

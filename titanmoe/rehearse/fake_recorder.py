@@ -1,4 +1,4 @@
-"""What is recorded of a step on fake tensors: the integers that decide shapes, operations, memory, and host syncs."""
+"""Records a step on fake tensors: the integers that decide shapes, operations, memory, and host syncs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Dispatching(threading.local):
 
     microbatch = layer = -1
     exchange: Exchange | None = None
-    received = 0  # messages of integers, in this layer and microbatch
+    integer_messages = 0  # received in this layer and microbatch
     rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 
 
@@ -37,7 +37,7 @@ class FakeRecorder(Recorder):
         super().__init__(layers, on_gpu)
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
         self.operations = Operations()
-        self.ledger = Ledger(self.sites.here)
+        self.ledger = Ledger(self.sites.current_site)
         self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
@@ -46,8 +46,8 @@ class FakeRecorder(Recorder):
         self.ledger.begin_step()
 
     @contextmanager
-    def on(self) -> Iterator[Recorder]:
-        with self.ledger.on(), super().on():
+    def recording(self) -> Iterator[Recorder]:
+        with self.ledger.recording(), super().recording():
             yield self
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -55,16 +55,16 @@ class FakeRecorder(Recorder):
         if func.namespace == "profiler":
             with outside():
                 return func(*args, **kwargs)
-        if name == "equal":  # asked of rows that came through symmetric memory
+        if name == "equal":  # rows that came through symmetric memory are compared
             self.sync()
             return True
         if name == "_local_scalar_dense":
-            found = self.number(args[0])
-            return found if not isinstance(found, list) else found[0]
+            value = self.number(args[0])
+            return value if not isinstance(value, list) else value[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         if not func.is_view:
-            site = self.sites.here()
+            site = self.sites.current_site()
             self.operations.add(func, args, kwargs, out, site)
             self.ledger.note(out, site)
         return out
@@ -87,9 +87,9 @@ class FakeRecorder(Recorder):
     def number(self, x: Tensor) -> Any:
         """What the host reads: the value if it is known, otherwise 0, for a finite loss or a flag that is not set."""
         self.sync()
-        found = values.numbers(x)
-        if found is not None:
-            return found
+        value = values.numbers(x)
+        if value is not None:
+            return value
         if not x.dtype.is_floating_point:
             raise RuntimeError(
                 f"the host reads integers of shape {tuple(x.shape)}, whose values are unknown in a rehearsal"
@@ -104,17 +104,19 @@ class FakeRecorder(Recorder):
                 values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        self.ledger.note(out, self.sites.here())
+        self.ledger.note(out, self.sites.current_site())
         if func._overloadpacket.__name__ == "recv_":
             self.agree_on_shapes(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
             return
         if func._overloadpacket.__name__ == "wait_tensor":
-            if (value := values.known(args[0])) is not None:
+            if (value := values.known_values(args[0])) is not None:
                 values.set_known(out, value)
-        elif self.dispatching.exchange is not None and self.sites.inside("dispatch"):
+        elif self.dispatching.exchange is not None and self.sites.in_region("dispatch"):
             with outside():
-                now = self.dispatching
-                value = now.exchange.received(self.rank, now.microbatch, now.layer, now.received)
+                current = self.dispatching
+                value = current.exchange.received_integers(
+                    self.rank, current.microbatch, current.layer, current.integer_messages
+                )
             values.set_known(out, value)
-            self.dispatching.received += 1
+            self.dispatching.integer_messages += 1

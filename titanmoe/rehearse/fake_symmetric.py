@@ -1,8 +1,8 @@
 """Symmetric memory in a rehearsal: its operations as messages, its buffers as fake tensors.
 
-Such an operation keeps its sizes on the device, and the receiver learns them from the operation itself. Here the stated
-routing supplies what the other ranks of the group send: the dispatcher's own code runs for each of them, up to its
-first operation.
+Such an operation keeps its sizes on the device, and the receiver learns them from the operation itself. Here the
+assumed routing supplies what the other ranks of the group send: the dispatcher's own code runs for each of them, up to
+its first operation.
 
 Shapes as in titanmoe.moe.symmetric.
 """
@@ -51,26 +51,26 @@ class RehearsedBuffers(SymmetricBuffers):
         self.recorder.ledger.assign([buffer], SYMMETRIC)
         return buffer
 
-    def try_once(self, held: int) -> None:
+    def try_once(self, row_limit: int) -> None:
         recorder = self.recorder
-        with self.fake, recorder.on():
-            super().try_once(held)
+        with self.fake, recorder.recording():
+            super().try_once(row_limit)
         recorder.start_up += recorder.log.messages
         recorder.begin_step()
 
     def dispatch(self, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
-        recorder, now = self.recorder, self.recorder.dispatching
+        recorder, current = self.recorder, self.recorder.dispatching
         if self.exchange is None:
-            sent = rows_sent(values.numbers(send_Ge), self.group.size)
-            self._rows[_key(send_Ge)] = sent, (sent[self.group.rank],) * self.group.size
-        elif recorder.sites.inside("dispatch"):  # not in backward
-            sent = rows_sent(values.numbers(send_Ge), self.group.size)
+            sent_rows = rows_sent(values.numbers(send_Ge), self.group.size)
+            self._rows[_key(send_Ge)] = sent_rows, (sent_rows[self.group.rank],) * self.group.size
+        elif recorder.sites.in_region("dispatch"):  # not in backward
+            sent_rows = rows_sent(values.numbers(send_Ge), self.group.size)
             with outside():
-                received = self.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
-            self._rows[_key(send_Ge)] = sent, received
-        now.rows = self._rows[_key(send_Ge)]
+                received = self.exchange.rows_received(recorder.rank, current.microbatch, current.layer)
+            self._rows[_key(send_Ge)] = sent_rows, received
+        current.rows = self._rows[_key(send_Ge)]
         away, sizes = super().dispatch(buffers, x_HD, send_Ge)
-        self._rows[_key(sizes)] = now.rows[::-1]
+        self._rows[_key(sizes)] = current.rows[::-1]
         return away, sizes
 
     def combine(self, buffers: Any, y_AD: Tensor, back: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class RehearsedBuffers(SymmetricBuffers):
         return super().combine(buffers, y_AD, back)
 
     def were_too_small(self, flags: float) -> bool:
-        """By the stated routing, as a flag of fake tensors is never set."""
+        """By the assumed routing, as a flag of fake tensors is never set."""
         if self.exchange is None or self.group.size == 1:
             return False
         stage = self.exchange.routing.fold.stage
@@ -101,28 +101,28 @@ def reserve(
 
 
 def _overflows(exchange: Exchange, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]) -> bool:
-    """Whether a receive buffer of these ranks is too small for the stated routing, in any microbatch and layer."""
+    """Whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and layer."""
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
         bool((bins(total_E.view(exchange.routing.fold.ep, -1)).sum(1) > memory.away_rows).any())
         for rank in ranks
         for microbatch in range(exchange.routing.microbatches)
         for layer in layers
-        for total_E in (exchange.received(rank, microbatch, layer, 0),)
+        for total_E in (exchange.received_integers(rank, microbatch, layer, 0),)
     )
 
 
-def notes(gradients: Gradients) -> list[str]:
+def symmetric_notes(gradients: Gradients) -> list[str]:
     """What a reader has to know about the figures."""
     if gradients.shared_buffers is None or gradients.shared_buffers.group.size == 1:
         return []
-    notes = [
+    texts = [
         "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
         "receive buffers count as computed and moved"
     ]
     if gradients.overflow_reruns:
-        notes.append(
+        texts.append(
             "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
             "passes count: raise moe.symm_mem_factor"
         )
-    return notes
+    return texts

@@ -22,7 +22,7 @@ from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
 from titanmoe.rehearse.work import tensors
 from titanmoe.replace import replaced
 
-WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
+WEIGHTS, GRADIENTS, MOMENTS, KEPT_ACTIVATIONS, OTHER = "weights", "gradients", "moments", "activations kept", "other"
 RECOMPUTED, DISPATCH, SYMMETRIC = "recomputed activations", "dispatch buffers", "symmetric buffers"
 COMPONENT_OF_REGION = {
     GATHER: "gathered weights",
@@ -32,27 +32,27 @@ COMPONENT_OF_REGION = {
     "head and loss": "logits",
 }
 COMPONENTS = (
-    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT, RECOMPUTED),
+    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT_ACTIVATIONS, RECOMPUTED),
     *(DISPATCH, SYMMETRIC, "logits", "pipeline receive buffers", OTHER),
 )
 DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
 POINTS = 600
-"""Points of the picture, each the highest moment since the one before."""
+"""Points of the picture, each the highest total since the point before."""
 
 
 class Storage:
-    __slots__ = ("backward", "component", "kept", "site", "size")
+    __slots__ = ("backward", "component", "needed_in_backward", "site", "size")
 
     def __init__(self, size: int, site: CodeSite, backward: int, component: str = ""):
         self.size, self.site, self.backward, self.component = size, site, backward, component
-        self.kept = False
+        self.needed_in_backward = False
 
-    def counted_as(self) -> str:
+    def resolved_component(self) -> str:
         region = self.site.region
         if self.component or region in COMPONENT_OF_REGION:
             return self.component or COMPONENT_OF_REGION[region]
-        if self.kept:
-            return KEPT
+        if self.needed_in_backward:
+            return KEPT_ACTIVATIONS
         if region in DISPATCH_REGIONS:
             return DISPATCH
         return RECOMPUTED if self.site.phase == "recomputed" else OTHER
@@ -63,7 +63,7 @@ class _Watch(weakref.ref):
 
 
 @dataclass
-class AtPeak:
+class PeakStorages:
     """Storages alive at the peak that one line of code made for one component."""
 
     component: str
@@ -77,13 +77,13 @@ class Memory:
     peak: int
     site: CodeSite
     """Of the operation that reached the peak."""
-    before: int
+    at_start: int
     """Bytes at the start of the step."""
     components: dict[str, int]
     """Bytes at the peak."""
-    at_peak: list[AtPeak]
+    at_peak: list[PeakStorages]
     """Largest first; layers are added up."""
-    moments: list[int] = field(repr=False, default_factory=list)
+    picture_operations: list[int] = field(repr=False, default_factory=list)
     """How many operations had run at each point of the picture."""
     curves: dict[str, list[int]] = field(repr=False, default_factory=dict)
     """Bytes of each component at these points."""
@@ -93,7 +93,7 @@ class Ledger:
     """Records storages as they are allocated and freed."""
 
     def __init__(self, where: Callable[[], CodeSite]) -> None:
-        self._where, self._live, self._elsewhere = where, dict[int, _Watch](), set[int]()
+        self._where, self._live, self._not_on_device = where, dict[int, _Watch](), set[int]()
         self.operations = self.backward = 0
         """Operations of the step so far, and how many of them were in backward."""
         self.begin_step()
@@ -101,24 +101,27 @@ class Ledger:
     def begin_step(self) -> None:
         """A step starts with the storages that are alive."""
         self.operations = self.backward = 0
-        self._whose = [watch.storage for watch in self._live.values()]
-        self._changes, self._when = array("q", (x.size for x in self._whose)), array("q", bytes(8 * len(self._whose)))
-        self.before = self.now = self.peak = sum(self._changes)
-        self._first = self._highest = len(self._whose)
+        self._storages = [watch.storage for watch in self._live.values()]
+        self._changes, self._change_times = (
+            array("q", (x.size for x in self._storages)),
+            array("q", bytes(8 * len(self._storages))),
+        )
+        self.at_start = self.current = self.peak = sum(self._changes)
+        self._first = self._highest = len(self._storages)
         self._site = CodeSite()
 
-    def assign(self, given: Iterable[Tensor], component: str) -> None:
-        """Counts these tensors, from before the step or already recorded, as that component."""
-        for x in tensors(list(given)):
+    def assign(self, values: Iterable[Tensor], component: str) -> None:
+        """Counts these tensors, which are from before the step or already recorded, as that component."""
+        for x in tensors(list(values)):
             watch = self._live.get(x.untyped_storage()._cdata)
             if watch is not None:
                 watch.storage.component = component
             else:
                 self._open(x.untyped_storage(), CodeSite(), component)
 
-    def leave_out(self, given: Iterable[Tensor]) -> None:
-        """They are not on the device."""
-        self._elsewhere |= {x.untyped_storage()._cdata for x in tensors(list(given))}
+    def leave_out(self, values: Iterable[Tensor]) -> None:
+        """Does not count these tensors, which are not on the device."""
+        self._not_on_device |= {x.untyped_storage()._cdata for x in tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
         """Records the results of an operation."""
@@ -127,39 +130,39 @@ class Ledger:
             self.backward += 1
         for x in tensors(out):
             storage = x.untyped_storage()
-            if storage._cdata not in self._live and storage._cdata not in self._elsewhere:
+            if storage._cdata not in self._live and storage._cdata not in self._not_on_device:
                 self._open(storage, site)
 
     def _open(self, storage: torch.UntypedStorage, site: CodeSite, component: str = "") -> None:
         size = storage.nbytes()
         if not size:
             return
-        watch = _Watch(storage, self._gone)
+        watch = _Watch(storage, self._on_freed)
         watch.key, watch.storage = storage._cdata, Storage(size, site, self.backward, component)
         self._live[watch.key] = watch
         self._change(watch.storage, size)
-        if self.now > self.peak:
-            self.peak, self._highest, self._site = self.now, len(self._whose), site
+        if self.current > self.peak:
+            self.peak, self._highest, self._site = self.current, len(self._storages), site
 
-    def _gone(self, watch: _Watch) -> None:
+    def _on_freed(self, watch: _Watch) -> None:
         if self._live.get(watch.key) is watch:
             del self._live[watch.key]
             self._close(watch.storage)
 
     def _close(self, storage: Storage) -> None:
-        storage.kept |= storage.site.phase == "forward" and self.backward > storage.backward
+        storage.needed_in_backward |= storage.site.phase == "forward" and self.backward > storage.backward
         self._change(storage, -storage.size)
 
     def _change(self, storage: Storage, size: int) -> None:
-        self.now += size
-        self._whose.append(storage)
+        self.current += size
+        self._storages.append(storage)
         self._changes.append(size)
-        self._when.append(self.operations)
+        self._change_times.append(self.operations)
 
     # ---- what is not seen as an operation
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         resize, reduce = torch.UntypedStorage.resize_, FSDPParamGroup.post_backward
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -174,8 +177,8 @@ class Ledger:
         def reduces(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
-                found = (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad)
-                self.assign([x for x in found if x is not None], GRADIENTS)
+                grads = (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad)
+                self.assign([x for x in grads if x is not None], GRADIENTS)
             return reduce(group, *args, **kwargs)
 
         with (
@@ -188,42 +191,42 @@ class Ledger:
 
     def memory(self) -> Memory:
         live: dict[int, Storage] = {}
-        for storage, change in zip(self._whose[: self._highest], self._changes, strict=False):
+        for storage, change in zip(self._storages[: self._highest], self._changes, strict=False):
             if change > 0:
                 live[id(storage)] = storage
             else:
                 live.pop(id(storage), None)
         components: Counter[str] = Counter()
-        lines: dict[tuple, AtPeak] = {}
+        lines: dict[tuple, PeakStorages] = {}
         for storage in live.values():
-            component, site = storage.counted_as(), storage.site._replace(layer="")
+            component, site = storage.resolved_component(), storage.site._replace(layer="")
             components[component] += storage.size
-            one = lines.setdefault((component, site), AtPeak(component, site, 0, 0))
-            one.count += 1
-            one.size += storage.size
+            storages = lines.setdefault((component, site), PeakStorages(component, site, 0, 0))
+            storages.count += 1
+            storages.size += storage.size
         return Memory(
             self.peak,
             self._site,
-            self.before,
+            self.at_start,
             {name: components[name] for name in COMPONENTS},
-            sorted(lines.values(), key=lambda one: -one.size),
+            sorted(lines.values(), key=lambda storages: -storages.size),
             *self._curves(),
         )
 
     def _curves(self) -> tuple[list[int], dict[str, list[int]]]:
-        moments, curves = [], {name: [] for name in COMPONENTS}
-        every = max(1, (len(self._whose) - self._first) // POINTS)
-        now, total, most, best = Counter(), 0, -1, None
-        for i, (storage, change) in enumerate(zip(self._whose, self._changes, strict=True)):
-            now[storage.counted_as()] += change
+        picture_operations, curves = [], {name: [] for name in COMPONENTS}
+        every = max(1, (len(self._storages) - self._first) // POINTS)
+        component_bytes, total, highest, highest_point = Counter(), 0, -1, None
+        for i, (storage, change) in enumerate(zip(self._storages, self._changes, strict=True)):
+            component_bytes[storage.resolved_component()] += change
             total += change
             if i < self._first - 1:
                 continue
-            if total > most:
-                most, best = total, (self._when[i], dict(now))
-            if (i - self._first) % every == every - 1 or i == len(self._whose) - 1:
-                moments.append(best[0])
+            if total > highest:
+                highest, highest_point = total, (self._change_times[i], dict(component_bytes))
+            if (i - self._first) % every == every - 1 or i == len(self._storages) - 1:
+                picture_operations.append(highest_point[0])
                 for name, curve in curves.items():
-                    curve.append(best[1].get(name, 0))
-                most = -1
-        return moments, curves
+                    curve.append(highest_point[1].get(name, 0))
+                highest = -1
+        return picture_operations, curves

@@ -6,7 +6,7 @@ from html import escape
 
 from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.memory_over_step import COMPONENTS, Memory
-from titanmoe.rehearse.memory_table import where
+from titanmoe.rehearse.memory_table import peak_site
 from titanmoe.rehearse.world import Rehearsal
 from titanmoe.report.charts import Curve, Frame
 from titanmoe.report.draw import Area, Sheet, Stroke, Words
@@ -23,15 +23,18 @@ def picture(rehearsals: list[Rehearsal]) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="note">As on {first.hardware}, routing {escape(first.routing.text)}.</p>',
     ]
-    for one in rehearsals:
-        sheet = chart(one.memory, f"Rank {one.rank}: peak of {format_bytes(one.memory.peak)}, at {where(one.memory)}")
+    for rehearsal in rehearsals:
+        sheet = chart(
+            rehearsal.memory,
+            f"Rank {rehearsal.rank}: peak of {format_bytes(rehearsal.memory.peak)}, at {peak_site(rehearsal.memory)}",
+        )
         parts.append(figure(sheet))
     return document(title, parts)
 
 
 def chart(memory: Memory, title: str) -> Sheet:
     """Components stacked, with the peak marked."""
-    x = [float(moment) for moment in memory.moments]
+    x = [float(operation) for operation in memory.picture_operations]
     names = [name for name in COMPONENTS if any(memory.curves[name])]
     curves = [Curve(name, x, [float(y) for y in memory.curves[name]], ROLES[name]) for name in names]
     frame = Frame(title, "over operations", (x[0], x[-1]), (0.0, float(memory.peak)), format_bytes, *SIZE, curves)

@@ -13,7 +13,7 @@ SHOWN = 10
 def memory_as_json(memory: Memory) -> dict[str, Any]:
     return {
         "peak": memory.peak,
-        "at_start": memory.before,
+        "at_start": memory.at_start,
         "line": str(memory.site),
         "layer": memory.site.layer,
         "region": memory.site.region,
@@ -21,19 +21,19 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
         "components": memory.components,
         "standing": [
             {
-                "component": one.component,
-                "line": _line(one.site),
-                "region": one.site.region,
-                "pass": one.site.phase,
-                "count": one.count,
-                "bytes": one.size,
+                "component": storages.component,
+                "line": _site_text(storages.site),
+                "region": storages.site.region,
+                "pass": storages.site.phase,
+                "count": storages.count,
+                "bytes": storages.size,
             }
-            for one in memory.at_peak
+            for storages in memory.at_peak
         ],
     }
 
 
-def where(memory: Memory) -> str:
+def peak_site(memory: Memory) -> str:
     """The line of code at the peak, with its layer, region and pass."""
     site = memory.site
     context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
@@ -41,18 +41,25 @@ def where(memory: Memory) -> str:
 
 
 def memory_table(memory: Memory) -> list[str]:
-    lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {where(memory)}:", ""]
+    lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site(memory)}:", ""]
     components = [(name, count) for name, count in memory.components.items() if count]
     body = [(name, format_bytes(count), f"{count / max(memory.peak, 1):.1%}") for name, count in components]
     lines += columns(body, right=(1, 2))
     lines += ["", f"The {SHOWN} lines that allocated most of it:", ""]
     head = ("component", "region", "pass", "tensors", "bytes", "line")
     body = [
-        (one.component, one.site.region, one.site.phase, f"{one.count:,}", format_bytes(one.size), _line(one.site))
-        for one in memory.at_peak[:SHOWN]
+        (
+            storages.component,
+            storages.site.region,
+            storages.site.phase,
+            f"{storages.count:,}",
+            format_bytes(storages.size),
+            _site_text(storages.site),
+        )
+        for storages in memory.at_peak[:SHOWN]
     ]
     return lines + columns([head, *body], right=(3, 4))
 
 
-def _line(site: Any) -> str:
+def _site_text(site: Any) -> str:
     return str(site) if site.number else "before the step"

@@ -30,7 +30,7 @@ HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
 POINT_TO_POINT = ("send", "receive")
 MOST = 8
 """Errors that are reported: one often causes many."""
-GroupsMade = list[tuple[str, tuple[tuple[int, ...], ...]]]
+CreatedGroups = list[tuple[str, tuple[tuple[int, ...], ...]]]
 """Lanes and the ranks of each group, in the order in which they are made."""
 
 
@@ -51,7 +51,7 @@ class Program:
     log: Log
     comms: dict[str, Comm]
     """By torch's name for the group, as in the log."""
-    groups_made: GroupsMade = field(default_factory=list)
+    created_groups: CreatedGroups = field(default_factory=list)
 
     def comm(self, message: Message) -> Comm:
         return self.comms[message.group]
@@ -66,40 +66,46 @@ class Verdict:
     text: str
     """HOST_ORDER, STREAMS, or the error."""
     safe: bool
-    concerned: tuple[str, ...] = ()
+    details: tuple[str, ...] = ()
     """Operations that wait for each other, or further errors."""
 
 
-def check(programs: list[Program], alike: Iterable[tuple[Program, Program]] = ()) -> Verdict:
-    """alike: pairs of ranks that must run the same program, each in its own groups."""
-    findings = different_groups(programs), disagreements(programs), unwaited(programs), differences(alike)
-    wrong = list(islice(chain(*findings), MOST))
-    if wrong:
-        return Verdict(wrong[0], False, tuple(wrong[1:]))
-    stuck = _Simulation(programs, blocking=True).stuck()
-    if not stuck:
+def check(programs: list[Program], alike_pairs: Iterable[tuple[Program, Program]] = ()) -> Verdict:
+    """alike_pairs: ranks that must run the same program, each in its own groups."""
+    findings = (
+        different_groups(programs),
+        disagreements(programs),
+        unwaited_messages(programs),
+        differences(alike_pairs),
+    )
+    errors = list(islice(chain(*findings), MOST))
+    if errors:
+        return Verdict(errors[0], False, tuple(errors[1:]))
+    blocked = _Simulation(programs, blocking=True).blocked_operations()
+    if not blocked:
         return Verdict(HOST_ORDER, True)
-    with_streams = _Simulation(programs, blocking=False).stuck()
+    with_streams = _Simulation(programs, blocking=False).blocked_operations()
     if not with_streams:
-        return Verdict(STREAMS, True, tuple(stuck))
+        return Verdict(STREAMS, True, tuple(blocked))
     return Verdict("ranks wait for each other in a cycle", False, tuple(with_streams))
 
 
 def describe(program: Program, message: Message, number: int | None = None) -> str:
     comm = program.comm(message)
-    of = f" {number}" if number is not None else ""
+    number_text = f" {number}" if number is not None else ""
     layer = f" of {message.site.layer}" if message.site.layer else ""
     phase = " in backward" if message.backward else ""
-    who = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
+    peer_text = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
     rows = f" in rows of {message.row}" if message.op in ALL_TO_ALLS else ""
-    count = f"{message.sent or message.received} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
+    size = message.sent_bytes or message.received_bytes
+    count = f"{size} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
     return (
-        f"rank {program.rank}: operation{of} of {comm.lane} over ranks {_few(comm.ranks)}: {message.op}{who}, {count}, "
-        f"{message.site}{layer}{phase}"
+        f"rank {program.rank}: operation{number_text} of {comm.lane} over ranks {_ranks_text(comm.ranks)}: "
+        f"{message.op}{peer_text}, {count}, {message.site}{layer}{phase}"
     )
 
 
-def _few(ranks: tuple[int, ...]) -> str:
+def _ranks_text(ranks: tuple[int, ...]) -> str:
     return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)})"
 
 
@@ -110,21 +116,21 @@ def different_groups(programs: list[Program]) -> Iterator[str]:
     """All ranks of the world make every group together, members or not."""
     first = programs[0]
     for program in programs[1:]:
-        for number, (a, b) in enumerate(zip_longest(first.groups_made, program.groups_made)):
+        for number, (a, b) in enumerate(zip_longest(first.created_groups, program.created_groups)):
             if a != b:
                 yield (
-                    f"rank {first.rank} makes {_made(a)}, and rank {program.rank} {_made(b)} as number {number} of its "
-                    "groups: all ranks of a world have to make the same groups in the same order"
+                    f"rank {first.rank} makes {_group_text(a)}, and rank {program.rank} {_group_text(b)} as number "
+                    f"{number} of its groups: all ranks of a world have to make the same groups in the same order"
                 )
                 return
 
 
-def _made(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
+def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
     if group is None:
         return "no group"
     lane, parts = group
     more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
-    return f"{lane} over ranks {' | '.join(map(_few, parts[:4]))}{more}"
+    return f"{lane} over ranks {' | '.join(map(_ranks_text, parts[:4]))}{more}"
 
 
 # ---- agreement
@@ -133,10 +139,10 @@ def _made(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
 def disagreements(programs: list[Program]) -> Iterator[str]:
     by_comm: dict[Comm, list[tuple[Program, list[Message]]]] = defaultdict(list)
     for program in programs:
-        mine: dict[Comm, list[Message]] = defaultdict(list)
+        by_comm_of_rank: dict[Comm, list[Message]] = defaultdict(list)
         for message in program.log.messages:
-            mine[program.comm(message)].append(message)
-        for comm, messages in mine.items():
+            by_comm_of_rank[program.comm(message)].append(message)
+        for comm, messages in by_comm_of_rank.items():
             by_comm[comm].append((program, messages))
     for comm, members in by_comm.items():
         present = {program.rank for program, _ in members}
@@ -145,67 +151,75 @@ def disagreements(programs: list[Program]) -> Iterator[str]:
             program, messages = members[0]
             yield f"{describe(program, messages[0], 0)}; rank {absent[0]} never issues any operation of that group"
             continue
-        yield from _collectives(members)
-        yield from _pairs(members)
+        yield from _collective_mismatches(members)
+        yield from _pair_mismatches(members)
 
 
-def _collectives(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
+def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
     lists = [(program, [m for m in messages if m.op not in POINT_TO_POINT]) for program, messages in members]
-    first, mine = lists[0]
-    for program, theirs in lists[1:]:
-        number = _first_difference(mine, theirs)
+    first, own_messages = lists[0]
+    for program, other_messages in lists[1:]:
+        number = _first_difference(own_messages, other_messages)
         if number is None:
             continue
-        if number < min(len(mine), len(theirs)):
-            a, b = mine[number], theirs[number]
-            counts = "" if len(mine) == len(theirs) else f" ({len(mine)} and {len(theirs)} operations in all)"
-            like = tuple(
-                other.rank
-                for other, its in lists
-                if other is not program and number < len(its) and _agreed(its[number]) == _agreed(b)
+        if number < min(len(own_messages), len(other_messages)):
+            a, b = own_messages[number], other_messages[number]
+            counts = (
+                ""
+                if len(own_messages) == len(other_messages)
+                else f" ({len(own_messages)} and {len(other_messages)} operations in all)"
             )
-            also = f", as on rank{'s' * (len(like) > 1)} {_few(like)}" if like else ""
+            agreeing = tuple(
+                other.rank
+                for other, messages_of_other in lists
+                if other is not program
+                and number < len(messages_of_other)
+                and _signature(messages_of_other[number]) == _signature(b)
+            )
+            also = f", as on rank{'s' * (len(agreeing) > 1)} {_ranks_text(agreeing)}" if agreeing else ""
             yield f"{describe(first, a, number)}; {describe(program, b, number)}{also}{counts}"
         else:
-            more, messages, less = (first, mine, program) if len(mine) > number else (program, theirs, first)
+            more, messages, less = (
+                (first, own_messages, program) if len(own_messages) > number else (program, other_messages, first)
+            )
             yield f"{describe(more, messages[number], number)}; rank {less.rank} never issues operation {number}"
         return
-    for number, message in enumerate(mine):
+    for number, message in enumerate(own_messages):
         if message.op in ALL_TO_ALLS:
-            yield from _splits(lists, number)
+            yield from _split_mismatches(lists, number)
 
 
-def _first_difference(mine: list[Message], theirs: list[Message]) -> int | None:
+def _first_difference(own_messages: list[Message], other_messages: list[Message]) -> int | None:
     """Where two ranks part: the first operations that differ, or that different lines of code issue before these."""
-    pairs = list(zip(mine, theirs, strict=False))
-    if len(mine) == len(theirs) and all(_agreed(a) == _agreed(b) for a, b in pairs):
+    pairs = list(zip(own_messages, other_messages, strict=False))
+    if len(own_messages) == len(other_messages) and all(_signature(a) == _signature(b) for a, b in pairs):
         return None
-    parted = (i for i, (a, b) in enumerate(pairs) if a.site != b.site or _agreed(a) != _agreed(b))
-    return next(parted, len(pairs))
+    differing = (i for i, (a, b) in enumerate(pairs) if a.site != b.site or _signature(a) != _signature(b))
+    return next(differing, len(pairs))
 
 
-def _agreed(message: Message) -> tuple:
-    sizes = (message.row,) if message.op in ALL_TO_ALLS else (message.sent, message.received)
+def _signature(message: Message) -> tuple:
+    sizes = (message.row,) if message.op in ALL_TO_ALLS else (message.sent_bytes, message.received_bytes)
     return message.op, message.dtype, message.site.layer, message.backward, *sizes
 
 
-def _splits(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:
+def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:
     """Each rank sends as many rows as its receiver expects."""
     for program, messages in members:
         a = messages[number]
         ranks = program.comm(a).ranks
-        me = ranks.index(program.rank)
-        for other, theirs in members:
-            b, you = theirs[number], ranks.index(other.rank)
-            if a.splits[0][you] != b.splits[1][me]:
+        own_index = ranks.index(program.rank)
+        for other, other_messages in members:
+            b, other_index = other_messages[number], ranks.index(other.rank)
+            if a.splits[0][other_index] != b.splits[1][own_index]:
                 yield (
-                    f"{describe(program, a, number)}, sends rank {other.rank} {a.splits[0][you]} rows; "
-                    f"{describe(other, b, number)}, expects {b.splits[1][me]}"
+                    f"{describe(program, a, number)}, sends rank {other.rank} {a.splits[0][other_index]} rows; "
+                    f"{describe(other, b, number)}, expects {b.splits[1][own_index]}"
                 )
                 return
 
 
-def _pairs(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
+def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
     by_ends: dict[tuple[int, int], dict[str, list[tuple[Program, Message]]]] = defaultdict(lambda: defaultdict(list))
     for program, messages in members:
         for message in messages:
@@ -213,10 +227,10 @@ def _pairs(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
             if other in program.comm(message).members:
                 ends = (program.rank, other) if message.op == "send" else (other, program.rank)
                 by_ends[ends][message.op].append((program, message))
-    for (source, target), found in by_ends.items():
-        sends, receives = found["send"], found["receive"]
+    for (source, target), by_op in by_ends.items():
+        sends, receives = by_op["send"], by_op["receive"]
         for number, ((p, a), (q, b)) in enumerate(zip(sends, receives, strict=False)):
-            if (a.dtype, a.sent) != (b.dtype, b.received):
+            if (a.dtype, a.sent_bytes) != (b.dtype, b.received_bytes):
                 yield f"{describe(p, a, number)}; {describe(q, b, number)}"
                 return
         if len(sends) != len(receives):
@@ -227,7 +241,7 @@ def _pairs(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
             return
 
 
-def unwaited(programs: list[Program]) -> Iterator[str]:
+def unwaited_messages(programs: list[Program]) -> Iterator[str]:
     """Nothing keeps a step from using a result before it has arrived, or from ending before."""
     for program in programs:
         waited = {event.number for event in program.log.events if event.kind == "wait"}
@@ -236,25 +250,25 @@ def unwaited(programs: list[Program]) -> Iterator[str]:
                 yield f"{describe(program, message)}, which is never waited for"
 
 
-def differences(alike: Iterable[tuple[Program, Program]]) -> Iterator[str]:
-    for a, b in alike:
-        for mine, theirs in zip_longest(a.log.events, b.log.events):
-            if mine is None or theirs is None or _likeness(a, mine) != _likeness(b, theirs):
+def differences(alike_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
+    for a, b in alike_pairs:
+        for event, other_event in zip_longest(a.log.events, b.log.events):
+            if event is None or other_event is None or _event_signature(a, event) != _event_signature(b, other_event):
                 yield (
                     f"ranks {a.rank} and {b.rank} of a stage differ, so nothing is known of its ranks that were not "
-                    f"rehearsed: {_event(a, mine)}; {_event(b, theirs)}; --all-ranks rehearses them all"
+                    f"rehearsed: {_event_text(a, event)}; {_event_text(b, other_event)}; --all-ranks rehearses them all"
                 )
                 return
 
 
-def _likeness(program: Program, event: Event) -> tuple:
+def _event_signature(program: Program, event: Event) -> tuple:
     if event.kind != "issue":
         return event
     message = program.log.messages[event.number]
-    return *_agreed(message), program.comm(message).lane, message.peer, message.batch
+    return *_signature(message), program.comm(message).lane, message.peer, message.batch
 
 
-def _event(program: Program, event: Event | None) -> str:
+def _event_text(program: Program, event: Event | None) -> str:
     if event is None:
         return f"rank {program.rank}: the end of its step"
     if event.kind == "sync":
@@ -274,26 +288,26 @@ class _Unit:
     comm: Comm
     messages: list[Message]
     keys: list[tuple]
-    needs: int
+    needed_waits: int
     """How many of the rank's waits must be over before it can start."""
     active: bool = False
-    left: int = 0
+    pending: int = 0
 
     @property
     def done(self) -> bool:
-        return self.active and not self.left
+        return self.active and not self.pending
 
 
 @dataclass(eq=False)
 class _Rank:
     program: Program
-    at: int = 0  # the next event
-    passed: int = 0  # waits that are over
+    next_event: int = 0
+    finished_waits: int = 0
     waits: list[_Unit] = field(default_factory=list)
     units: dict[int, _Unit] = field(default_factory=dict)  # by message
     queues: dict[Comm, deque[_Unit]] = field(default_factory=lambda: defaultdict(deque))
     counts: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
-    last: _Unit | None = None
+    last_unit: _Unit | None = None
 
 
 class _Simulation:
@@ -303,66 +317,68 @@ class _Simulation:
         self.arrived: dict[tuple, list[_Unit]] = defaultdict(list)
         runnable = deque(self.ranks.values())
         while runnable:
-            self._go(runnable.popleft(), runnable)
+            self._advance(runnable.popleft(), runnable)
 
-    def stuck(self) -> list[str]:
+    def blocked_operations(self) -> list[str]:
         """Operations that wait for each other in a cycle, or else a chain of waits; empty if all ranks finished."""
-        waiting = {rank: unit for rank, state in self.ranks.items() if (unit := self._waits(state)) is not None}
+        waiting = {rank: unit for rank, state in self.ranks.items() if (unit := self._waiting_unit(state)) is not None}
         if not waiting:
             return []
         rank, chain = next(iter(waiting)), []
         while rank in waiting and rank not in chain:
             chain.append(rank)
-            rank = next((other for other in self._missing(waiting[rank]) if other in waiting), -1)
+            rank = next((other for other in self._missing_ranks(waiting[rank]) if other in waiting), -1)
         cycle = chain[chain.index(rank) :] if rank in chain else chain
         return [describe(self.ranks[r].program, waiting[r].messages[0]) for r in cycle]
 
-    def _waits(self, state: _Rank) -> _Unit | None:
+    def _waiting_unit(self, state: _Rank) -> _Unit | None:
         for queue in state.queues.values():
             if queue and queue[0].active:
                 return queue[0]
         return next((queue[0] for queue in state.queues.values() if queue), None)
 
-    def _missing(self, unit: _Unit) -> Iterator[int]:
+    def _missing_ranks(self, unit: _Unit) -> Iterator[int]:
         """Ranks that have not started the operation that this one waits for."""
         for key in unit.keys:
             present = {other.rank for other in self.arrived[key]}
             yield from (rank for rank in (key[-2:] if key[0] == "pair" else unit.comm.members) if rank not in present)
 
-    def _go(self, state: _Rank, runnable: deque[_Rank]) -> None:
+    def _advance(self, state: _Rank, runnable: deque[_Rank]) -> None:
         events, messages = state.program.log.events, state.program.log.messages
-        moved = True
-        while moved:
-            moved = False
-            while state.passed < len(state.waits) and state.waits[state.passed].done:
-                state.passed += 1
+        progressed = True
+        while progressed:
+            progressed = False
+            while state.finished_waits < len(state.waits) and state.waits[state.finished_waits].done:
+                state.finished_waits += 1
             for queue in state.queues.values():
                 while queue and queue[0].done:
                     queue.popleft()
-                if queue and not queue[0].active and queue[0].needs <= state.passed:
-                    self._begin(queue[0], runnable)
-                    moved = True
-            if state.at == len(events) or (self.blocking and state.last is not None and not state.last.done):
+                if queue and not queue[0].active and queue[0].needed_waits <= state.finished_waits:
+                    self._start(queue[0], runnable)
+                    progressed = True
+            if state.next_event == len(events) or (
+                self.blocking and state.last_unit is not None and not state.last_unit.done
+            ):
                 continue
-            kind, number = events[state.at]
+            kind, number = events[state.next_event]
             if kind == "sync":
-                if state.passed < len(state.waits):
+                if state.finished_waits < len(state.waits):
                     continue
-                state.at += 1
+                state.next_event += 1
             elif kind == "wait":
                 state.waits.append(state.units[number])
-                state.at += 1
+                state.next_event += 1
             else:
                 numbers = [number]
                 batch = messages[number].batch
-                while batch >= 0 and state.at + len(numbers) < len(events):
-                    kind, following = events[state.at + len(numbers)]
+                while batch >= 0 and state.next_event + len(numbers) < len(events):
+                    kind, following = events[state.next_event + len(numbers)]
                     if kind != "issue" or messages[following].batch != batch:
                         break
                     numbers.append(following)
-                state.at += len(numbers)
+                state.next_event += len(numbers)
                 self._issue(state, numbers)
-            moved = True
+            progressed = True
 
     def _issue(self, state: _Rank, numbers: list[int]) -> None:
         program = state.program
@@ -384,15 +400,15 @@ class _Simulation:
         unit = _Unit(program.rank, comm, messages, keys, 0 if self.blocking else len(state.waits))
         state.queues[comm].append(unit)
         state.units |= dict.fromkeys(numbers, unit)
-        state.last = unit
+        state.last_unit = unit
 
-    def _begin(self, unit: _Unit, runnable: deque[_Rank]) -> None:
-        unit.active, unit.left = True, len(unit.keys)
+    def _start(self, unit: _Unit, runnable: deque[_Rank]) -> None:
+        unit.active, unit.pending = True, len(unit.keys)
         for key in unit.keys:
             units = self.arrived[key]
             units.append(unit)
             if len(units) == (2 if key[0] == "pair" else len(unit.comm.members)):
-                for one in units:
-                    one.left -= 1
-                    if not one.left and one.rank != unit.rank:
-                        runnable.append(self.ranks[one.rank])
+                for member in units:
+                    member.pending -= 1
+                    if not member.pending and member.rank != unit.rank:
+                        runnable.append(self.ranks[member.rank])

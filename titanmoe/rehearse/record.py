@@ -55,9 +55,9 @@ class Message:
     group: str
     """torch's name for the process group."""
     dtype: torch.dtype
-    sent: int
+    sent_bytes: int
     """Bytes of the input."""
-    received: int
+    received_bytes: int
     """Bytes of the output."""
     site: CodeSite
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -68,7 +68,7 @@ class Message:
     """Sends and receives only: the index of the other rank in the group."""
     batch: int = -1
     """The same number for the sends and receives of one batch."""
-    waited: str = "never"
+    wait_timing: str = "never"
     """"at once" where nothing is computed in between, else "later"."""
 
     @property
@@ -180,8 +180,8 @@ class Recorder(TorchDispatchMode):
     def _from_symmetric(self, op: str, args: tuple) -> Message:
         x, _, sizes, arrived, group = args[:5]
         rows = self.rows_exchanged(op, sizes, arrived, group)
-        sent, received = (sum(side) * x.shape[1] * x.element_size() for side in rows)
-        return Message(op, group, x.dtype, sent, received, self.sites.here(), rows, _row_bytes(x))
+        sent_bytes, received_bytes = (sum(side) * x.shape[1] * x.element_size() for side in rows)
+        return Message(op, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
 
     def rows_exchanged(
         self, op: str, sizes: Tensor, arrived: Tensor, group: str
@@ -193,12 +193,12 @@ class Recorder(TorchDispatchMode):
         return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())
 
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
-        inputs, outputs = ([x for x in tree_leaves(given) if isinstance(x, Tensor)] for given in (inputs, outputs))
-        sent, received = (sum(x.numel() * x.element_size() for x in given) for given in (inputs, outputs))
+        inputs, outputs = ([x for x in tree_leaves(value) if isinstance(x, Tensor)] for value in (inputs, outputs))
+        sent_bytes, received_bytes = (sum(x.numel() * x.element_size() for x in value) for value in (inputs, outputs))
         if op in ("send", "receive"):
-            sent, received = (sent, 0) if op == "send" else (0, received)
-        row, site = _row_bytes(inputs[0]) if splits is not None else 0, self.sites.here()
-        return Message(op, group, inputs[0].dtype, sent, received, site, splits, row, peer, self._batch)
+            sent_bytes, received_bytes = (sent_bytes, 0) if op == "send" else (0, received_bytes)
+        row, site = _row_bytes(inputs[0]) if splits is not None else 0, self.sites.current_site()
+        return Message(op, group, inputs[0].dtype, sent_bytes, received_bytes, site, splits, row, peer, self._batch)
 
     def _note(self, message: Message) -> None:
         number = len(self.log.messages)
@@ -207,26 +207,26 @@ class Recorder(TorchDispatchMode):
         self._issued_at[number] = self.computed
 
     def _wait(self, number: int) -> None:
-        if number < 0 or self.log.messages[number].waited != "never":
+        if number < 0 or self.log.messages[number].wait_timing != "never":
             return
         if self.on_gpu and (stream := current_stream()) is not default_stream:
             self.log.side_streams.setdefault(stream, []).append(number)
             return
         at_once = self._issued_at[number] == self.computed and self.log.events[-1] == Event("issue", number)
-        self.log.messages[number].waited = "at once" if at_once else "later"
+        self.log.messages[number].wait_timing = "at once" if at_once else "later"
         self.log.events.append(Event("wait", number))
 
     def sync(self) -> None:
         """The host waits for the device."""
-        self.log.syncs.append(self.sites.here())
+        self.log.syncs.append(self.sites.current_site())
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
 
     # ---- what dispatch does not see
 
     @contextmanager
-    def on(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[Recorder]:
         with ExitStack() as stack:
-            stack.enter_context(self.sites.on())
+            stack.enter_context(self.sites.recording())
             for cls in (FakeWork, Work):
                 stack.enter_context(replaced(cls, "wait", self._waiting(cls.wait)))
             stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
@@ -244,14 +244,14 @@ class Recorder(TorchDispatchMode):
         return waits
 
     def _batched(self, batch: Callable[..., Any]) -> Callable[..., Any]:
-        def together(ops: list) -> Any:
+        def batched(ops: list) -> Any:
             self._batch, self._batches = self._batches, self._batches + 1
             try:
                 return batch(ops)
             finally:
                 self._batch = -1
 
-        return together
+        return batched
 
     def _stream_method(self, name: str) -> Callable[..., Any]:
         """FSDP's own streams, as they would be on a GPU: work on a stream follows what that stream has waited for.
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
         has waited for, and the computation has waited for them once its own stream waits for the event.
         """
 
-        def reach(stream: Stream, numbers: Iterable[int]) -> None:
+        def pass_on(stream: Stream, numbers: Iterable[int]) -> None:
             if stream is default_stream:
                 for number in numbers:
                     self._wait(number)
@@ -268,15 +268,15 @@ class Recorder(TorchDispatchMode):
                 self.log.side_streams.setdefault(stream, []).extend(numbers)
 
         def record_event(stream: Stream) -> tuple[int, ...]:
-            left = [i for i in self.log.side_streams.pop(stream, ()) if self.log.messages[i].waited == "never"]
-            if left:
-                self.log.side_streams[stream] = left
-            return tuple(left)
+            pending = [i for i in self.log.side_streams.pop(stream, ()) if self.log.messages[i].wait_timing == "never"]
+            if pending:
+                self.log.side_streams[stream] = pending
+            return tuple(pending)
 
         def wait_event(stream: Stream, event: Any) -> None:
-            reach(stream, event if isinstance(event, tuple) else ())
+            pass_on(stream, event if isinstance(event, tuple) else ())
 
         def wait_stream(stream: Stream, other: Stream) -> None:
-            reach(stream, record_event(other))
+            pass_on(stream, record_event(other))
 
         return {"record_event": record_event, "wait_event": wait_event, "wait_stream": wait_stream}[name]

@@ -37,11 +37,13 @@ def draw_experts(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
 def recorded_routing(config: Config, file: Path, step: int | None = None) -> AssumedRouting:
     """step: None for the last in the file. ConfigError with all reasons why the file does not fit the recipe."""
     file = file / EXPERTS if file.is_dir() else file
-    step, load = _line(file, step)
+    step, load = _read_line(file, step)
     model = config.model
     layers = moe_blocks(model)
     if sorted(load) != sorted(layers):
-        raise ConfigError([f"{file} has loads for layers {_listed(load)}; the recipe has experts in {_listed(layers)}"])
+        raise ConfigError(
+            [f"{file} has loads for layers {_layers_text(load)}; the recipe has experts in {_layers_text(layers)}"]
+        )
     shares, problems = {}, []
     for layer, counts in load.items():
         if len(counts) != model.num_experts:
@@ -62,40 +64,40 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
     if problems:
         raise ConfigError(problems)
     text = f"as in step {step} of {file}"
-    return AssumedRouting(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
+    return AssumedRouting(text, partial(_experts_by_share, shares, model.top_k), True, ESTIMATES)
 
 
-def _chosen(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
+def _experts_by_share(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
     return draw_experts(index_T, torch.tensor(shares[layer], dtype=torch.float64), top_k)
 
 
-def _listed(layers: Any) -> str:
+def _layers_text(layers: Any) -> str:
     return ", ".join(map(str, sorted(layers))) or "none"
 
 
-def _line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
+def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
     try:
         texts = file.read_bytes().split(b"\n")
     except OSError as error:
         raise ConfigError([f"cannot read {file}: {error.strerror}"]) from None
-    found = {}
+    loads = {}
     for text in texts:
         try:
             line = parse_json(text)
         except ValueError:  # the run may still be writing its last line
             continue
         if (load := _load(line)) is not None:
-            found[line["step"]] = load
-    if not found:
+            loads[line["step"]] = load
+    if not loads:
         raise ConfigError([f"{file} has no line with expert loads: name the {EXPERTS} of a run, or its folder"])
     if step is None:
-        step = max(found)
-    if step not in found:
-        nearest = sorted(found, key=lambda one: abs(one - step))[:3]
+        step = max(loads)
+    if step not in loads:
+        nearest = sorted(loads, key=lambda other_step: abs(other_step - step))[:3]
         raise ConfigError(
             [f"{file} has no line for step {step}: the nearest steps are {', '.join(map(str, sorted(nearest)))}"]
         )
-    return step, found[step]
+    return step, loads[step]
 
 
 def _load(line: Any) -> dict[int, list[int]] | None:

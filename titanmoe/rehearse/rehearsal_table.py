@@ -19,14 +19,14 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
     out: dict[tuple, list[Message]] = {}
     for message in messages:
         group = rehearsal.groups[message.group]
-        key = group, message.op, message.dtype, message.waited, message.backward, message.site[:2]
+        key = group, message.op, message.dtype, message.wait_timing, message.backward, message.site[:2]
         out.setdefault(key, []).append(message)
     return out
 
 
-def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
-    for (group, op, dtype, waited, backward, line), messages in messages_by_kind(rehearsal, sent).items():
-        layers = Counter(message.site.layer for message in messages if message.site.layer)
+def rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
+    for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
+        layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
             "lane": group.lane,
             "axes": group.axes,
@@ -34,9 +34,9 @@ def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
             "nodes": "across" if group.across else "within",
             "op": op,
             "dtype": str(dtype).removeprefix("torch."),
-            "count": len(messages),
-            "sent_bytes": sum(message.sent for message in messages),
-            "received_bytes": sum(message.received for message in messages),
+            "count": len(same_kind),
+            "sent_bytes": sum(message.sent_bytes for message in same_kind),
+            "received_bytes": sum(message.received_bytes for message in same_kind),
             "blocking": waited,
             "pass": "backward" if backward else "forward",
             "line": f"{line[0]}:{line[1]}",
@@ -87,17 +87,17 @@ def table(rehearsal: Rehearsal) -> list[str]:
         "",
     ]
     lines += _messages(rehearsal, rehearsal.log.messages)
-    total = sum(message.sent for message in rehearsal.log.messages)
-    across = sum(m.sent for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
-    sent = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
-    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent}"]
+    total = sum(message.sent_bytes for message in rehearsal.log.messages)
+    across = sum(m.sent_bytes for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
+    sent_text = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
+    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent_text}"]
     syncs = Counter(str(line) for line in rehearsal.log.syncs)
     lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
     lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
     used = {message.group for message in rehearsal.log.messages}
-    made = [group for name, group in rehearsal.groups.items() if name in used]
-    lines += ["", f"Communicators that the step creates: {len(made)}", ""]
-    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
+    created = [group for name, group in rehearsal.groups.items() if name in used]
+    lines += ["", f"Communicators that the step creates: {len(created)}", ""]
+    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in created], right=())
     lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
     if rehearsal.start_up:
         lines += ["", "Before the first step symmetric memory sends:", "", *_messages(rehearsal, rehearsal.start_up)]
@@ -142,20 +142,26 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         "",
     ]
     body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "across nodes", "host waits")]
-    for one in rehearsals:
-        messages = one.log.messages
-        across = sum(m.sent for m in messages if one.groups[m.group].across)
-        sent = sum(m.sent for m in messages)
-        kept = format_bytes(one.parameter_bytes), format_bytes(one.optimizer_bytes), format_bytes(one.memory.peak)
-        moved = format_bytes(sent), format_bytes(across)
-        body.append((str(one.rank), *kept, str(len(messages)), *moved, str(len(one.log.syncs))))
+    for rehearsal in rehearsals:
+        messages = rehearsal.log.messages
+        across = sum(m.sent_bytes for m in messages if rehearsal.groups[m.group].across)
+        sent_bytes = sum(m.sent_bytes for m in messages)
+        memory_cells = (
+            format_bytes(rehearsal.parameter_bytes),
+            format_bytes(rehearsal.optimizer_bytes),
+            format_bytes(rehearsal.memory.peak),
+        )
+        sent_cells = format_bytes(sent_bytes), format_bytes(across)
+        body.append(
+            (str(rehearsal.rank), *memory_cells, str(len(messages)), *sent_cells, str(len(rehearsal.log.syncs)))
+        )
     lines += columns(body, right=tuple(range(8)))
-    worst = max(rehearsals, key=lambda one: one.memory.peak)
-    alike = len(rehearsals) > 1 and all(one.memory.peak == worst.memory.peak for one in rehearsals)
+    worst = max(rehearsals, key=lambda rehearsal: rehearsal.memory.peak)
+    alike = len(rehearsals) > 1 and all(rehearsal.memory.peak == worst.memory.peak for rehearsal in rehearsals)
     most = "All of them need the same memory." if alike else f"Rank {worst.rank} needs the most memory."
     lines += ["", most, "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
-    lines += [f"    {text}" for text in verdict.concerned]
+    lines += [f"    {text}" for text in verdict.details]
     return lines + _remarks(first)
 
 

@@ -85,45 +85,45 @@ def print_report(problems: list[str], report: Callable[[], Report]) -> int:
 
 
 def _report(args: argparse.Namespace) -> Report:
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
     from titanmoe.rehearse.memory_picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
     from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
     from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
-    world = world_of(args.ranks, args.overrides, preset)
+    world = world_of(args.ranks, args.overrides, PARTS)
     if not 0 <= args.rank < world:
         raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
-        rehearsed = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
-        lines, order, code = table(rehearsed[0]), {}, 0
+        rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
+        lines, order, code = table(rehearsals[0]), {}, 0
     else:
         ranks = range(world) if args.all_ranks else None
-        rehearsed = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks))
-        verdict = check_ranks(rehearsed)
-        lines, code = table_of_ranks(rehearsed, verdict), 0 if verdict.safe else 1
-        order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
-    data = {"ranks": [as_json(one) for one in rehearsed]} | order
-    page = picture(rehearsed) if args.picture else ""
+        rehearsals = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks))
+        verdict = check_ranks(rehearsals)
+        lines, code = table_of_ranks(rehearsals, verdict), 0 if verdict.safe else 1
+        order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}
+    data = {"ranks": [as_json(rehearsal) for rehearsal in rehearsals]} | order
+    page = picture(rehearsals) if args.picture else ""
     return lines, {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}, code
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
-    found = []
+    problems = []
     if args.hardware not in names:
-        found.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
+        problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
     if args.node < 1:
-        found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
+        problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:
-        found.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
+        problems.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
     if (args.all_roles or args.all_ranks) and args.hardware == "cpu":
         option = "--all-ranks" if args.all_ranks else "--all-roles"
-        found.append(f"{option} checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
+        problems.append(f"{option} checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
-        found.append("--imbalance and --routing both say where rows go: use one of them")
+        problems.append("--imbalance and --routing both say where rows go: use one of them")
     if args.routing is None and args.routing_step is not None:
-        found.append("--routing-step selects a line of a file: name the file with --routing")
-    return found
+        problems.append("--routing-step selects a line of a file: name the file with --routing")
+    return problems

@@ -64,29 +64,29 @@ def rehearse_ranks(
 
 
 def programs(rehearsals: list[Rehearsal]) -> list[Program]:
-    rehearsed = {one.rank for one in rehearsals}
+    rehearsed = {rehearsal.rank for rehearsal in rehearsals}
     return [
         Program(
-            one.rank,
-            one.log,
+            rehearsal.rank,
+            rehearsal.log,
             {
                 name: Comm(f"{group.lane} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed))
-                for name, group in one.groups.items()
+                for name, group in rehearsal.groups.items()
             },
-            one.groups_made,
+            rehearsal.created_groups,
         )
-        for one in rehearsals
+        for rehearsal in rehearsals
     ]
 
 
 def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
     rehearsals = list(rehearsals)
-    fold, found = rehearsals[0].fold, programs(rehearsals)
-    by_rank = {program.rank: program for program in found}
-    alike = []
+    fold, rank_programs = rehearsals[0].fold, programs(rehearsals)
+    by_rank = {program.rank: program for program in rank_programs}
+    alike_pairs = []
     if len(by_rank) < fold.world:
         firsts = {rank: rank // fold.stage * fold.stage for rank in by_rank}
-        alike = [(by_rank[first], by_rank[rank]) for rank, first in firsts.items() if rank != first]
-    verdict = check(found, alike)
-    wrong = next(disagreeing_splits(rehearsals), None) if verdict.safe else None
-    return verdict if wrong is None else Verdict(wrong, False)
+        alike_pairs = [(by_rank[first], by_rank[rank]) for rank, first in firsts.items() if rank != first]
+    verdict = check(rank_programs, alike_pairs)
+    disagreement = next(disagreeing_splits(rehearsals), None) if verdict.safe else None
+    return verdict if disagreement is None else Verdict(disagreement, False)

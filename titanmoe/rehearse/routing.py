@@ -1,8 +1,8 @@
-"""Which tokens visit which experts, stated in advance because a rehearsal has no data.
+"""Which tokens visit which experts, assumed in advance because a rehearsal has no data.
 
-`Routing.chosen` gives the experts of every token of any rank, so a rank also knows what the others will send it. The
-dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and the
-integers that it sends are delivered here.
+`Routing.chosen_experts` gives the experts of every token of any rank, so a rank also knows what the others will send
+it. The dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and
+the integers that it sends are delivered here.
 
 Shapes as in titanmoe.moe.dispatch.
 """
@@ -26,7 +26,7 @@ from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
-from titanmoe.rehearse.sent_rows import Counting, Rows, rows_sent
+from titanmoe.rehearse.sent_rows import RowCounter, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
@@ -86,10 +86,10 @@ def _skewed(top_k: int, num_experts: int, factor: float, layer: int, index_T: Te
 class Routing:
     """The experts of every token of a step."""
 
-    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: AssumedRouting):
-        self.config, self.fold, self.samples, self.stated = config, fold, samples, stated
+    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], assumed: AssumedRouting):
+        self.config, self.fold, self.samples, self.assumed = config, fold, samples, assumed
         self._index: dict[int, Tensor] = {}
-        self._chosen: dict[tuple[int, int, int], Tensor] = {}
+        self._chosen_experts: dict[tuple[int, int, int], Tensor] = {}
 
     @property
     def microbatches(self) -> int:
@@ -97,7 +97,7 @@ class Routing:
 
     def key(self, layer: int) -> int:
         """The same for layers with the same routing."""
-        return layer if self.stated.by_layer else 0
+        return layer if self.assumed.by_layer else 0
 
     def index(self, rank: int, microbatch: int) -> Tensor:
         """The index within the step of the tokens that a rank owns."""
@@ -106,16 +106,16 @@ class Routing:
             data, cp, tp = place("dp"), place("cp"), place("tp")
             batch = self.samples(self.config, data.rank, data.size).next_step()[0]
             meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
-            cut_out = take_slice(batch, 0, meshes, placement(self.config.parallelism), torch.device("cpu"))
-            self._index[rank] = cut_out.tokens.index_T
+            batch_slice = take_slice(batch, 0, meshes, placement(self.config.parallelism), torch.device("cpu"))
+            self._index[rank] = batch_slice.tokens.index_T
         training = self.config.training
         return self._index[rank] + microbatch * self.fold.dp * training.local_batch_size * training.seq_len
 
-    def chosen(self, rank: int, microbatch: int, layer: int) -> Tensor:
+    def chosen_experts(self, rank: int, microbatch: int, layer: int) -> Tensor:
         key = rank, microbatch, self.key(layer)
-        if key not in self._chosen:
-            self._chosen[key] = self.stated.choose(layer, self.index(rank, microbatch))
-        return self._chosen[key]
+        if key not in self._chosen_experts:
+            self._chosen_experts[key] = self.assumed.choose(layer, self.index(rank, microbatch))
+        return self._chosen_experts[key]
 
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
@@ -129,12 +129,12 @@ class _Stop(Exception):
 
 class _DispatcherRun(TorchDispatchMode):
     """Runs a dispatcher's own code for one rank, up to its n-th message of integers, which is kept with its splits (n =
-    -1: to the end). `give` supplies what earlier such messages receive.
+    -1: to the end). `supply` returns what earlier such messages receive.
     """
 
-    def __init__(self, n: int, give: Callable[[int], Tensor]):
+    def __init__(self, n: int, supply: Callable[[int], Tensor]):
         super().__init__()
-        self.n, self.give, self.count = n, give, 0
+        self.n, self.supply, self.count = n, supply, 0
         self.all_to_alls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
         """The group, rows sent to each of its ranks, and rows received from each."""
 
@@ -154,10 +154,10 @@ class _DispatcherRun(TorchDispatchMode):
                 rows = x.shape[0] // args[2] if name == "reduce_scatter_tensor" else x.shape[0] * args[1]
             return x.new_zeros(rows, *x.shape[1:])
         if self.count == self.n:
-            self.last = x.clone(), (args[2], args[1]) if name == "all_to_all_single" else None, name, args[-1]
+            self.integers = x.clone(), (args[2], args[1]) if name == "all_to_all_single" else None, name, args[-1]
             raise _Stop
         self.count += 1
-        return self.give(self.count - 1)
+        return self.supply(self.count - 1)
 
 
 class Exchange:
@@ -169,63 +169,63 @@ class Exchange:
         """away_rows: room in the receive buffers of symmetric memory, if dispatchers use it here."""
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
         self.away_rows = away_rows
-        self._sent: dict[tuple, tuple] = {}
-        self._got: dict[tuple, Tensor] = {}
-        self._rows: dict[tuple, Rows] = {}
+        self._sent_cache: dict[tuple, tuple] = {}
+        self._received_cache: dict[tuple, Tensor] = {}
+        self._rows_cache: dict[tuple, Rows] = {}
 
     def __reduce__(self) -> tuple:
         """Pickled without its caches."""
         routing = self.routing
-        fresh = Routing(routing.config, routing.fold, routing.samples, routing.stated)
+        fresh = Routing(routing.config, routing.fold, routing.samples, routing.assumed)
         return Exchange, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
 
-    def received(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
+    def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
         """What a rank receives in its n-th message of integers."""
         key = rank, microbatch, self.routing.key(layer), n
-        if key not in self._got:
-            _, _, name, group = self.numbers_sent(rank, microbatch, layer, n)
+        if key not in self._received_cache:
+            _, _, name, group = self.sent_integers(rank, microbatch, layer, n)
             members = self.members(group, rank)
-            me, pieces = members.index(rank), []
+            own_index, pieces = members.index(rank), []
             for other in members:
-                x, splits, _, _ = self.numbers_sent(other, microbatch, layer, n)
-                pieces.append(x.split(splits[0])[me] if splits is not None else x)
-            self._got[key] = torch.stack(pieces).sum(0) if name == "all_reduce" else torch.cat(pieces)
-        return self._got[key]
+                x, splits, _, _ = self.sent_integers(other, microbatch, layer, n)
+                pieces.append(x.split(splits[0])[own_index] if splits is not None else x)
+            self._received_cache[key] = torch.stack(pieces).sum(0) if name == "all_reduce" else torch.cat(pieces)
+        return self._received_cache[key]
 
-    def numbers_sent(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
+    def sent_integers(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
         key = rank, microbatch, self.routing.key(layer), n
-        if key not in self._sent:
-            chosen_TK = self.routing.chosen(rank, microbatch, layer)
-            run = _DispatcherRun(n, lambda i: self.received(rank, microbatch, layer, i))
+        if key not in self._sent_cache:
+            chosen_TK = self.routing.chosen_experts(rank, microbatch, layer)
+            run = _DispatcherRun(n, lambda i: self.received_integers(rank, microbatch, layer, i))
             dispatcher = self._dispatcher(rank)
             x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
             try:
                 with run, torch.no_grad():
                     dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
             except _Stop:
-                self._sent[key] = run.last
+                self._sent_cache[key] = run.integers
             else:
                 raise RuntimeError(f"{self.dispatcher_type.__name__} never sends message {n} of integers")
-        return self._sent[key]
+        return self._sent_cache[key]
 
     def rows_received(self, rank: int, microbatch: int, layer: int) -> Rows:
         """Through symmetric memory, from each rank of the group."""
         members = self.members("whole", rank)
         keys = {other: (other, microbatch, self.routing.key(layer)) for other in members}
         for other, key in keys.items():
-            if key not in self._rows:
-                chosen_TK, dispatcher = self.routing.chosen(other, microbatch, layer), self._dispatcher(other)
-                run = _DispatcherRun(-1, lambda i, other=other: self.received(other, microbatch, layer, i))
+            if key not in self._rows_cache:
+                chosen_TK, dispatcher = self.routing.chosen_experts(other, microbatch, layer), self._dispatcher(other)
+                run = _DispatcherRun(-1, lambda i, other=other: self.received_integers(other, microbatch, layer, i))
                 with run, torch.no_grad():
                     dispatcher.start(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
-                self._rows[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
-        me = members.index(rank)
-        return tuple(self._rows[key][me] for key in keys.values())
+                self._rows_cache[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
+        own_index = members.index(rank)
+        return tuple(self._rows_cache[key][own_index] for key in keys.values())
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """The all-to-alls of a forward pass, to the experts and back."""
-        chosen_TK = self.routing.chosen(rank, microbatch, layer)
-        run = _DispatcherRun(-1, lambda i: self.received(rank, microbatch, layer, i))
+        chosen_TK = self.routing.chosen_experts(rank, microbatch, layer)
+        run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         dispatcher = self._dispatcher(rank)
         x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
         with run, torch.no_grad():
@@ -236,17 +236,17 @@ class Exchange:
 
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, template = self.routing.fold, self.template
-        made = self.dispatcher_type(template.num_experts, template.chunks, "torch")
+        dispatcher = self.dispatcher_type(template.num_experts, template.chunks, "torch")
         whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
-        made.set_groups(whole, fold.ep, fold.etp)
+        dispatcher.set_groups(whole, fold.ep, fold.etp)
         if self.away_rows:
-            made.memory = Counting(self.away_rows)
-        if isinstance(made, Hierarchical) and template.across.size > 1:
+            dispatcher.memory = RowCounter(self.away_rows)
+        if isinstance(dispatcher, Hierarchical) and template.across.size > 1:
             within, across = (self.members(name, rank) for name in ("within", "across"))
-            made.set_nodes(
+            dispatcher.set_nodes(
                 Group("within", len(within), within.index(rank)), Group("across", len(across), across.index(rank))
             )
-        return made
+        return dispatcher
 
     def members(self, group: str, rank: int) -> list[int]:
         whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))

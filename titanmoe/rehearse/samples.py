@@ -24,7 +24,7 @@ class Samples:
         shape = share.size, share.seq_len
         ids = torch.zeros(shape, dtype=torch.int64)
         document = position = None
-        if share.apart:
+        if share.separate_documents:
             length = -(-share.seq_len // DOCUMENTS)
             place = torch.arange(share.seq_len).expand(shape)
             document, position = place // length, place % length

@@ -13,7 +13,7 @@ from torch import Tensor
 Rows = tuple[int, ...]
 
 
-class Counting:
+class RowCounter:
     """Stands in for a rank's SymmetricBuffers, to count the rows it would send. They have no width and go nowhere."""
 
     rows = weights = None
@@ -28,5 +28,5 @@ class Counting:
 
 def rows_sent(send_Ge: Any, ranks: int) -> Rows:
     """To each rank of the group."""
-    each = len(send_Ge) // ranks
-    return tuple(int(sum(send_Ge[rank * each : (rank + 1) * each])) for rank in range(ranks))
+    experts_per_rank = len(send_Ge) // ranks
+    return tuple(int(sum(send_Ge[rank * experts_per_rank : (rank + 1) * experts_per_rank])) for rank in range(ranks))

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
 NOT_BY_SHAPE = ("lift_fresh", "lift", "set_", "resize_", "wait_tensor")
-KNOWN = ("aten", "titanmoe", "rehearsal", "_c10d_functional")
+CACHED_NAMESPACES = ("aten", "titanmoe", "rehearsal", "_c10d_functional")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
 _CACHE: dict[Any, tuple | None] = {}
 """Of all rehearsals in this process: what a result looks like does not depend on the rank."""
@@ -55,8 +55,8 @@ class Shapes:
         self.mode = mode
         self._kinds: dict[Any, str] = {}
         with no_dispatch():
-            like = FakeTensor(mode, torch.empty(0, device="meta"), CPU)
-        self._like = dict(like.__dict__)
+            template = FakeTensor(mode, torch.empty(0, device="meta"), CPU)
+        self._template = dict(template.__dict__)
 
     def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         kind = self._kinds.get(func)
@@ -77,29 +77,29 @@ class Shapes:
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
             return self._of(out) if isinstance(out, Tensor) else [self._of(x) for x in out]
-        made = _CACHE.get(key)
-        if made is not None:
-            several, layouts = made
+        cached = _CACHE.get(key)
+        if cached is not None:
+            several, layouts = cached
             with no_dispatch():
-                plain = [torch.empty_strided(*of, dtype=dtype, device="meta") for *of, dtype in layouts]
+                plain = [torch.empty_strided(*layout, dtype=dtype, device="meta") for *layout, dtype in layouts]
             out = [self._of(x) for x in plain]
             return several(out) if several is not None else out[0]
         out = func(*args, **kwargs)
-        found = tree_leaves(out)
-        if found and all(type(x) is FakeTensor and x.device == CPU and x.storage_offset() == 0 for x in found):
+        leaves = tree_leaves(out)
+        if leaves and all(type(x) is FakeTensor and x.device == CPU and x.storage_offset() == 0 for x in leaves):
             several = type(out) if isinstance(out, list | tuple) else None
-            _CACHE[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
+            _CACHE[key] = several, [(x.shape, x.stride(), x.dtype) for x in leaves]
         return out
 
     def _of(self, x: Tensor) -> FakeTensor:
         """The same as FakeTensor(self.mode, x, CPU), which takes five times as long."""
         out = Tensor._make_subclass(FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
-        out.__dict__.update(self._like)
+        out.__dict__.update(self._template)
         return out
 
     def _kind(self, func: Any) -> str:
         schema, name = func._schema, func._overloadpacket.__name__
-        if name in NOT_BY_SHAPE or func.namespace not in KNOWN:
+        if name in NOT_BY_SHAPE or func.namespace not in CACHED_NAMESPACES:
             return "ask"
         if schema.is_mutable:
             return "same" if func.namespace == "aten" and _changes_first(func) else "ask"

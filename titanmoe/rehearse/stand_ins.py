@@ -79,7 +79,7 @@ def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float |
 
 
 @contextmanager
-def on_gpus() -> Iterator[None]:
+def gpu_stand_ins() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "rms_norm", rms_norm))

@@ -24,7 +24,7 @@ CONSTANTS = frozenset(("full_like", "new_full", "new_ones", "new_zeros", "ones_l
 """Operations that take no more than a shape and dtype from their input."""
 
 
-class _Known:
+class _KnownValues:
     """A value, and whether it is still valid, which its views share."""
 
     __slots__ = ("valid", "value")
@@ -39,20 +39,20 @@ def _is_whole(x: Tensor) -> bool:
 
 def set_known(x: Tensor, value: Tensor) -> None:
     """From now on the values of x are known."""
-    setattr(x, _NAME, _Known(value, [True]))
+    setattr(x, _NAME, _KnownValues(value, [True]))
 
 
-def known(x: Tensor) -> Tensor | None:
+def known_values(x: Tensor) -> Tensor | None:
     """The values of a tensor; None if unknown."""
     if not isinstance(x, FakeTensor):
         return x
-    kept = getattr(x, _NAME, None)
-    return kept.value if kept is not None and kept.valid[0] else None
+    stored = getattr(x, _NAME, None)
+    return stored.value if stored is not None and stored.valid[0] else None
 
 
 def _cell(x: Tensor) -> list[bool]:
-    kept = getattr(x, _NAME, None)
-    return [True] if kept is None else kept.valid
+    stored = getattr(x, _NAME, None)
+    return [True] if stored is None else stored.valid
 
 
 def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
@@ -68,25 +68,25 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
             set_known(out, func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs))
         return
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    values = [known(x) for x in inputs]
+    values = [known_values(x) for x in inputs]
     if not all(x is not None and _is_whole(x) for x in values) or not all(_is_whole(x) for x in results):
         if changes:
             for x in results:  # they now hold unknown values
                 _cell(x)[0] = False
         return
     before = {x.untyped_storage().data_ptr(): _cell(fake) for x, fake in zip(values, inputs, strict=True)}
-    again = FORMULAS.get(func._schema.name, func)
+    formula = FORMULAS.get(func._schema.name, func)
     with no_dispatch():
-        found = again(*tree_map_only(Tensor, known, args), **tree_map_only(Tensor, known, kwargs))
-    for fake, value in zip(results, [x for x in tree_leaves(found) if isinstance(x, Tensor)], strict=True):
+        real_out = formula(*tree_map_only(Tensor, known_values, args), **tree_map_only(Tensor, known_values, kwargs))
+    for fake, value in zip(results, [x for x in tree_leaves(real_out) if isinstance(x, Tensor)], strict=True):
         if getattr(fake, _NAME, None) is None:
             cell = before.get(value.untyped_storage().data_ptr(), [True]) if value.numel() else [True]
-            setattr(fake, _NAME, _Known(value, cell))
+            setattr(fake, _NAME, _KnownValues(value, cell))
 
 
 def numbers(x: Tensor) -> Any:
     """What `tolist` returns; None if the values are unknown."""
-    value = known(x)
+    value = known_values(x)
     if value is None:
         return None
     with no_dispatch():

@@ -69,11 +69,11 @@ class Operations(Counter[Operation]):
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return
-        only, changed = _changes(func, name)
-        given = dict(enumerate(args)) | kwargs
-        inputs = [x for key, one in given.items() if key not in only for x in tensors(one)]
+        write_only, changed = _changes(func, name)
+        arguments = dict(enumerate(args)) | kwargs
+        inputs = [x for key, argument in arguments.items() if key not in write_only for x in tensors(argument)]
         # An operation that changes tensors writes those, whatever it returns.
-        outputs = list(tensors([given[key] for key in changed if key in given] if changed else out))
+        outputs = list(tensors([arguments[key] for key in changed if key in arguments] if changed else out))
         if not outputs:  # a query, such as the dtype that two others promote to
             return
         written = sum(map(stored_bytes, outputs))
@@ -81,18 +81,18 @@ class Operations(Counter[Operation]):
             inputs[0] = outputs[0]
         self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
-    def by(self, what: str) -> dict[str, Work]:
-        """Totals by a field of Place."""
-        found: dict[str, Work] = {}
-        for one, count in self.items():
-            found.setdefault(getattr(one.site, what), Work()).__iadd__(work_of(one) * count)
-        return found
+    def totals_by(self, field: str) -> dict[str, Work]:
+        """Totals by a field of CodeSite."""
+        totals: dict[str, Work] = {}
+        for operation, count in self.items():
+            totals.setdefault(getattr(operation.site, field), Work()).__iadd__(work_of(operation) * count)
+        return totals
 
     def total(self) -> Work:
-        found = Work()
-        for one, count in self.items():
-            found += work_of(one) * count
-        return found
+        total = Work()
+        for operation, count in self.items():
+            total += work_of(operation) * count
+        return total
 
 
 @cache
@@ -103,12 +103,12 @@ def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | st
         for i, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in NOT_CHANGED
     ]
-    only = frozenset(key for key, out in changed if out or name in FILLS)
-    return only, tuple(key for key, _ in changed)
+    write_only = frozenset(key for key, out in changed if out or name in FILLS)
+    return write_only, tuple(key for key, _ in changed)
 
 
-def work_of(one: Operation) -> Work:
-    return Work(1, one.flops, one.read, one.written)
+def work_of(operation: Operation) -> Work:
+    return Work(1, operation.flops, operation.read, operation.written)
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
@@ -122,8 +122,8 @@ def tensors(x: Any) -> Iterator[Tensor]:
             x = inner
         yield x
     elif isinstance(x, list | tuple):
-        for one in x:
-            yield from tensors(one)
+        for item in x:
+            yield from tensors(item)
 
 
 def stored_bytes(x: Tensor) -> int:

@@ -10,34 +10,36 @@ from titanmoe.rehearse.columns import columns, format_bytes
 from titanmoe.rehearse.work import Operation, Operations, Work, work_of
 
 SHOWN = 12
-PHASES = ("forward", "backward", "recomputed", "update")
+STEP_PHASES = ("forward", "backward", "recomputed", "update")
 
 
 def by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
     """Counts by layer of operations that differ in nothing else."""
-    found: dict[Operation, Counter[str]] = {}
-    for one, count in operations.items():
-        found.setdefault(one._replace(site=one.site._replace(layer="")), Counter())[one.site.layer] += count
-    return found
+    counts: dict[Operation, Counter[str]] = {}
+    for operation, count in operations.items():
+        counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[
+            operation.site.layer
+        ] += count
+    return counts
 
 
 def work_as_json(operations: Operations) -> dict[str, Any]:
     return asdict(operations.total()) | {
         "operations": [
             {
-                "op": one.name,
-                "line": str(one.site),
-                "region": one.site.region,
-                "pass": one.site.phase,
+                "op": operation.name,
+                "line": str(operation.site),
+                "region": operation.site.region,
+                "pass": operation.site.phase,
                 "count": layers.total(),
-                "flops": one.flops,
-                "read": one.read,
-                "written": one.written,
+                "flops": operation.flops,
+                "read": operation.read,
+                "written": operation.written,
                 "by_layer": {layer: count for layer, count in layers.items() if layer},
             }
-            for one, layers in by_layer(operations).items()
+            for operation, layers in by_layer(operations).items()
         ],
-        "by_layer": {name: asdict(work) for name, work in operations.by("layer").items() if name},
+        "by_layer": {name: asdict(work) for name, work in operations.totals_by("layer").items() if name},
         "by_region": {
             name: {phase: asdict(work) for phase, work in phases.items()}
             for name, phases in _regions(operations).items()
@@ -47,11 +49,11 @@ def work_as_json(operations: Operations) -> dict[str, Any]:
 
 def _regions(operations: Operations) -> dict[str, dict[str, Work]]:
     """By region, then by phase; operations outside any region are under ""."""
-    found: dict[str, dict[str, Work]] = {}
-    for one, count in operations.items():
-        phases = found.setdefault(one.site.region, {})
-        phases.setdefault(one.site.phase, Work()).__iadd__(work_of(one) * count)
-    return found
+    totals: dict[str, dict[str, Work]] = {}
+    for operation, count in operations.items():
+        phases = totals.setdefault(operation.site.region, {})
+        phases.setdefault(operation.site.phase, Work()).__iadd__(work_of(operation) * count)
+    return totals
 
 
 def work_table(operations: Operations) -> list[str]:
@@ -63,7 +65,7 @@ def work_table(operations: Operations) -> list[str]:
     ]
     body = [("region", "pass", "kernels", "FLOPs", "read", "written")]
     for region, phases in sorted(_regions(operations).items(), key=lambda x: -sum(w.moved for w in x[1].values())):
-        for phase in PHASES:
+        for phase in STEP_PHASES:
             if phase in phases:
                 work = phases[phase]
                 counts = f"{work.kernels:,}", f"{work.flops:.3g}" if work.flops else "", format_bytes(work.read)
@@ -71,9 +73,9 @@ def work_table(operations: Operations) -> list[str]:
     lines += columns(body, right=(2, 3, 4, 5))
     lines += ["", f"The {SHOWN} operations that move the most bytes:", ""]
     moved: dict[tuple, Work] = {}
-    for one, count in operations.items():
-        key = one.name, one.site.region, one.site.phase, str(one.site)
-        moved.setdefault(key, Work()).__iadd__(work_of(one) * count)
+    for operation, count in operations.items():
+        key = operation.name, operation.site.region, operation.site.phase, str(operation.site)
+        moved.setdefault(key, Work()).__iadd__(work_of(operation) * count)
     body = [("operation", "region", "pass", "kernels", "FLOPs", "bytes", "of all", "line")]
     for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN]:
         share = f"{work.moved / max(total.moved, 1):.1%}"

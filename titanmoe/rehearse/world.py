@@ -25,15 +25,15 @@ from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
-from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
+from titanmoe.parts import PARTS
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.fake_symmetric import notes, reserve
+from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
@@ -70,7 +70,7 @@ class Rehearsal:
     log: Log
     groups: dict[str, NamedGroup]
     """By torch's name for the group."""
-    groups_made: list[tuple[str, tuple[tuple[int, ...], ...]]]
+    created_groups: list[tuple[str, tuple[tuple[int, ...], ...]]]
     """In the order in which they are made, as all ranks make them together: lanes, and the ranks of each group."""
     parameter_bytes: int
     gradient_bytes: int
@@ -88,7 +88,7 @@ class Rehearsal:
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
     out = {}
-    for (lane, parts), group in lanes.made.items():
+    for (lane, parts), group in lanes.groups.items():
         if group is None:
             continue
         ranks = next(part for part in parts if rank in part)
@@ -97,8 +97,8 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
     return out
 
 
-def _state_routing(config: Config, training: Training, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
-    """Makes routers choose as stated, and dispatchers receive what the other ranks would send them."""
+def _assume_routing(config: Config, training: Training, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
+    """Makes routers follow the assumed routing, and dispatchers receive what the other ranks would send them."""
     if not training.moe_layers:
         return None
     if config.moe.capacity_factor and config.moe.pad_to_capacity:
@@ -106,17 +106,17 @@ def _state_routing(config: Config, training: Training, recorder: FakeRecorder, r
     template = next(iter(training.moe_layers.values())).dispatcher
     node, memory = config.parallelism.node, training.gradients.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
-    lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
-    if lent is not None:
-        memory.exchange = lent
+    symmetric_exchange = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
+    if symmetric_exchange is not None:
+        memory.exchange = symmetric_exchange
     for layer, moe in training.moe_layers.items():
 
-        def route(_: Any, given: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
-            now = recorder.dispatching
-            now.layer, now.microbatch, now.received = layer, values.numbers(given[1].microbatch), 0
-            now.exchange = exchange if getattr(dispatcher, "memory", None) is None else lent
+        def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
+            current = recorder.dispatching
+            current.layer, current.microbatch, current.integer_messages = layer, values.numbers(inputs[1].microbatch), 0
+            current.exchange = exchange if getattr(dispatcher, "memory", None) is None else symmetric_exchange
             with outside():
-                chosen_TK = routing.chosen(recorder.rank, now.microbatch, layer)
+                chosen_TK = routing.chosen_experts(recorder.rank, current.microbatch, layer)
             values.set_known(out[3], chosen_TK)
 
         moe.router.register_forward_hook(route)
@@ -125,9 +125,9 @@ def _state_routing(config: Config, training: Training, recorder: FakeRecorder, r
     return exchange
 
 
-def _count_before_dropping(_: Any, given: tuple, out: Tensor) -> None:
+def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
     """What is dropped depends on scores, so for the sizes of messages nothing is."""
-    values.set_known(out, values.known(given[0]))
+    values.set_known(out, values.known_values(inputs[0]))
 
 
 class _NoCollection(GarbageCollection):
@@ -140,7 +140,7 @@ class _NoCollection(GarbageCollection):
         pass
 
 
-def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
+def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
     """`materialize` on fake tensors, which draws no initial weights."""
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
@@ -152,7 +152,7 @@ def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
     return materialized
 
 
-def _supported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
+def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
     """The recipe without what a rehearsal cannot do, and a list of what that is."""
     moe, left_out = config.moe, []
     if config.compile.enable:
@@ -194,7 +194,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
     with as_on(HARDWARE[hardware]):
         return load(
             argv,
-            preset,
+            PARTS,
             lambda config: refusals(without_run(config), world),
             lambda config: resolve(without_run(config), world, lambda _: {}),
         )
@@ -213,9 +213,9 @@ def rehearse(
     number is its imbalance.
     """
     hardware = HARDWARE[name]
-    config, left_out = _supported(config, hardware)
+    config, left_out = _without_unsupported(config, hardware)
     fold = derive(world, config.parallelism)
-    stated = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)
+    assumed = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -236,18 +236,18 @@ def rehearse(
             garbage=_NoCollection,
             build=partial(
                 build,
-                materialize=_without_numbers(fake),
+                materialize=_without_values(fake),
                 flex=stand_ins.flex_attention if hardware.kind == "cuda" else flex,
             ),
             reserve_buffers=partial(reserve, recorder, fake),
         )
         layers |= {id(block): f"layers.{i}" for part in training.stages for i, block in part.blocks().items()}
         stack.enter_context(fake)
-        exchange = _state_routing(config, training, recorder, Routing(config, fold, Samples, stated))
+        exchange = _assume_routing(config, training, recorder, Routing(config, fold, Samples, assumed))
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
         if hardware.kind == "cuda":
-            stack.enter_context(stand_ins.on_gpus())
+            stack.enter_context(stand_ins.gpu_stand_ins())
         training.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in training.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
         recorder.ledger.assign(training.optimizer.on_device, MOMENTS)
@@ -255,7 +255,7 @@ def rehearse(
         trainer = Trainer(training)
         for _ in range(steps):
             recorder.begin_step()
-            with recorder.on():
+            with recorder.recording():
                 trainer.train_step()
         pieces = training.optimizer.local_shards.values()
         return Rehearsal(
@@ -263,15 +263,15 @@ def rehearse(
             fold,
             rank,
             name,
-            stated,
+            assumed,
             recorder.log,
             name_groups(training.meshes.lanes, fold, rank, node),
-            list(training.meshes.lanes.made),
+            list(training.meshes.lanes.groups),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in training.optimizer.on_device),
             left_out,
-            notes(training.gradients),
+            symmetric_notes(training.gradients),
             recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),

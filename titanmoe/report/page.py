@@ -42,7 +42,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
 
     marks = marks_of(runs[0]) if len(runs) == 1 else []  # with several runs it would be unclear whose they are
     loss = dict(title="Loss", unit="nats per token", curves=curves("loss"), smoothed=True, marks=marks)
-    found = {
+    charts = {
         "loss": curves_chart(**loss, size=WIDE),
         "loss_narrow": curves_chart(**loss),
         "val_loss": curves_chart("Validation loss", "nats per token", curves("val_loss")),
@@ -59,8 +59,8 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
     }
     for i, run in enumerate(runs):
         title = "Where a step's time goes" + (f": {run.name}" if len(runs) > 1 else "")
-        found["times" if len(runs) == 1 else f"times-{i + 1}"] = times_chart(run, title)
-    return found
+        charts["times" if len(runs) == 1 else f"times-{i + 1}"] = times_chart(run, title)
+    return charts
 
 
 def marks_of(run: Run) -> list[Mark]:
@@ -68,8 +68,8 @@ def marks_of(run: Run) -> list[Mark]:
     for event in run.events:
         kind, environment = event["kind"], event.get("environment", {})
         if kind == "restart":
-            now = environment.get("ranks", ranks)
-            text = kind if now == ranks else f"restart: {ranks} -> {now} rank{'s' * (now != 1)}"
+            new_ranks = environment.get("ranks", ranks)
+            text = kind if new_ranks == ranks else f"restart: {ranks} -> {new_ranks} rank{'s' * (new_ranks != 1)}"
             marks.append(Mark(event["step"], text, "muted"))
         elif kind in ("spike", "skip", "divergence", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
@@ -79,17 +79,17 @@ def marks_of(run: Run) -> list[Mark]:
 
 def write_page(runs: list[Run], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    found = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
+    charts = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
     file = folder / "report.html"
-    file.write_text(page(runs, found), encoding="utf-8")
+    file.write_text(page(runs, charts), encoding="utf-8")
     return file
 
 
-def page(runs: list[Run], found: dict[str, Sheet]) -> str:
+def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
     title = " and ".join(run.name for run in runs)
     parts = [
         *_header(runs, title),
-        *_charts(found),
+        *_charts(charts),
         *_loads(runs),
         *_ranks(runs),
         *_events(runs),
@@ -117,7 +117,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
     rows = []
     for i, run in enumerate(runs):
         last, config = run.lines[-1], run.config
-        of = f" of {config.training.steps:,}" if config else ""
+        of_steps = f" of {config.training.steps:,}" if config else ""
         fold = run.fold
         mapping = "?"
         if fold:
@@ -128,14 +128,14 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
             "model": escape(f"{config.model.family} {config.model.size}") if config else "?",
             "mapping (attention / experts)": escape(mapping),
             "ranks": escape(f"{run.environment.get('ranks', '?')} x {run.environment.get('device', '?')}"),
-            "steps": f"{last['step']:,}{of}",
+            "steps": f"{last['step']:,}{of_steps}",
             "started (UTC)": escape(run.events[0]["time"][:16].replace("T", " ")) if run.events else "-",
-            "training took": _known(run.seconds, duration),
+            "training took": _format_or_dash(run.seconds, duration),
             "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",
-            "tokens/s": _known(run.median("tokens_per_s"), number),
-            "MFU": _known(run.median("mfu"), percent),
-            "memory": _known(last.get("memory_gib"), lambda gib: f"{gib:.2f} GiB"),
-            "imbalance": _known(run.median("imbalance"), lambda ratio: f"{ratio:.2f}"),
+            "tokens/s": _format_or_dash(run.median("tokens_per_s"), number),
+            "MFU": _format_or_dash(run.median("mfu"), percent),
+            "memory": _format_or_dash(last.get("memory_gib"), lambda gib: f"{gib:.2f} GiB"),
+            "imbalance": _format_or_dash(run.median("imbalance"), lambda ratio: f"{ratio:.2f}"),
         }
         rows.append(cells)
     if len(rows) == 1:
@@ -157,13 +157,13 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
     yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which includes start-up.</p>'
 
 
-def _known(value: Any, form: Any) -> str:
+def _format_or_dash(value: Any, form: Any) -> str:
     return "-" if value is None else form(value)
 
 
-def _charts(found: dict[str, Sheet]) -> Iterator[str]:
+def _charts(charts: dict[str, Sheet]) -> Iterator[str]:
     yield '<div class="grid">'
-    for name, sheet in found.items():
+    for name, sheet in charts.items():
         yield figure(sheet, {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card"))
     yield "</div>"
 
@@ -196,14 +196,14 @@ def _loads(runs: list[Run]) -> Iterator[str]:
 
 
 def _ranks(runs: list[Run]) -> Iterator[str]:
-    found = [sheet for run in runs if (sheet := ranks_sheet(run)) is not None]
-    if found:
+    rank_sheets = [sheet for run in runs if (sheet := ranks_sheet(run)) is not None]
+    if rank_sheets:
         yield "<h2>Time of every rank</h2>"
         yield (
             '<p class="note">What it computes and reads data in; the rest of a step it waits for others. Ranks of a '
             "pipeline's stages may differ. A dashed line: a rank or a link was named as slow.</p>"
         )
-        yield from map(figure, found)
+        yield from map(figure, rank_sheets)
 
 
 def _events(runs: list[Run]) -> Iterator[str]:
@@ -227,7 +227,7 @@ def _events(runs: list[Run]) -> Iterator[str]:
 
 def _folds(runs: list[Run]) -> Iterator[str]:
     """Each mapping once."""
-    seen: dict[str, list[str]] = {}
+    names_of_picture: dict[str, list[str]] = {}
     for run in runs:
         if (fold := run.fold) is None:
             continue
@@ -237,8 +237,8 @@ def _folds(runs: list[Run]) -> Iterator[str]:
         html = console.export_html(inline_styles=True, code_format="{code}")
         for terminal, role in FOLD_COLOURS.items():
             html = html.replace(terminal, f"var(--{role})")
-        seen.setdefault(html, []).append(run.name)
-    for html, names in seen.items():
+        names_of_picture.setdefault(html, []).append(run.name)
+    for html, names in names_of_picture.items():
         yield f"<h2>The fold{': ' + escape(', '.join(names)) if len(runs) > 1 else ''}</h2>"
         yield f'<div class="scroll card"><pre class="fold">{html}</pre></div>'
 
@@ -255,13 +255,13 @@ def _configs(runs: list[Run]) -> Iterator[str]:
 
 def _differences(runs: list[Run]) -> Iterator[str]:
     settings = [run.settings() for run in runs]
-    names = sorted({name for one in settings for name in one})
-    differ = [name for name in names if len({repr(one.get(name)) for one in settings}) > 1]
+    names = sorted({name for table in settings for name in table})
+    differ = [name for name in names if len({repr(table.get(name)) for table in settings}) > 1]
     yield '<div class="scroll"><table><tr><th>what differs</th>'
     yield "".join(f'<th><i style="background:var(--c{i})"></i>{escape(r.name)}</th>' for i, r in enumerate(runs))
     yield "</tr>"
     for name in differ:
-        values = "".join(f"<td>{escape(str(one.get(name, '-')))}</td>" for one in settings)
+        values = "".join(f"<td>{escape(str(table.get(name, '-')))}</td>" for table in settings)
         yield f"<tr><td>{escape(name)}</td>{values}</tr>"
     yield "</table></div>"
 

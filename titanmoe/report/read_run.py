@@ -15,7 +15,7 @@ from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
@@ -41,7 +41,7 @@ class Run:
     """None if it was written by another version of titanmoe."""
     table: dict[str, Any] = field(default_factory=dict)
     """The contents of config.toml, unchecked."""
-    said: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
     """What was left out, and why."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
@@ -57,11 +57,11 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Of the steps and validations that the lines are of; not of start-ups, nor of steps that were repeated."""
-        total, before = 0.0, None
+        total, last_step = 0.0, None
         for line in self.lines:
-            steps = 1 if before is None else max(1, line["step"] - before)
+            steps = 1 if last_step is None else max(1, line["step"] - last_step)
             total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0)
-            before = line["step"]
+            last_step = line["step"]
         return total or None
 
     @property
@@ -96,11 +96,11 @@ def read_runs(folders: list[Path]) -> list[Run]:
         if not (folder / METRICS).is_file():
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
-        lines, said = _lines(folder / METRICS, _figures)
+        lines, warnings = _lines(folder / METRICS, _figures)
         if lines:
-            runs.append(_read(folder, lines, said))
+            runs.append(_read(folder, lines, warnings))
         else:
-            problems += said or [f"{folder / METRICS} has no lines yet: wait for the run's first step"]
+            problems += warnings or [f"{folder / METRICS} has no lines yet: wait for the run's first step"]
     if problems:
         raise ConfigError(problems)
     names = [run.name for run in runs]
@@ -110,12 +110,14 @@ def read_runs(folders: list[Path]) -> list[Run]:
     return runs
 
 
-def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
-    events, more = _lines(folder / EVENTS, _event)
+def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run:
+    events, event_warnings = _lines(folder / EVENTS, _event)
     shapes: dict[str, int] = {}
-    loads, even_more = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
-    times, on_ranks = _lines(folder / RANKS, _times)
-    run = Run(folder.resolve().name, folder, lines, events, said=said + more + even_more + on_ranks)
+    loads, load_warnings = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
+    times, time_warnings = _lines(folder / RANKS, _times)
+    run = Run(
+        folder.resolve().name, folder, lines, events, warnings=warnings + event_warnings + load_warnings + time_warnings
+    )
     if times:
         busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
         last = len(busy[times[-1]["step"]])
@@ -129,9 +131,9 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
         run.config_text = file.read_text(encoding="utf-8", errors="replace")
         try:
             run.table = read_recipe(str(file)).data
-            run.config = load(["--config", str(file)], preset, lambda config: [])
+            run.config = load(["--config", str(file)], PARTS, lambda config: [])
         except RecipeError as error:
-            run.said.append(str(error))
+            run.warnings.append(str(error))
         except ConfigError:
             run.config = None
     return run
@@ -141,26 +143,28 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
 
 
 def _lines(
-    file: Path, known: Callable[[dict[str, Any]], dict[str, Any] | None]
+    file: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Those that known() accepts, and messages about the others: a line for each kind."""
-    found, others = [], Counter()
-    *whole, half = file.read_bytes().split(b"\n") if file.is_file() else [b""]
-    for text in [*whole, half]:
+    accepted, rejected_counts = [], Counter()
+    *complete, unfinished = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for text in [*complete, unfinished]:
         try:
             line = parse_json(text)
-            line = known(line) if isinstance(line, dict) and _step(line.get("step")) else None
+            line = accept(line) if isinstance(line, dict) and _step(line.get("step")) else None
             if line is not None:
-                found.append(line)
+                accepted.append(line)
             else:
-                others["not what titanmoe writes there"] += 1
+                rejected_counts["not what titanmoe writes there"] += 1
         except TooDeep:
-            others[f"nested more than {MOST_DEPTH} deep"] += 1
+            rejected_counts[f"nested more than {MOST_DEPTH} deep"] += 1
         except ValueError:
-            if text is not half and text.strip():  # the run may still be writing its last line
-                others["not JSON"] += 1
-    said = [f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in others.items()]
-    return found, said
+            if text is not unfinished and text.strip():  # the run may still be writing its last line
+                rejected_counts["not JSON"] += 1
+    warnings = [
+        f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in rejected_counts.items()
+    ]
+    return accepted, warnings
 
 
 def _number(value: Any) -> bool:
@@ -192,14 +196,14 @@ def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None
         for layer, counts in load.items()
     ):
         return None
-    its = {layer: len(counts) for layer, counts in load.items()}
+    experts = {layer: len(counts) for layer, counts in load.items()}
     if not shapes:
-        shapes |= its
-    return line if its == shapes else None
+        shapes |= experts
+    return line if experts == shapes else None
 
 
 def _times(line: dict[str, Any]) -> dict[str, Any] | None:
     seconds = line.get("seconds")
-    mine = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
-    fits = mine and all(isinstance(x, list) and x and all(map(_number, x)) for x in mine)
-    return line if fits and len(mine[0]) == len(mine[1]) else None
+    columns = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
+    fits = columns and all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
+    return line if fits and len(columns[0]) == len(columns[1]) else None

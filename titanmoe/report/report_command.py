@@ -39,7 +39,7 @@ def run_report(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"error: cannot write to {folder}: {error.strerror}", file=sys.stderr)
         return 2
-    for line in (line for run in runs for line in run.said):
+    for line in (line for run in runs for line in run.warnings):
         print(f"warning: {line}", file=sys.stderr)
     print(file)
     return 0

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.data_laws import steps_in
-from titanmoe.config.fields import to_toml
+from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as OptimizerOptions
 from titanmoe.data.loader import Loader, ValidationSet
@@ -133,7 +131,7 @@ def build_training(
         steps=training.steps,
         timeout_s=training.timeout_s,
         state=state,
-        folder=RunFolder(config.job, continues(config.checkpoint), runtime.rank),
+        folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
         set_up=SetUp(
@@ -167,7 +165,7 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         Shown(config.training.steps, config.compile.enable, config.moe.force_balance),
         header(config, fold, count, name, peak),
         to_toml(config),
-        dataclasses.asdict(config),
+        nested(config),
         runtime,
         fold,
         clock,

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, wanted_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import Model
 from titanmoe.data.loader import Loader
-from titanmoe.data.shards import KeptTokenizer
+from titanmoe.data.shards import StoredTokenizer
 from titanmoe.train.learning_rate import LearningRate, changed_rate
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.run_state import RunState
@@ -53,6 +53,8 @@ class Checkpoints:
         self.optimizer, self.parameters, self.buffers = optimizer, parameters, buffers
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
+        self.begun = 0
+        """The step after which this start goes on."""
         self.saver: Saver | None = None
 
     def inside(self, run: Path) -> Checkpoints:
@@ -78,21 +80,22 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
         notes = self._begin()
+        self.begun = self.state.step
         if self.saver and (tokenizer := self.loader.mix.tokenizer):
             self._carry(partial(_files, tokenizer))
         return notes
 
     def _begin(self) -> dict[str, str]:
         beginning = self._choose()
-        for line in beginning.said:
+        for line in beginning.notes:
             say(f"checkpoint: {line}")
         if self.saver:
-            self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
+            self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
+        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
             self._carry(lambda: layout.carried(beginning.path))
-        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
@@ -107,7 +110,7 @@ class Checkpoints:
             raise ConfigError([str(error)]) from None
 
     def _begin_from_hf(self) -> dict[str, str]:
-        from titanmoe.checkpoint.hf.files import companions
+        from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_hf
 
         folder = Path(self.options.initial_hf)
@@ -118,14 +121,14 @@ class Checkpoints:
         for name, (_, piece) in self._targets(with_moments=False).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         if self.saver:
-            self._carry(lambda: companions(folder))
+            self._carry(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
     def _choose(self) -> StartPoint:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
 
         def choose() -> StartPoint:
-            return wanted_checkpoint(self.options, self.run, self._damage)
+            return choose_start(self.options, self.run, self._damage)
 
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -205,7 +208,7 @@ class Checkpoints:
 
     def wants_to_stop(self) -> bool:
         """Whether this rank wants to; all ranks stop together once one does."""
-        return bool(self.signals.number or (self.saver and self.saver.in_trouble))
+        return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
     def due(self) -> bool:
@@ -230,10 +233,10 @@ class Checkpoints:
 
     def finish(self) -> int:
         """Save what is not yet saved and wait until it is on disk. Returns the signal that ended the run, or 0."""
-        if not self.saver:
+        if not self.saver or self.state.step == self.begun:
             return 0
         self.saver.wait()
-        if self.saver.saved_step != self.state.step and self.state.step > 0:
+        if self.saver.saved_step != self.state.step:
             self._save()
             self.saver.wait()
         say(f"saved      {self.saver.folder / layout.name_of(self.state.step)}")
@@ -251,7 +254,7 @@ class Checkpoints:
         return blocked
 
 
-def _files(tokenizer: KeptTokenizer) -> dict[str, Path]:
+def _files(tokenizer: StoredTokenizer) -> dict[str, Path]:
     try:
         return tokenizer.files()
     except ConfigError as error:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from titanmoe.config.fields import build, flat
 from titanmoe.config.schema import Config
+from titanmoe.parts import PARTS
 
 FILE = "TITANMOE_CONFIG"
 """The environment variable with the file's name."""
@@ -43,4 +44,4 @@ def received() -> Checked | None:
     if not (file := os.environ.get(FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
-    return Checked(build(values["config"]), values["ranks"], values["source"])
+    return Checked(build(values["config"], PARTS), values["ranks"], values["source"])

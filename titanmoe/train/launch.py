@@ -10,16 +10,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError, load
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.load import prints, recipe_of
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
-from titanmoe.models.families import preset
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.parts import PARTS
 from titanmoe.train import failure
 from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.legal import ranks_of_a_node, refusals
@@ -36,12 +36,12 @@ from titanmoe.train.runtime import (
 from titanmoe.train.waiting import waiting
 
 
-def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
+def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_to_resume) -> Config:
     """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from."""
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
-    if DISPATCHERS[config.moe.dispatcher].nodes:
+    if DISPATCHERS.look_up(config.moe.dispatcher).nodes:
         parallelism = replace(parallelism, node=ranks_of_a_node(config))
     training = config.training
     if training.global_batch_size == -1:
@@ -79,9 +79,9 @@ def read(argv: list[str], world: int) -> Config:
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
     if prints(argv) and not read_environment().launched:
-        world = node = recipe_ranks(argv, preset)
+        world = node = recipe_ranks(argv, PARTS)
         if not world:
-            load(argv, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
+            load(argv, PARTS, lambda config: [])  # and exits: what follows from the number of ranks stays open
 
     def check(config: Config) -> list[str]:
         try:
@@ -95,7 +95,7 @@ def read(argv: list[str], world: int) -> Config:
         config, change = fitted(config, node, world)
         return resolve(config, world)
 
-    config = load(argv, preset, check, finish)
+    config = load(argv, PARTS, check, finish)
     if change:
         say(f"mapping: {change}")
     return config
@@ -122,7 +122,7 @@ def for_launcher(config: Config, argv: list[str]) -> list[str]:
     recipe = recipe_of(argv)
     if read_environment().launched or recipe is None:
         return []
-    ranks = recipe_ranks(argv, preset)
+    ranks = recipe_ranks(argv, PARTS)
     if ranks < 2:
         return []
     rest = [word for word in argv if word not in ("--config", f"--config={recipe}", recipe)]

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import violations
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train.runtime import read_environment
 
 
@@ -37,9 +37,9 @@ def _here(config: Config) -> Config:
 
 
 def _has_gpu() -> bool:
-    from titanmoe.ops.device import chosen  # imports torch
+    from titanmoe.ops.device import kind_for  # imports torch
 
-    return chosen("auto") == "cuda"
+    return kind_for("auto") == "cuda"
 
 
 def lacking(config: Config, world: int) -> Iterator[str]:
@@ -47,10 +47,9 @@ def lacking(config: Config, world: int) -> Iterator[str]:
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
-    if DISPATCHERS[moe.dispatcher].asks_machine and degrees.get("ep", 1) * degrees.get("etp", 1) > 1:
-        from titanmoe.moe.dispatch import dispatcher_class
-
-        if lack := dispatcher_class(moe.dispatcher).missing(training.device):
+    if DISPATCHERS.look_up(moe.dispatcher).asks_machine and degrees.get("ep", 1) * degrees.get("etp", 1) > 1:
+        dispatcher = DISPATCHERS.implementation(moe.dispatcher)
+        if lack := dispatcher.missing(training.device):
             yield f'moe.dispatcher = "{moe.dispatcher}" cannot run here: {lack}; use dispatcher = "alltoall"'
     if moe.kernels == "triton":
         from titanmoe.ops import kernels

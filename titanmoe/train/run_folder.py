@@ -9,13 +9,14 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
 from titanmoe.checkpoint import choose_checkpoint, layout
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config, Job
+from titanmoe.config.schema import Checkpoint, Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
@@ -38,8 +39,8 @@ def command(without: str = "") -> str:
 class RunFolder:
     """The run's folder, which rank 0 chooses and locks."""
 
-    def __init__(self, job: Job, continues: bool, rank: int):
-        self.job, self.continues, self.rank = job, continues, rank
+    def __init__(self, job: Job, checkpoint: Checkpoint, rank: int):
+        self.job, self.checkpoint, self.rank = job, checkpoint, rank
         self.path: Path | None = None  # until it is claimed
         self._lock: TextIO | None = None
 
@@ -50,7 +51,7 @@ class RunFolder:
         box: list[Any] = [None]
         if self.rank == 0:
             try:
-                box[0], self._lock = claim(self.job, self.continues)
+                box[0], self._lock = claim(self.job, choose_checkpoint.continues(self.checkpoint))
             except ConfigError as error:
                 box[0] = error
         dist.broadcast_object_list(box, 0)
@@ -58,6 +59,23 @@ class RunFolder:
             raise box[0]
         self.path = box[0]
         return self.path
+
+    @contextlib.contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """A start that is refused after `claim` removes the file that it claimed the folder by, and folders that are
+        empty then.
+        """
+        try:
+            yield
+        except ConfigError:
+            # The lock is closed once training ends, for whatever reason.
+            lock, metrics = self._lock, self.path / METRICS
+            if self.rank == 0 and (not lock.closed if lock else metrics.stat().st_size == 0):
+                (self.path / LOCK if lock else metrics).unlink()
+                for inner in (choose_checkpoint.checkpoints_of(self.path, self.checkpoint), self.path):
+                    with contextlib.suppress(OSError):  # it is not empty, or was never made
+                        inner.rmdir()
+            raise
 
     def unlock(self) -> None:
         if self._lock:
@@ -102,6 +120,9 @@ def _locked(folder: Path) -> TextIO:
                 "stop it, or start this one as a separate run with another --job.name"
             ]
         ) from None
+    if os.fstat(stream.fileno()).st_nlink == 0:  # a refused start has just removed it
+        stream.close()
+        return _locked(folder)
     stream.truncate(0)
     started = datetime.now(timezone.utc).isoformat(" ", timespec="seconds").removesuffix("+00:00")
     stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {started} UTC\n")

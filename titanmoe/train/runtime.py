@@ -138,9 +138,7 @@ def start(config: Config) -> Runtime:
     environment = read_environment()
     device = _device(config.training.device, environment)
     if device.type == "cpu":
-        process.share_cores(environment.local_world)
-        process.leave_cores_to_others()
-        process.keep_pages()
+        process.prepare(environment.local_world)
     if config.training.deterministic:
         _deterministic()
     _open_files()

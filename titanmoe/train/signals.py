@@ -30,6 +30,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.number:
             self.number, self._since = number, time.monotonic()
-            say(f"{signal.Signals(number).name}: saving after this step, then ending; Ctrl-C again ends at once")
+            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: saving after this step, then ending{again}")
         elif number == signal.SIGINT and time.monotonic() - self._since > AGAIN_S:
             raise KeyboardInterrupt

@@ -39,7 +39,8 @@ class Trainer:
         parts, checks = self.parts, self.parts.guard.checks
         check_alike(parts.loader.peek(), parts.meshes, parts.device)
         run = parts.folder.claim()
-        with parts.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
+        refused = parts.folder.removed_if_refused()
+        with refused, parts.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
             notes = checkpoints.begin() | parts.set_up.notes()
             if parts.metrics.writes:
                 rewind(run, self.step)
@@ -61,7 +62,7 @@ class Trainer:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
                     observe.active.phase("validation" if parts.validation else "checkpoint", self.step)
-                    for line in parts.loader.begun:
+                    for line in parts.loader.epoch_messages:
                         say(line)
                     if report:
                         report |= parts.loader.report() | checks.report()

@@ -11,7 +11,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Its bits as integers, of eight bytes each if its size is a multiple of that."""
+    """The tensor's bits as integers, of eight bytes each if its size is a multiple of that."""
     flat = tensor.detach().reshape(-1)
     if flat.nbytes % 8:
         return flat.view(WORDS[flat.element_size()])
@@ -26,17 +26,17 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
     Words that swap places change it too. It stays on the device, and the host does not wait for it.
     """
-    whole = words(tensor)
+    integers = words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    if not whole.numel():
+    if not integers.numel():
         return total
-    odd = torch.arange(1, 2 * min(BLOCK, whole.numel()), 2, device=tensor.device)
-    for number, block in enumerate(whole.split(BLOCK)):
+    odd = torch.arange(1, 2 * min(BLOCK, integers.numel()), 2, device=tensor.device)
+    for number, block in enumerate(integers.split(BLOCK)):
         total += (block * odd[: block.numel()]).sum() * (2 * number + 1)
     return total
 
 
 @torch.no_grad()
-def combined(prints: list[Tensor]) -> Tensor:
+def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
     """One fingerprint of several, in their order."""
-    return (torch.stack(prints) * torch.arange(1, 2 * len(prints), 2, device=prints[0].device)).sum()
+    return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()

@@ -29,13 +29,13 @@ from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.moe.experts import Experts
 from titanmoe.replace import replaced
 from titanmoe.train.gradients import Gradients, StepWork, Sums
-from titanmoe.watch.replicas import few
+from titanmoe.watch.replicas import first_few
 
 TEXT = 60
 """Characters of a sample that a message shows."""
 
 
-class Note(NamedTuple):
+class CheckedTensor(NamedTuple):
     """A tensor that was checked."""
 
     backward: bool
@@ -50,7 +50,7 @@ class Note(NamedTuple):
     """Whether it is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
 
 
-class First(NamedTuple):
+class FirstNotFinite(NamedTuple):
     """The first tensor of a rank that is not finite. The fields are in the order in which ranks are compared."""
 
     backward: bool
@@ -70,7 +70,7 @@ class Trace:
     def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
         self.passes, self.loader, self.data = gradients, loader, data
         self.compiled, self.layers = compilation.enable, model.num_layers
-        self.notes = list[Note]()
+        self.notes = list[CheckedTensor]()
         self.weights: dict[int, Any] = {}
         """The hooks on those that have been used, by id."""
         self.gradients: Counter[str] = Counter()
@@ -78,15 +78,15 @@ class Trace:
         self.microbatch = threading.local()  # two microbatches that take turns have a thread each
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def hooked(self) -> Iterator[None]:
         with ExitStack() as stack:
             for part in self.passes.stages:
                 for name, module in part.named_modules():
-                    hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
-                    hook = hook or module.register_forward_hook(partial(self._look, name))
+                    hook = part.register_forward_pre_hook(self._set_microbatch, with_kwargs=True) if not name else None
+                    hook = hook or module.register_forward_hook(partial(self._check_module, name))
                     stack.callback(hook.remove)
                     # Only then has FSDP put in the whole weights, from which gradients flow.
-                    stack.callback(module.register_forward_pre_hook(partial(self._begin, name)).remove)
+                    stack.callback(module.register_forward_pre_hook(partial(self._hook_weights, name)).remove)
                     if isinstance(module, Experts):  # what they return is already in flight
                         stack.enter_context(self._around_products(name, module))
             try:
@@ -98,66 +98,70 @@ class Trace:
     def _around_products(self, name: str, experts: Experts) -> AbstractContextManager[None]:
         def products(*args: Any) -> Tensor:
             out = plain(*args)
-            self._look(name, experts, args, out)
+            self._check_module(name, experts, args, out)
             return out
 
         plain = experts.products
         return replaced(experts, "products", products)
 
-    def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+    def _set_microbatch(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.microbatch.current = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
 
-    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _hook_weights(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         for short, weight in module.named_parameters(recurse=False):
             if weight.requires_grad and id(weight) not in self.weights:
-                whole = f"{name}.{short}" if name else short
-                self.weights[id(weight)] = weight.register_hook(partial(self._gradient, whole))
+                full_name = f"{name}.{short}" if name else short
+                self.weights[id(weight)] = weight.register_hook(partial(self._check_gradient, full_name))
 
     @torch.no_grad()
-    def _gradient(self, name: str, grad: Tensor) -> None:
-        odd = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
+    def _check_gradient(self, name: str, grad: Tensor) -> None:
+        not_finite = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
         microbatch = torch.tensor(self.gradients[name])
         self.gradients[name] += 1
-        self.notes.append(Note(True, name, microbatch, odd.sum(), odd.numel(), None, weight=True))
+        self.notes.append(
+            CheckedTensor(True, name, microbatch, not_finite.sum(), not_finite.numel(), None, weight=True)
+        )
 
-    def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        microbatch = getattr(self.microbatch, "now", None)
+    def _check_module(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        microbatch = getattr(self.microbatch, "current", None)
         if microbatch is None:  # recomputed in one of autograd's threads: its first run was checked
             return
         for x in _numbers(out):
-            self._note(False, name, microbatch, x)
+            self._check_tensor(False, name, microbatch, x)
         for x in _numbers(args):
             if x.requires_grad:
-                x.register_hook(partial(self._note, True, name, microbatch))
+                x.register_hook(partial(self._check_tensor, True, name, microbatch))
 
     @torch.no_grad()
-    def _note(self, backward: bool, name: str, microbatch: Tensor, x: Tensor) -> None:
-        odd = x.isfinite().logical_not()
-        rows_B = odd.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
-        self.notes.append(Note(backward, name, microbatch, odd.sum(), x.numel(), rows_B))
+    def _check_tensor(self, backward: bool, name: str, microbatch: Tensor, x: Tensor) -> None:
+        not_finite = x.isfinite().logical_not()
+        rows_B = not_finite.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
+        self.notes.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
 
     def run(self, work: StepWork) -> Sums:
         self.batches = work.batches
-        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.watching():
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
             return self.passes.sums(work)
 
-    def first(self) -> First | None:
+    def earliest(self) -> FirstNotFinite | None:
         """What this rank saw first."""
         nth: Counter[tuple[bool, int, int]] = Counter()
-        found: list[tuple[tuple[bool, int, int, int], Note]] = []
+        findings: list[tuple[tuple[bool, int, int, int], CheckedTensor]] = []
         for note in self.notes:
             key = note.backward, int(note.microbatch), self._layer(note.module) * (-1 if note.backward else 1)
             if int(note.bad):
-                found.append(((*key, nth[key]), note))
+                findings.append(((*key, nth[key]), note))
             nth[key] += 1
-        if not found:
+        if not findings:
             return None
-        key, note = min(found, key=lambda entry: entry[0])
+        key, note = min(findings, key=lambda entry: entry[0])
         # If its rows are not samples, the next tensor of this layer with a row per sample shows which ones are
         # affected.
-        rows = [n.rows_B for its, n in sorted(found, key=lambda entry: entry[0]) if its[:3] == key[:3]]
-        apart = [rows_B for rows_B in rows if rows_B is not None]
-        return First(*key, note.module, int(note.bad), note.numbers, self._samples(key[1], apart[:1]), note.weight)
+        rows = [n.rows_B for other_key, n in sorted(findings, key=lambda entry: entry[0]) if other_key[:3] == key[:3]]
+        sample_rows = [rows_B for rows_B in rows if rows_B is not None]
+        return FirstNotFinite(
+            *key, note.module, int(note.bad), note.numbers, self._samples(key[1], sample_rows[:1]), note.weight
+        )
 
     def _layer(self, module: str) -> int:
         kind, _, rest = module.partition(".")
@@ -167,8 +171,8 @@ class Trace:
         numbers = list(self.loader.identify(self.batches))
         batch, decode = self.batches[microbatch], decoder(self.data)
         size = len(batch.tokens_BS)
-        chosen = rows[0].nonzero().flatten().tolist() if rows else []
-        return {numbers[microbatch * size + row]: beginning(batch, row, decode) for row in chosen}
+        indices = rows[0].nonzero().flatten().tolist() if rows else []
+        return {numbers[microbatch * size + row]: beginning_of_text(batch, row, decode) for row in indices}
 
 
 def _numbers(values: Any) -> list[Tensor]:
@@ -185,7 +189,7 @@ def decoder(data: Data) -> Tokenizer | None:
         return None
 
 
-def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
+def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return ""
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
@@ -198,25 +202,25 @@ def first_not_finite(trace: Trace, work: StepWork) -> tuple[Sums, str]:
     """
     trace.passes.drop()
     sums = trace.run(work)
-    everyone: list[First | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, trace.first())
-    return sums, describe(everyone)
+    first_by_rank: list[FirstNotFinite | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(first_by_rank, trace.earliest())
+    return sums, describe(first_by_rank)
 
 
-def describe(everyone: list[First | None]) -> str:
-    found = {rank: first for rank, first in enumerate(everyone) if first}
-    if not found:
+def describe(first_by_rank: list[FirstNotFinite | None]) -> str:
+    firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
+    if not firsts:
         return "a second forward and backward is finite in every module on all ranks"
-    where = min(first[:4] for first in found.values())
-    ranks = [rank for rank, first in found.items() if first[:4] == where]
-    first = found[ranks[0]]
-    way = "gradient that leaves the backward" if first.backward else "output"
-    way = "gradient" if first.weight else way
-    near = [other for other in found.values() if other[:3] == where[:3]]
-    samples = {number: text for other in near for number, text in other.samples.items()}
+    where = min(first[:4] for first in firsts.values())
+    ranks = [rank for rank, first in firsts.items() if first[:4] == where]
+    first = firsts[ranks[0]]
+    kind = "gradient that leaves the backward" if first.backward else "output"
+    kind = "gradient" if first.weight else kind
+    same_place = [other for other in firsts.values() if other[:3] == where[:3]]
+    samples = {number: text for other in same_place for number, text in other.samples.items()}
     shown = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]
     return (
-        f"first not finite: the {way} of {first.module or 'the stage'}, microbatch {first.microbatch}, on rank"
-        f"{'s' * (len(ranks) > 1)} {few(ranks)} ({first.bad:,} of {first.numbers:,} numbers)"
-        + (f"; sample{'s' * (len(shown) > 1)} {few(shown)} of the run" if shown else "")
+        f"first not finite: the {kind} of {first.module or 'the stage'}, microbatch {first.microbatch}, on rank"
+        f"{'s' * (len(ranks) > 1)} {first_few(ranks)} ({first.bad:,} of {first.numbers:,} numbers)"
+        + (f"; sample{'s' * (len(shown) > 1)} {first_few(shown)} of the run" if shown else "")
     )

@@ -52,16 +52,16 @@ class Recorded(NamedTuple):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Recorded:
-        return Recorded(**value | {"last": tuple(Collective(*one) for one in value["last"])})
+        return Recorded(**value | {"last": tuple(Collective(*collective) for collective in value["last"])})
 
 
-def recorded(groups: Mapping[str, int], begun: int, before: int) -> Recorded:
+def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> Recorded:
     """groups: numbers of groups by torch's names; others do not count. begun, before: when this step and the one
     before it began (`titanmoe.watch.heartbeat`).
     """
     entries = list(_entries(groups))
-    step = _messages(one for one in entries if one[0] >= begun)
-    previous = _messages(one for one in entries if before <= one[0] < begun)
+    step = _messages(entry for entry in entries if entry[0] >= begun)
+    previous = _messages(entry for entry in entries if before <= entry[0] < begun)
     # A step whose beginning is no longer there cannot be compared.
     whole = before > 0 and bool(entries) and entries[0][0] < before
     numbers: dict[str, int] = {}
@@ -80,23 +80,23 @@ Entry = tuple[int, int, str, str, int, int]
 
 
 def _messages(entries: Iterator[Entry]) -> list[Collective]:
-    return [Collective(index, *one[1:]) for index, one in enumerate(entries)]
+    return [Collective(index, *entry[1:]) for index, entry in enumerate(entries)]
 
 
 def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
     """Oldest first."""
-    for one in sorted(_dump(), key=lambda one: one["record_id"]):
-        group = groups.get(one["process_group"][0])
-        if group is None or one["is_p2p"]:
+    for entry in sorted(_dump(), key=lambda entry: entry["record_id"]):
+        group = groups.get(entry["process_group"][0])
+        if group is None or entry["is_p2p"]:
             continue
-        op = one["profiling_name"].partition(":")[2].removeprefix("_").removesuffix("_base")
-        sizes, dtypes = one["input_sizes"], one["input_dtypes"]
+        op = entry["profiling_name"].partition(":")[2].removeprefix("_").removesuffix("_base")
+        sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         elements = sum(math.prod(size) for size in sizes)
-        yield one["time_created_ns"], group, op, dtypes[0] if dtypes else "", elements, one["collective_seq_id"]
+        yield entry["time_created_ns"], group, op, dtypes[0] if dtypes else "", elements, entry["collective_seq_id"]
 
 
 def save(folder: Path, rank: int) -> bool:
-    """For torch's own analyser, torchfrtrace."""
+    """Saves what the flight recorder has for torch's own analyser, torchfrtrace."""
     c10d = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
     if dump is None:
@@ -108,8 +108,8 @@ def save(folder: Path, rank: int) -> bool:
 
 def _dump() -> list[dict[str, Any]]:
     c10d = torch._C._distributed_c10d
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         if (dump := getattr(c10d, name, None)) is not None:
-            found = found or json.loads(dump()).get("entries", [])
-    return found
+            entries = entries or json.loads(dump()).get("entries", [])
+    return entries

@@ -37,11 +37,11 @@ class Position(NamedTuple):
     """-1 for none."""
     backward: bool = False
 
-    def packed(self) -> int:
+    def pack(self) -> int:
         return self.stage << 48 | self.microbatch << 17 | self.layer + 1 << 1 | self.backward
 
     @staticmethod
-    def unpacked(number: int) -> Position:
+    def unpack(number: int) -> Position:
         return Position(number >> 48, number >> 17 & 0x7FFFFFFF, (number >> 1 & 0xFFFF) - 1, bool(number & 1))
 
 
@@ -67,7 +67,7 @@ class Heartbeat:
         self.enter(Position())
 
     def enter(self, position: Position) -> None:
-        self.numbers[POSITION] = position.packed()
+        self.numbers[POSITION] = position.pack()
         self.numbers[PROGRESS] = monotonic_ns()
 
     def tick(self, waiting: bool) -> None:
@@ -86,7 +86,7 @@ class Heartbeat:
 
     @property
     def position(self) -> Position:
-        return Position.unpacked(self.numbers[POSITION])
+        return Position.unpack(self.numbers[POSITION])
 
     @property
     def last_progress(self) -> float:

@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm")
 class Machines:
     """All machines of the run, ordered by their first ranks."""
 
-    mine: Heartbeat
+    own_heart: Heartbeat
     local: dict[int, Heartbeat]
     """Of all ranks of this machine, by rank."""
     number: int
@@ -42,22 +42,26 @@ class Machines:
         dist.broadcast_object_list(box, 0)
         token = box[0]
         try:
-            folder, mine = _begin(SHARED, token, rank)
+            folder, own_heart = _create_heartbeat(SHARED, token, rank)
         except OSError:  # there is no /dev/shm, or it is full
-            folder, mine = _begin(Path(tempfile.gettempdir()), token, rank)
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, (_identity(folder), socket.gethostname()))
-        keys = list(dict.fromkeys(key for key, _ in found))
-        ranks = [[r for r, (key, _) in enumerate(found) if key == one] for one in keys]
-        number = keys.index(found[rank][0])
-        local = {r: mine if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
-        dist.all_gather_object(found, found[rank])  # after this, every rank has opened all files of its machine
+            folder, own_heart = _create_heartbeat(Path(tempfile.gettempdir()), token, rank)
+        identities: list[Any] = [None] * world
+        dist.all_gather_object(identities, (_identity(folder), socket.gethostname()))
+        keys = list(dict.fromkeys(key for key, _ in identities))
+        ranks = [[r for r, (key, _) in enumerate(identities) if key == machine] for machine in keys]
+        number = keys.index(identities[rank][0])
+        local = {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
+        dist.all_gather_object(
+            identities, identities[rank]
+        )  # after this, every rank has opened all files of its machine
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
-        return Machines(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
+        return Machines(
+            own_heart, local, number, ranks, [identities[machine_ranks[0]][1] for machine_ranks in ranks], token
+        )
 
 
-def _begin(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
+def _create_heartbeat(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
     folder = where / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder, Heartbeat(folder / str(rank), create=True)
@@ -72,7 +76,7 @@ def _identity(folder: Path) -> str:
     return (folder / "identity").read_text()
 
 
-class Between:
+class MachineMessages:
     """Messages between machines through the process group's store; none if there is only one machine."""
 
     def __init__(self, hosts: Machines, store: dist.Store | None = None):
@@ -81,22 +85,22 @@ class Between:
             # On its own connection: another thread may be waiting on the step's.
             self.store = dist.PrefixStore(f"watch/{hosts.token}", dist.distributed_c10d._get_default_store().clone())
 
-    def post(self, what: str, value: Any = "") -> None:
+    def post(self, key: str, value: Any = "") -> None:
         if self.store is not None:
-            self.store.set(what, json.dumps(value))
+            self.store.set(key, json.dumps(value))
 
-    def posted(self, what: str) -> bool:
-        return self.store is not None and self.store.check([what])
+    def is_posted(self, key: str) -> bool:
+        return self.store is not None and self.store.check([key])
 
-    def read(self, what: str) -> Any:
-        return json.loads(self.store.get(what))
+    def read(self, key: str) -> Any:
+        return json.loads(self.store.get(key))
 
-    def publish(self, what: str, seen: list[Seen]) -> None:
+    def publish(self, key: str, statuses: list[Seen]) -> None:
         """Publish what is known of this machine's ranks."""
-        self.post(f"{what} {self.hosts.number}", [one.as_json() for one in seen])
+        self.post(f"{key} {self.hosts.number}", [status.as_json() for status in statuses])
 
-    def published(self, what: str, host: int) -> list[Seen] | None:
-        name = f"{what} {host}"
-        if not self.posted(name):
+    def read_published(self, key: str, host: int) -> list[Seen] | None:
+        name = f"{key} {host}"
+        if not self.is_posted(name):
             return None
-        return [Seen.from_json(one) for one in self.read(name)]
+        return [Seen.from_json(status) for status in self.read(name)]

@@ -48,7 +48,7 @@ class NumberChecks(Checks):
         self.passes = gradients
         self.stragglers: Stragglers | None = None
         """While the run is watched."""
-        self.said: list[str] = []
+        self.explanations: list[str] = []
         self.last_work: StepWork | None = None
 
     def gradients(self, step: int, work: StepWork, parameters: dict[str, Any]) -> None:
@@ -60,15 +60,15 @@ class NumberChecks(Checks):
 
     def suspect(self, why: str, work: StepWork, sums: Sums) -> Sums | None:
         self._remember(work)
-        again, self.said = None, []
+        again, self.explanations = None, []
         self._compare(self.state.step - 1)
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
             again, text = repeat(self.passes, work, sums.own_losses)
             sums = again
-            same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
-            self._say(f"{why}: {text or same}")
+            same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
+            self._say(f"{why}: {text or same_bits}")
         if not math.isfinite(sums.scalars.loss + sums.scalars.norm) and self.options.culprit != "none":
             from titanmoe.watch.culprit import first_not_finite
 
@@ -87,7 +87,7 @@ class NumberChecks(Checks):
         return {} if self.stragglers is None else self.stragglers.report()
 
     def explained(self) -> str:
-        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.said)
+        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.explanations)
 
     def _compare(self, step: int) -> None:
         if self.replicas and (text := self.replicas.compare(step)):
@@ -109,5 +109,5 @@ class NumberChecks(Checks):
         raise (Restore if self.options.on_difference == "restore" else NumericalFault)(text)
 
     def _say(self, text: str) -> None:
-        self.said.append(text)
+        self.explanations.append(text)
         observe.active.event(self.state.step, "suspect", text)

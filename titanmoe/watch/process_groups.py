@@ -25,9 +25,9 @@ class LaneGroups:
 
 def name_groups(lanes: Lanes, fold: Fold) -> list[LaneGroups]:
     """The same list on every rank, because all make their groups in the same order."""
-    return [LaneGroups(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.made]
+    return [LaneGroups(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.groups]
 
 
 def own_groups(lanes: Lanes) -> dict[str, int]:
     """Those that this rank is in: their numbers in that list, by torch's names."""
-    return {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
+    return {group.group_name: i for i, group in enumerate(lanes.groups.values()) if group is not None}

@@ -21,14 +21,14 @@ from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.groups import View, group_of, groups
 from titanmoe.train.training import Training
-from titanmoe.watch.bits import combined, fingerprint
+from titanmoe.watch.bits import combine_fingerprints, fingerprint
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
 AXES: dict[View, dict[str, tuple[str, ...]]] = {
     "attention": {"dp_replicate": ("dp_replicate",), "fsdp": ("dp_shard", "cp"), "tp": ("tp",)},
     "experts": {axis: (axis,) for axis in ("edp_replicate", "edp", "ep", "etp")},
 }
-NAMED = 6
+MOST_NAMED = 6
 """How many tensors and ranks a message names."""
 
 
@@ -39,7 +39,7 @@ class ReplicaGroup(NamedTuple):
     axes: tuple[str, ...]
 
 
-class Odd(NamedTuple):
+class Difference(NamedTuple):
     kind: ReplicaGroup
     group: tuple[int, ...]
     ranks: list[int]
@@ -62,25 +62,25 @@ class Replicas:
     def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
         axes = {name: parts for name, parts in AXES[view].items() if len(group_of(self.fold, view, parts, 0)) > 1}
         for count in range(1, len(axes) + 1):
-            for some in combinations(axes.values(), count):
-                yield ReplicaGroup(view, tuple(chain.from_iterable(some)))
+            for combination in combinations(axes.values(), count):
+                yield ReplicaGroup(view, tuple(chain.from_iterable(combination)))
 
     def _kind(self, parameter: nn.Parameter) -> ReplicaGroup | None:
         if not isinstance(parameter, DTensor):
             return None
         mesh = parameter.device_mesh
         view: View = "attention" if "fsdp" in mesh.mesh_dim_names else "experts"
-        alike = {
+        replicated = {
             name
             for name, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True)
             if size > 1 and isinstance(placement, Replicate)
         }
         kind = ReplicaGroup(
-            view, tuple(chain.from_iterable(axes for name, axes in AXES[view].items() if name in alike))
+            view, tuple(chain.from_iterable(axes for name, axes in AXES[view].items() if name in replicated))
         )
-        return kind if alike else None
+        return kind if replicated else None
 
-    def held(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
+    def replicated_state(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
         """The part of the run's state that other ranks hold too, except moments that are in the host's memory."""
         training = self.training
         moments = training.optimizer.moments() if self.with_moments else {}
@@ -91,14 +91,16 @@ class Replicas:
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 
     def table(self) -> Tensor:
-        """A number for each kind."""
+        """One fingerprint for each kind of replica group."""
         prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
-        for _, tensor, kind in self.held():
+        for _, tensor, kind in self.replicated_state():
             prints[kind].append(fingerprint(tensor))
         if self.world in prints:
             prints[self.world].append(torch.full((), self._counters(), device=self.training.device))
         nothing = torch.zeros((), dtype=torch.int64, device=self.training.device)
-        return torch.stack([combined(some) if some else nothing for some in prints.values()])
+        return torch.stack(
+            [combine_fingerprints(kind_prints) if kind_prints else nothing for kind_prints in prints.values()]
+        )
 
     def _counters(self) -> int:
         """How far the run is. Seed and step are the whole state of its random numbers."""
@@ -115,51 +117,60 @@ class Replicas:
         if not self.kinds:
             return ""
         table = all_gather(self.table(), 0, self.training.meshes.world).view(self.fold.world, -1).tolist()
-        found = [
-            Odd(kind, group, odd)
+        differences = [
+            Difference(kind, group, ranks)
             for column, kind in enumerate(self.kinds)
             for group in groups(self.fold, *kind)
-            if (odd := differing(group, [table[rank][column] for rank in group]))
+            if (ranks := differing_ranks(group, [table[rank][column] for rank in group]))
         ]
-        if not found:
+        if not differences:
             self.agreed = step
             return ""
-        return self._message(found, step)
+        return self._message(differences, step)
 
-    def _message(self, found: list[Odd], step: int) -> str:
+    def _message(self, differences: list[Difference], step: int) -> str:
         rank = dist.get_rank()
-        mine: dict[str, int] = {}
-        for odd in found:
-            if rank in odd.group:
-                mine |= {name: int(fingerprint(x)) for name, x, kind in self.held() if kind == odd.kind}
-        everyone: list[dict[str, int]] = [{} for _ in range(self.fold.world)]
-        dist.all_gather_object(everyone, mine)
+        own_prints: dict[str, int] = {}
+        for difference in differences:
+            if rank in difference.group:
+                own_prints |= {
+                    name: int(fingerprint(x)) for name, x, kind in self.replicated_state() if kind == difference.kind
+                }
+        prints_of_ranks: list[dict[str, int]] = [{} for _ in range(self.fold.world)]
+        dist.all_gather_object(prints_of_ranks, own_prints)
         lines = []
-        for kind, group, ranks in found:
-            named = {n for n in everyone[group[0]] for other in group if everyone[other][n] != everyone[group[0]][n]}
-            what = sorted(named) or ["the counts of steps, updates or samples"]
-            lines.append(f"{_ranks(ranks, group)} ({' x '.join(kind.axes)}): {few(what)}")
+        for kind, group, ranks in differences:
+            differing_names = {
+                n
+                for n in prints_of_ranks[group[0]]
+                for other in group
+                if prints_of_ranks[other][n] != prints_of_ranks[group[0]][n]
+            }
+            names = sorted(differing_names) or ["the counts of steps, updates or samples"]
+            lines.append(f"{_ranks_text(ranks, group)} ({' x '.join(kind.axes)}): {first_few(names)}")
         text = f"after step {step} {'; '.join(dict.fromkeys(lines))}"
         return text if self.agreed < 0 else f"{text}; they were alike after step {self.agreed}"
 
 
-def differing(group: tuple[int, ...], values: list[int]) -> list[int]:
-    (most, count), *others = Counter(values).most_common()
+def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:
+    (majority_value, count), *others = Counter(values).most_common()
     if not others:
         return []
     if 2 * count > len(group):
-        return [rank for rank, value in zip(group, values, strict=True) if value != most]
+        return [rank for rank, value in zip(group, values, strict=True) if value != majority_value]
     return list(group)
 
 
-def _ranks(odd: list[int], group: tuple[int, ...]) -> str:
-    if len(odd) == len(group):
-        return f"ranks {few(odd)} should hold the same and differ, and there is no majority to say which is wrong"
-    who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {few(odd)} differ"
-    return f"{who} from {len(group) - len(odd)} ranks that agree"
+def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
+    if len(ranks) == len(group):
+        return (
+            f"ranks {first_few(ranks)} should hold the same and differ, and there is no majority to say which is wrong"
+        )
+    who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {first_few(ranks)} differ"
+    return f"{who} from {len(group) - len(ranks)} ranks that agree"
 
 
-def few(items: list) -> str:
+def first_few(items: list) -> str:
     """The first of them, as text."""
-    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
-    return ", ".join(map(str, items[:NAMED])) + more
+    more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
+    return ", ".join(map(str, items[:MOST_NAMED])) + more

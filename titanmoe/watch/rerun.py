@@ -14,10 +14,10 @@ from torch import Tensor
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.gradients import Gradients, StepWork, Sums
 from titanmoe.watch.bits import fingerprint
-from titanmoe.watch.replicas import few
+from titanmoe.watch.replicas import first_few
 
 
-def computed(gradients: Gradients, own_losses: Tensor) -> dict[str, int]:
+def pass_fingerprints(gradients: Gradients, own_losses: Tensor) -> dict[str, int]:
     """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
@@ -34,23 +34,23 @@ def repeat(gradients: Gradients, work: StepWork, own_losses: Tensor) -> tuple[Su
 
     All ranks call it together. own_losses: those of the first pass.
     """
-    first = computed(gradients, own_losses)
+    first = pass_fingerprints(gradients, own_losses)
     gradients.drop()
     sums = gradients.sums(work)
-    second = computed(gradients, sums.own_losses)
-    mine = [name for name in first if first[name] != second[name]]
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return sums, describe(everyone)
+    second = pass_fingerprints(gradients, sums.own_losses)
+    own_differences = [name for name in first if first[name] != second[name]]
+    differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(differences, own_differences)
+    return sums, describe(differences)
 
 
-def describe(everyone: list[list[str]]) -> str:
+def describe(differences: list[list[str]]) -> str:
     """Which rank's results are not reproducible; "" if all are.
 
-    everyone: by rank, what came out differently, in the order of `computed`.
+    differences: by rank, what came out differently, in the order of `pass_fingerprints`.
     """
-    hit = {rank: names for rank, names in enumerate(everyone) if names}
-    if not hit:
+    differing = {rank: names for rank, names in enumerate(differences) if names}
+    if not differing:
         return ""
 
     def order(name: str) -> tuple[int, int]:
@@ -58,9 +58,9 @@ def describe(everyone: list[list[str]]) -> str:
             return 0, int(name.rpartition(" ")[2])
         return (1, 0) if name == "the loss" else (2, 0)
 
-    where = min((names[0] for names in hit.values()), key=order)
-    ranks = [rank for rank, names in hit.items() if order(names[0]) == order(where)]
+    where = min((names[0] for names in differing.values()), key=order)
+    ranks = [rank for rank, names in differing.items() if order(names[0]) == order(where)]
     what = "gradients" if where.startswith("the gradient") else where
-    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {few(ranks)}, first seen in {what}"
-    others = len(hit) - len(ranks)
+    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {first_few(ranks)}, first seen in {what}"
+    others = len(differing) - len(ranks)
     return text + (f"; what {others} other rank{'s' * (others > 1)} computed from it differs too" if others else "")

@@ -29,23 +29,23 @@ def main_stack() -> list[str]:
 
 def other_stacks() -> dict[str, list[str]]:
     """The stacks of other threads that run titanmoe's code, such as one that saves or reads data."""
-    frames, found = sys._current_frames(), {}
+    frames, stacks = sys._current_frames(), {}
     for thread in threading.enumerate():
         if thread in (threading.main_thread(), threading.current_thread()) or thread.ident not in frames:
             continue
         lines = stack_of(frames[thread.ident])
         if any(line.startswith("titanmoe/") for line in lines):
-            found[thread.name] = lines
-    return found
+            stacks[thread.name] = lines
+    return stacks
 
 
-OTHERS = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
-"""In the lines of torch, of Python itself, and of the code that sends messages or watches."""
+OTHER_CODE = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
+"""Marks the lines of torch, of Python itself, and of the code that sends messages or watches."""
 
 
 def line_in(stack: list[str]) -> str:
-    """The innermost line that is in none of these."""
-    return next((line for line in stack if not any(part in line for part in OTHERS)), "")
+    """The innermost line that has none of these marks."""
+    return next((line for line in stack if not any(part in line for part in OTHER_CODE)), "")
 
 
 def in_message(stack: list[str]) -> bool:

@@ -69,7 +69,8 @@ class StepTimes(Observer):
     """A step lasts from the beginning of its first phase to the end of its update. Not counted: what happens between
     steps, such as a checkpoint or a validation, the first step of a process, and steps without an update.
 
-    Waits are those of our own code. On a GPU, FSDP waits on streams of its own, beside the computing.
+    Waits are those of our own code. On a GPU, FSDP sends on streams of its own: where the computing has to wait for
+    them, that counts as computing.
     """
 
     def __init__(self, axes: Sequence[str], groups: Mapping[str, int], marks: Marks):

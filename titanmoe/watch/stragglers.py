@@ -142,7 +142,7 @@ class Stragglers:
 
     def _pairs(self) -> slow_links.Pairs:
         training = self.training
-        mine = slow_links.probe(self.groups, list(training.meshes.lanes.made.values()), training.device)
+        mine = slow_links.probe(self.groups, list(training.meshes.lanes.groups.values()), training.device)
         row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), training.device)
         table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))

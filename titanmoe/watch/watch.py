@@ -54,7 +54,7 @@ class Watch:
         runtime, checks = training.runtime, training.guard.checks
         self.folder, self.rank = training.folder, runtime.rank
         self.hosts = Machines.meet(runtime.rank, runtime.world)
-        self.heart = self.hosts.mine
+        self.heart = self.hosts.own_heart
         lanes, gpu = training.meshes.lanes, device.kind(training.device) == "cuda"
         groups, own = name_groups(lanes, training.fold), own_groups(lanes)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
@@ -70,7 +70,7 @@ class Watch:
             limits(options, checkpoint, gpu),
             lambda: training.folder.path,
             self._dump if gpu else lambda: "",
-            lambda: flight_recorder.recorded(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
+            lambda: flight_recorder.read_recorder(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
         )
         self._stack = ExitStack()
 
@@ -89,7 +89,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and caused_by_others(error) and not self._explained():
-            self.watchdog.raised = _stack(error)
+            self.watchdog.error_stack = _stack(error)
             self.heart.numbers[at.ALARM] = 1
             self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:

@@ -29,7 +29,7 @@ from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.flight_recorder import Recorded
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.hosts import Between, Machines
+from titanmoe.watch.hosts import MachineMessages, Machines
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, main_stack, other_stacks
@@ -72,49 +72,49 @@ class Watchdog(threading.Thread):
         limits: Limits,
         folder: Callable[[], Path | None],
         dump: Callable[[], str] = lambda: "",
-        recorded: Callable[[], Recorded] = Recorded,
-        between: Between | None = None,
+        read_recorder: Callable[[], Recorded] = Recorded,
+        messages: MachineMessages | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """folder: the run folder. dump: saves what the flight recorder has and returns where. recorded: reads it. end:
-        ends the process.
+        """folder: the run folder. dump: saves what the flight recorder has and returns where. read_recorder: reads it.
+        end: ends the process.
         """
         super().__init__(name="titanmoe-watch", daemon=True)
         self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
-        self.folder, self.dump, self.recorded, self.end = folder, dump, recorded, end
-        self.between = between or Between(hosts)
+        self.folder, self.dump, self.read_recorder, self.end = folder, dump, read_recorder, end
+        self.messages = messages or MachineMessages(hosts)
         self.published_at = 0.0
-        self.asked, self._wake = socket.socketpair()
+        self._wakeups, self._wake = socket.socketpair()
         self._wake.setblocking(False)
-        self.over = threading.Event()
-        self.raised: list[str] = []
+        self.stopped = threading.Event()
+        self.error_stack: list[str] = []
         """The stack of the error that showed that another rank is gone."""
 
     def run(self) -> None:
-        asked_to_end = 0.0
+        sigterm_at = 0.0
         self.tick()
-        while not self.over.is_set():
-            if select.select([self.asked], [], [], TICK_S)[0] and signal.SIGTERM in self.asked.recv(64):
-                asked_to_end = asked_to_end or time.monotonic()
-            if self.over.is_set():
+        while not self.stopped.is_set():
+            if select.select([self._wakeups], [], [], TICK_S)[0] and signal.SIGTERM in self._wakeups.recv(64):
+                sigterm_at = sigterm_at or time.monotonic()
+            if self.stopped.is_set():
                 return
             self.tick()
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
                 self._publish_heartbeats()
             if self.alarmed() or self.trouble():
-                self.hosts.mine.numbers[at.ALARM] = 1
+                self.hosts.own_heart.numbers[at.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
-                    self.between.post("alarm")
+                    self.messages.post("alarm")
                 return self._respond_and_end()
             # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
-            if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
+            if sigterm_at and time.monotonic() - sigterm_at > 2 * TICK_S and ends_by(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
 
     def tick(self) -> None:
-        self.hosts.mine.tick(in_message(main_stack()))
+        self.hosts.own_heart.tick(in_message(main_stack()))
 
     def stop(self) -> None:
-        self.over.set()
+        self.stopped.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
         self.join()
@@ -130,7 +130,7 @@ class Watchdog(threading.Thread):
         if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
-            return self.between.store is not None and self.leads() and self.between.posted("alarm")
+            return self.messages.store is not None and self.leads() and self.messages.is_posted("alarm")
         return False
 
     def trouble(self) -> bool:
@@ -142,11 +142,11 @@ class Watchdog(threading.Thread):
         return any(
             heart.numbers[at.STATE] == at.RUNNING
             and (
-                since(heart.numbers[at.TICK]) > self.limits.thread
+                seconds_since(heart.numbers[at.TICK]) > self.limits.thread
                 or time.monotonic() - heart.last_progress > self._limit(heart)
-                or gone(heart)
+                or has_exited(heart)
             )
-            for heart in (self.hosts.mine, following)
+            for heart in (self.hosts.own_heart, following)
         )
 
     def _limit(self, heart: Heartbeat) -> float:
@@ -162,9 +162,9 @@ class Watchdog(threading.Thread):
         return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
 
     def _publish_heartbeats(self) -> None:
-        if self.between.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.leads():
+        if self.messages.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.leads():
             self.published_at = time.monotonic()
-            self.between.publish("heartbeats", self.look())
+            self.messages.publish("heartbeats", self.local_statuses())
 
     # ---- the report
 
@@ -176,25 +176,25 @@ class Watchdog(threading.Thread):
             self.end(1)
 
     def respond(self) -> None:
-        answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
+        answer = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
         with contextlib.suppress(Exception):
-            answer["recorded"] = self.recorded().as_json()
+            answer["recorded"] = self.read_recorder().as_json()
         with contextlib.suppress(Exception):
             answer["note"] = self.dump()
-        self.hosts.mine.write_answer(json.dumps(answer).encode())
+        self.hosts.own_heart.write_answer(json.dumps(answer).encode())
         local = self.hosts.local.values()
-        self._until(lambda: all(heart.answer() or state(heart) != "answers" for heart in local), ANSWER_S)
+        self._wait_until(lambda: all(heart.answer() or state(heart) != "answers" for heart in local), ANSWER_S)
         if self.leads():
-            seen = self.look()
+            statuses = self.local_statuses()
             with contextlib.suppress(RuntimeError, OSError):
-                self.between.publish("answers", seen)
+                self.messages.publish("answers", statuses)
             if self.hosts.number == 0:
-                return self.report(seen)
-            if self.hosts.number == 1 and not self._until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
-                return self.report(seen)
-        self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
-        self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(self._note_report)
+                return self.report(statuses)
+            if self.hosts.number == 1 and not self._wait_until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
+                return self.report(statuses)
+        self._wait_until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
+        self.hosts.own_heart.numbers[at.REPORTED] = 1
+        self._run_briefly(self._note_report)
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -203,15 +203,15 @@ class Watchdog(threading.Thread):
         if any(heart.numbers[at.REPORTED] for heart in self.hosts.local.values()):
             return True
         try:
-            return self.between.posted("report")
+            return self.messages.is_posted("report")
         except (RuntimeError, OSError):
             return False
 
     def _note_report(self) -> None:
         """The report of another machine, for the launcher of this one."""
         with contextlib.suppress(RuntimeError, OSError):
-            if self.hosts.number and self.between.posted("report"):
-                self._leave_note(self.between.read("report"))
+            if self.hosts.number and self.messages.is_posted("report"):
+                self._leave_note(self.messages.read("report"))
                 return
         failure.leave_note("another rank is late", consequence=True)
 
@@ -219,20 +219,20 @@ class Watchdog(threading.Thread):
         """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
         late = set(map(int, report["during"]))
         local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
-        following = [rank for rank, heart in local.items() if rank not in late or not gone(heart)]
+        following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
         failure.leave_note(**report, alike=True, following=following)
 
-    def report(self, seen: list[Seen]) -> None:
+    def report(self, statuses: list[Seen]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
-        everyone = seen + self._others()
-        verdict = judge(everyone, self.groups, self.stage)
+        all_statuses = statuses + self._others()
+        verdict = judge(all_statuses, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(failure.FILE))
-        said = {"text": verdict.text, "during": verdict.during}
-        self._in_time(lambda: self._leave_note(said))
-        self._in_time(lambda: self._write(everyone, verdict))
-        self.hosts.mine.numbers[at.REPORTED] = 1
+        report = {"text": verdict.text, "during": verdict.during}
+        self._run_briefly(lambda: self._leave_note(report))
+        self._run_briefly(lambda: self._write(all_statuses, verdict))
+        self.hosts.own_heart.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
-            self.between.post("report", said)
+            self.messages.post("report", report)
         self.end_others(wait=True)
         if not launcher_reports:
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
@@ -240,34 +240,34 @@ class Watchdog(threading.Thread):
 
     def _others(self) -> list[Seen]:
         """What the other machines say about their ranks, or else what they last published."""
-        found = {}
+        by_machine = {}
         others = [host for host in range(len(self.hosts.ranks)) if host != self.hosts.number]
 
-        def all_heard() -> bool:
+        def all_answered() -> bool:
             for host in others:
-                if host not in found and (answer := self.between.published("answers", host)) is not None:
-                    found[host] = answer
-            return len(found) == len(others)
+                if host not in by_machine and (answer := self.messages.read_published("answers", host)) is not None:
+                    by_machine[host] = answer
+            return len(by_machine) == len(others)
 
         with contextlib.suppress(RuntimeError, OSError):
-            self._until(all_heard, GATHER_S)
-        for host in set(others) - found.keys():
-            before = None
+            self._wait_until(all_answered, GATHER_S)
+        for host in set(others) - by_machine.keys():
+            last_heartbeats = None
             with contextlib.suppress(RuntimeError, OSError):
-                before = self.between.published("heartbeats", host)
+                last_heartbeats = self.messages.read_published("heartbeats", host)
             name = self.hosts.names[host]
-            found[host] = before or [Seen(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]]
-            for one in found[host]:
-                one.state = "unknown"
-        return [one for some in found.values() for one in some]
+            by_machine[host] = last_heartbeats or [Seen(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]]
+            for status in by_machine[host]:
+                status.state = "unknown"
+        return [status for statuses in by_machine.values() for status in statuses]
 
-    def _write(self, seen: list[Seen], verdict: LateRanks) -> None:
+    def _write(self, statuses: list[Seen], verdict: LateRanks) -> None:
         folder = self.folder()
         if folder is None:
             return
-        ranks = [one.as_json() for one in sorted(seen, key=lambda one: one.rank)]
+        ranks = [status.as_json() for status in sorted(statuses, key=lambda status: status.rank)]
         event = {
-            "step": max(one.step for one in seen),
+            "step": max(status.step for status in statuses),
             "kind": "hang",
             "text": verdict.text.partition("\n")[0],
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -287,34 +287,34 @@ class Watchdog(threading.Thread):
         for heart in others:
             if state(heart) in ("stopped", "silent"):
                 kill(heart)
-        if wait and not self._until(lambda: all(map(gone, others)), ENDING_S):
+        if wait and not self._wait_until(lambda: all(map(has_exited, others)), ENDING_S):
             for heart in others:
                 kill(heart)
 
-    def _in_time(self, work: Callable[[], Any]) -> None:
+    def _run_briefly(self, work: Callable[[], Any]) -> None:
         """Run work that writes to a disk, but do not wait for it for long."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        self._until(lambda: not thread.is_alive(), DISK_S)
+        self._wait_until(lambda: not thread.is_alive(), DISK_S)
 
-    def look(self) -> list[Seen]:
+    def local_statuses(self) -> list[Seen]:
         """The ranks of this machine."""
-        return [self._seen(rank, heart) for rank, heart in self.hosts.local.items()]
+        return [self._status(rank, heart) for rank, heart in self.hosts.local.items()]
 
-    def _seen(self, rank: int, heart: Heartbeat) -> Seen:
+    def _status(self, rank: int, heart: Heartbeat) -> Seen:
         numbers = heart.numbers
         idle = time.monotonic() - heart.last_progress
-        seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
-        seen.step, seen.phase, seen.position = numbers[at.STEP], at.PHASES[numbers[at.PHASE]], heart.position
+        status = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
+        status.step, status.phase, status.position = numbers[at.STEP], at.PHASES[numbers[at.PHASE]], heart.position
         with contextlib.suppress(ValueError):
             answer = json.loads(heart.answer() or b"{}")
-            seen.stack, seen.threads = answer.get("stack", []), answer.get("threads", {})
-            seen.note = answer.get("note", "")
+            status.stack, status.threads = answer.get("stack", []), answer.get("threads", {})
+            status.note = answer.get("note", "")
             if "recorded" in answer:
-                seen.recorded = Recorded.from_json(answer["recorded"])
-        return seen
+                status.recorded = Recorded.from_json(answer["recorded"])
+        return status
 
-    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+    def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
@@ -332,7 +332,7 @@ def ends_by(number: int) -> bool:
     return signal.getsignal(number) is ignore
 
 
-def since(nanoseconds: int) -> float:
+def seconds_since(nanoseconds: int) -> float:
     return time.monotonic() - nanoseconds / 1e9
 
 
@@ -345,7 +345,7 @@ def _kernel_state(pid: int) -> str:
         return ""
 
 
-def gone(heart: Heartbeat) -> bool:
+def has_exited(heart: Heartbeat) -> bool:
     pid = heart.numbers[at.PID]
     try:
         os.kill(pid, 0)
@@ -353,18 +353,20 @@ def gone(heart: Heartbeat) -> bool:
         return True
     except PermissionError:
         return False
-    return since(heart.numbers[at.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"  # such a process does not tick
+    return (
+        seconds_since(heart.numbers[at.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"
+    )  # such a process does not tick
 
 
 def state(heart: Heartbeat) -> str:
     """As in `Seen`."""
     if heart.numbers[at.STATE] != at.RUNNING:
         return "ended" if heart.numbers[at.STATE] == at.ENDED else "failed"
-    if gone(heart):
+    if has_exited(heart):
         return "gone"
     if _kernel_state(heart.numbers[at.PID]) in ("T", "t"):
         return "stopped"
-    return "answers" if since(heart.numbers[at.TICK]) < SILENT_S else "silent"
+    return "answers" if seconds_since(heart.numbers[at.TICK]) < SILENT_S else "silent"
 
 
 def kill(heart: Heartbeat) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanmoe.checkpoint import inside
+from titanmoe.checkpoint import safe_files
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.field_values import closest
@@ -15,13 +15,13 @@ from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
+from titanmoe.models.families import family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 
 CONFIG = "config.json"
 # Keys that do not affect the logits, or that other code here reads.
-ASIDE = {
+IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef"),
     *("pretraining_tp", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"),
@@ -39,20 +39,20 @@ TRAINING_ONLY = {
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
 
-OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
+KEYS_OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
 """Keys that transformers follows in every model, and their only values that [model] can express: the defaults."""
 
 MOST_BYTES = 32 << 20
 """Of a JSON file: the index of 140,000 tensors has 15 MB. The parsed form takes up to thirty times the space."""
 MOST_MATRICES = 2**20
 """Layers times experts, each of which has names in lists; the most published is 61 * 384."""
-OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+KEYS_FOR_ANY_MODEL_TYPE = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """What is taken over from a config.json with another model_type."""
-FOLLOWS = ("num_kv_heads", "head_dim")
+DERIVED_FIELDS = ("num_kv_heads", "head_dim")
 """Fields derived from others if config.json has null, or has nothing and its family has no default."""
 
 
-class Described(NamedTuple):
+class ParsedConfig(NamedTuple):
     """What a config.json says."""
 
     hf: HuggingFace
@@ -64,23 +64,23 @@ class Described(NamedTuple):
     @property
     def notes(self) -> list[str]:
         """What config.json says that is not supported."""
-        said = [
+        notes = [
             f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
             for key, why in TRAINING_ONLY.items()
             if self.json.get(key)
         ]
         if self.unknown:
-            said.append(f"{CONFIG} has unknown keys, which were ignored: {', '.join(self.unknown)}")
-        return said
+            notes.append(f"{CONFIG} has unknown keys, which were ignored: {', '.join(self.unknown)}")
+        return notes
 
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        data = parse_json(inside.read(file.parent, file.name, MOST_BYTES))
-    except inside.ABSENT:
+        data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
+    except safe_files.ABSENT:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is not a folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
-    except inside.CheckpointError as error:
+    except safe_files.CheckpointError as error:
         raise ConfigError([str(error)]) from None
     except ValueError as error:
         raise ConfigError([f"{file} is not JSON: {error}"]) from None
@@ -89,7 +89,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def describe(folder: Path, dense: bool = False) -> Described:
+def describe(folder: Path, dense: bool = False) -> ParsedConfig:
     """The [model] that a folder's config.json stands for; ConfigError with everything that no [model] can express.
 
     dense: a model without experts, to be upcycled.
@@ -98,24 +98,24 @@ def describe(folder: Path, dense: bool = False) -> Described:
     return interpret(read_json(file), str(file), dense)
 
 
-def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Described:
+def interpret(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     hf = _type_of(config, source, dense)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
-        said = {key: config[key] for key in keys if key in config}
-        if not said and keys[0] in hf.absent:
-            said = {keys[0]: hf.absent[keys[0]]}
-        first = next(iter(said.values()), None)
-        if any(value != first for value in said.values()):
-            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they must agree")
+        entries = {key: config[key] for key in keys if key in config}
+        if not entries and keys[0] in hf.absent:
+            entries = {keys[0]: hf.absent[keys[0]]}
+        first = next(iter(entries.values()), None)
+        if any(value != first for value in entries.values()):
+            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in entries.items())}: they must agree")
         elif first is not None:
             values[name] = first
-        elif name not in FOLLOWS:
+        elif name not in DERIVED_FIELDS:
             problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
     problems += [
         f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}"
-        for key, value in (hf.fixed | OF_EVERY_MODEL).items()
+        for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
         if key in config and config[key] != value
     ]
     problems += _oversized(values, source) or _mistyped(values, source)
@@ -133,46 +133,46 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
-    return Described(hf, model, config, sorted(config.keys() - known_keys(hf)))
+    return ParsedConfig(hf, model, config, sorted(config.keys() - known_keys(hf)))
 
 
 def known_keys(hf: HuggingFace) -> set[str]:
-    read = *hf.fields.values(), *(special.keys for special in hf.special)
-    return ASIDE.union(TRAINING_ONLY, OF_EVERY_MODEL, hf.absent, hf.fixed, *read)
+    keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
+    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, *keys_read)
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
-    types = {hf.model_type: hf for hf in reversed(HUGGING_FACE.values())}
+    types = {family.hf.model_type: family.hf for family in reversed(shipped().values())}
     plain = {hf.model_type: hf for hf in DENSE}
-    own, other = (plain, types) if dense else (types, plain)
-    if kind in own:
-        return own[kind]
-    if kind in other:
+    accepted_types, other_kind_types = (plain, types) if dense else (types, plain)
+    if kind in accepted_types:
+        return accepted_types[kind]
+    if kind in other_kind_types:
         hint = "it has experts, --from-hf converts it" if dense else "it is dense, --upcycle gives it experts"
     else:
-        near = closest(str(kind), own, cutoff=0.5)
+        near = closest(str(kind), accepted_types, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""
         hint = f"docs/extending.md#a-family shows how to add one, as a file of names and sizes{begin}"
-    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(own))}: {hint}"])
+    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(accepted_types))}: {hint}"])
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
     """Numbers above every model's, checked before a list is made from them."""
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
-    found = []
+    problems = []
     for name, value in numbers.items():
         limits = ranges.RANGES.get(f"model.{name}")
         most = limits.high if limits and limits.high is not None else ranges.LIMIT - 1
         if value > most or value < -ranges.LIMIT:
-            found.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the limit is {most:,}")
+            problems.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the limit is {most:,}")
     layers, experts = numbers.get("num_layers", 0), numbers.get("num_experts", 0)
-    if not found and layers * experts > MOST_MATRICES:
-        found.append(
+    if not problems and layers * experts > MOST_MATRICES:
+        problems.append(
             f"{source} gives {layers} layers (model.num_layers) of {experts} experts (model.num_experts), "
             f"{layers * experts:,} in all, and the limit is {MOST_MATRICES:,}"
         )
-    return found
+    return problems
 
 
 def _mistyped(values: dict[str, Any], source: str) -> list[str]:
@@ -192,10 +192,10 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
         model = replace(model, num_dense_layers=model.num_layers)
     if not has_dense(model):
         model = replace(model, dense_hidden=0)
-    found = ranges.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    found = found or list(laws.contradictions(Config(model=model)))
-    if found:
-        raise ConfigError([violation.text for violation in found], source)
+    violations = ranges.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
+    violations = violations or list(laws.contradictions(Config(model=model)))
+    if violations:
+        raise ConfigError([violation.text for violation in violations], source)
     return replace(model, size=nearest_size(model))
 
 
@@ -206,10 +206,10 @@ def has_dense(model: Model) -> bool:
 def nearest_size(model: Model) -> str:
     """The size of its family that shares most of its shapes, to be named in a recipe."""
 
-    def apart(size: str) -> int:
+    def count_differences(size: str) -> int:
         return len(differences(model, Model(**preset(model.family, size))))
 
-    return min(FAMILIES[model.family], key=apart)
+    return min(family_of(model.family).sizes, key=count_differences)
 
 
 # ---- how two models differ
@@ -249,8 +249,8 @@ def table(model: Model) -> str:
     """[model] as a recipe needs it: family and size, then whatever differs from that size."""
     base = preset(model.family, model.size)
     names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
-    apart = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
-    lines = [f"{n} = {toml_value(getattr(model, n))}" for n in ("family", "size", *apart)]
+    different = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
+    lines = [f"{n} = {toml_value(getattr(model, n))}" for n in ("family", "size", *different)]
     return "\n".join(["[model]", *lines])
 
 
@@ -263,39 +263,43 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
     kept.
     """
-    hf = HUGGING_FACE[model.family]
-    other = carried
+    hf = family_of(model.family).hf
+    source_config = carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
-    keep = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
-    keep |= carried or {key: value for key, value in (other or {}).items() if key in OF_ANY}
-    keep.pop("quantization_config", None)
+    old_entries = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
+    old_entries |= carried or {
+        key: value for key, value in (source_config or {}).items() if key in KEYS_FOR_ANY_MODEL_TYPE
+    }
+    old_entries.pop("quantization_config", None)
     if hf.copies:
-        keep["num_nextn_predict_layers"] = model.mtp_depth
-    kind = "dtype" if "dtype" in keep else "torch_dtype"
-    said = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
+        old_entries["num_nextn_predict_layers"] = model.mtp_depth
+    kind = "dtype" if "dtype" in old_entries else "torch_dtype"
+    new_entries = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
     if carried is None or differences(model, _interpreted(carried, hf)):
-        spelt = {name: next((key for key in keys if key in keep), keys[0]) for name, keys in hf.fields.items()}
+        key_of_field = {
+            name: next((key for key in keys if key in old_entries), keys[0]) for name, keys in hf.fields.items()
+        }
         for key in (key for special in hf.special for key in special.keys):
-            keep.pop(key, None)
-        said |= {key: value for key, value in hf.fixed.items() if key not in keep}
-        said |= {key: getattr(model, name) for name, key in spelt.items()}
+            old_entries.pop(key, None)
+        new_entries |= {key: value for key, value in hf.fixed.items() if key not in old_entries}
+        new_entries |= {key: getattr(model, name) for name, key in key_of_field.items()}
         try:
             for special in hf.special:
-                said |= special.write(model)
+                new_entries |= special.write(model)
         except Unrepresentable as error:
             raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be exported to it"]) from None
         if "dense_hidden" in hf.fields and not has_dense(model):
-            key = spelt["dense_hidden"]
-            said[key] = keep.get(key, model.expert_hidden)
-    config = keep | said
+            key = key_of_field["dense_hidden"]
+            new_entries[key] = old_entries.get(key, model.expert_hidden)
+    config = old_entries | new_entries
     back = _interpreted(config, hf)
-    if apart := differences(model, back):
+    if different := differences(model, back):
         raise ConfigError(
             [
                 f"model.{name} = {getattr(model, name)!r}, but transformers' {hf.model_type} only has "
                 f"{getattr(back, name)!r}"
-                for name in apart
+                for name in different
             ],
             "the checkpoint's [model]",
         )

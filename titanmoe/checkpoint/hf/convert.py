@@ -20,15 +20,25 @@ import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
+from titanmoe.checkpoint.hf.files import (
+    CARRIED,
+    INDEX,
+    SINGLE,
+    Tensors,
+    config_and_tokenizer_files,
+    index,
+    nbytes,
+    shards,
+    write_file,
+)
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
-from titanmoe.checkpoint.write_tensors import Lazy
+from titanmoe.checkpoint.safe_files import CheckpointError, error_text
+from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import family_of
 
 T = TypeVar("T")
 MODEL = "model."
@@ -47,7 +57,7 @@ class Weights(Protocol):
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor: ...
 
 
-def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
+def check_free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
     """ConfigError unless a folder may be made there. Only a folder of the same kind, or an empty one, is
     overwritten."""
     if not out.exists():
@@ -62,42 +72,42 @@ def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
         raise ConfigError([f"{out} holds none of {', '.join(marks)}: --overwrite does not replace it, choose another"])
 
 
-# ---- to ours
+# ---- from Hugging Face
 
 
-def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: bool, group: Group) -> int:
+def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
     """A checkpoint at step 0 with the weights alone; returns their bytes."""
-    agreed(group, lambda: free(out, overwrite, (layout.MANIFEST,)))
-    mine = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    raise_on_all_ranks(group, lambda: check_free(out, overwrite, (layout.MANIFEST,)))
+    own = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
-        MODEL + name: Lazy(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
+        MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
         for name, (shape, dtype) in weights.tensors.items()
-        if name in mine
+        if name in own
     }
     record = {
         "step": 0,
         "tokens": 0,
         "config": {"model": asdict(weights.model)},
-        "made": f"{how} {origin.absolute()}",
+        "made": f"{provenance} {origin.absolute()}",
         "versions": {"titanmoe": titanmoe.__version__, "torch": torch.__version__},
     }
-    write_checkpoint(out, pieces, record, overwrite, companions(origin), group)
+    write_checkpoint(out, pieces, record, overwrite, config_and_tokenizer_files(origin), group)
     return sum(nbytes(*size) for size in weights.tensors.values())
 
 
 def balanced_share(sizes: Mapping[str, int], group: Group) -> set[str]:
     """This rank's share of them, balanced by bytes."""
-    ranks, rank = _place(group)
-    loads, mine = [0] * ranks, set()
+    ranks, rank = _size_and_rank(group)
+    loads, own = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         least = loads.index(min(loads))
         loads[least] += sizes[name]
         if least == rank:
-            mine.add(name)
-    return mine
+            own.add(name)
+    return own
 
 
-# ---- to theirs
+# ---- to Hugging Face
 
 
 class Export:
@@ -110,18 +120,18 @@ class Export:
         self.carried = {
             name: file for name, file in layout.carried(path).items() if any(fnmatch(name, kind) for kind in CARRIED)
         }
-        self.map = Map(self.model, HUGGING_FACE[self.model.family])
+        self.map = Map(self.model, family_of(self.model.family).hf)
         self.stored = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
         self.dtype = dtype
         self._whole: dict[str, Tensor] = {}
         self._check(path)
 
     def _check(self, path: Path) -> None:
-        problems = [f"{name} is missing" for name in self.map.ours if name not in self.stored]
-        problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.ours]
+        problems = [f"{name} is missing" for name in self.map.our_shapes if name not in self.stored]
+        problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.our_shapes]
         problems += [
             f"{name} has shape {self.stored[name][0]}, not {shape}"
-            for name, shape in self.map.ours.items()
+            for name, shape in self.map.our_shapes.items()
             if name in self.stored and self.stored[name][0] != shape
         ]
         if not problems:
@@ -136,20 +146,20 @@ class Export:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Of their tensors, ordered so that those made from the same tensor of ours follow each other."""
-        return {name: (shape, self._dtype(name)) for name, shape in self.map.theirs.items()}
+        """Of the Hugging Face tensors, ordered so that those made from the same tensor of ours follow each other."""
+        return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
-        ours = self.map.parts[name][0].ours
-        return self.stored[ours][1] if self.dtype is None or ours.endswith(BIAS) else self.dtype
+        our_name = self.map.parts[name][0].our_name
+        return self.stored[our_name][1] if self.dtype is None or our_name.endswith(BIAS) else self.dtype
 
     def make(self, name: str) -> Tensor:
-        """One of their tensors. Caches what it read of ours until something else is needed: a stack of experts is read
+        """A Hugging Face tensor. Caches what it read of ours until something else is needed: a stack of experts is read
         once."""
-        needed = {place.ours for place in self.map.parts[name]}
-        self._whole = {ours: tensor for ours, tensor in self._whole.items() if ours in needed}
-        for ours in needed - self._whole.keys():
-            self._whole[ours] = self.saved.read(MODEL + ours)
+        needed = {place.our_name for place in self.map.parts[name]}
+        self._whole = {our_name: tensor for our_name, tensor in self._whole.items() if our_name in needed}
+        for our_name in needed - self._whole.keys():
+            self._whole[our_name] = self.saved.read(MODEL + our_name)
         return self.map.write(name, self._dtype(name), self._block)
 
     def _block(self, name: str, offset: Shape, shape: Shape) -> Tensor:
@@ -177,7 +187,7 @@ class FolderPlan(NamedTuple):
     export: Export
     files: dict[str, Tensors]
     config: dict[str, Any]
-    others: dict[str, Path]
+    other_files: dict[str, Path]
     """Files to copy."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
@@ -188,7 +198,7 @@ class FolderPlan(NamedTuple):
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
-        for name, file in self.others.items():
+        for name, file in self.other_files.items():
             shutil.copyfile(file, folder / name)
         layout.sync(folder)
 
@@ -196,15 +206,19 @@ class FolderPlan(NamedTuple):
 def plan_folder(
     path: Path, out: Path, shard_bytes: int, tokenizer: Path | None, dtype: torch.dtype | None, overwrite: bool
 ) -> FolderPlan:
-    free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
+    check_free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
     export = Export(path, dtype)
-    others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
+    other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
-        found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
-        if not found:
+        tokenizer_files = {
+            n: file
+            for n, file in config_and_tokenizer_files(tokenizer).items()
+            if n not in (configs.CONFIG, GENERATION)
+        }
+        if not tokenizer_files:
             raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
-        others = {name: file for name, file in others.items() if name == GENERATION} | found
-    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
+        other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
+    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), other_files)
 
 
 def to_hf(
@@ -216,47 +230,47 @@ def to_hf(
     overwrite: bool,
     group: Group,
 ) -> FolderPlan:
-    ranks, rank = _place(group)
-    whole = agreed(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
+    ranks, rank = _size_and_rank(group)
+    plan = raise_on_all_ranks(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
     if broken := [
         line for lines in on_all_ranks(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines
     ]:
         raise ConfigError(broken, str(path))
     # A run of whole files each: neighbours are often made from the same tensor of ours.
-    per_rank = -(-len(whole.files) // ranks)
-    mine = list(whole.files)[rank * per_rank : (rank + 1) * per_rank]
-    aside = out.with_name(out.name + PARTIAL)
+    per_rank = -(-len(plan.files) // ranks)
+    own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
+    unfinished = out.with_name(out.name + PARTIAL)
     try:
-        _on_first(group, lambda: layout.begin(aside))
-        agreed(group, lambda: whole.write(aside, mine))
-        _on_first(group, lambda: _publish(whole, aside, out))
+        _on_first_rank(group, lambda: layout.make_empty(unfinished))
+        raise_on_all_ranks(group, lambda: plan.write(unfinished, own))
+        _on_first_rank(group, lambda: _publish(plan, unfinished, out))
     except BaseException:
         if rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return whole
+    return plan
 
 
-def _publish(whole: FolderPlan, aside: Path, out: Path) -> None:
-    whole.complete(aside)
-    before = out.with_name(out.name + layout.REMOVING)
+def _publish(plan: FolderPlan, unfinished: Path, out: Path) -> None:
+    plan.complete(unfinished)
+    replaced = out.with_name(out.name + layout.REMOVING)
     if out.exists():
-        os.rename(out, before)
-    os.rename(aside, out)
+        os.rename(out, replaced)
+    os.rename(unfinished, out)
     layout.sync(out.absolute().parent)
-    shutil.rmtree(before, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 # ---- all ranks of a group
 
 
-def _place(group: Group) -> tuple[int, int]:
+def _size_and_rank(group: Group) -> tuple[int, int]:
     """How many ranks there are, and which this is."""
     return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
 
-def agreed(group: Group, work: Callable[[], T]) -> T:
+def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
     """What work returns on this rank; ConfigError on all of them if anything that a user can fix goes wrong on any."""
     problems: list[str] = []
     source = ""
@@ -273,11 +287,11 @@ def agreed(group: Group, work: Callable[[], T]) -> T:
     if group is not None:
         answers *= dist.get_world_size(group)
         dist.all_gather_object(answers, (problems, source), group)
-    if any(theirs for theirs, _ in answers):
-        everyone = dict.fromkeys(problem for theirs, _ in answers for problem in theirs)
-        raise ConfigError(list(everyone), next((source for _, source in answers if source), ""))
+    if any(rank_problems for rank_problems, _ in answers):
+        distinct = dict.fromkeys(problem for rank_problems, _ in answers for problem in rank_problems)
+        raise ConfigError(list(distinct), next((source for _, source in answers if source), ""))
     return result
 
 
-def _on_first(group: Group, work: Callable[[], None]) -> None:
-    agreed(group, work if _place(group)[1] == 0 else lambda: None)
+def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
+    raise_on_all_ranks(group, work if _size_and_rank(group)[1] == 0 else lambda: None)

@@ -55,12 +55,12 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from titanmoe.checkpoint.inside import CheckpointError
+    from titanmoe.checkpoint.safe_files import CheckpointError
 
     first = os.environ.get("RANK", "0") == "0"
     group = None
     try:
-        _check(args)
+        _check_options(args)
         group = _join()
         lines = _convert(args, group)
         if first:
@@ -80,13 +80,13 @@ def run_convert(args: argparse.Namespace) -> int:
     return 2
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_options(args: argparse.Namespace) -> None:
     """Options that do not belong to what was asked for."""
-    of = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
-    of |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
+    kind_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
+    kind_of_option |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
     problems = [
         f"{option} is an option of --{kind.replace('_', '-')}: leave it out"
-        for option, kind in of.items()
+        for option, kind in kind_of_option.items()
         if getattr(args, option[2:].replace("-", "_")) not in (None, []) and not getattr(args, kind)
     ]
     if args.max_shard_gb is not None and not args.max_shard_gb > 0:
@@ -107,7 +107,7 @@ def _join() -> Group:
 def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
-    from titanmoe.checkpoint.checkpoint_command import the_latest
+    from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf import config, convert
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
     from titanmoe.checkpoint.hf.upcycle import Upcycled
@@ -115,31 +115,34 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     if args.to_hf:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         limit = int((args.max_shard_gb or 5) * 10**9)
-        source = convert.agreed(group, lambda: the_latest(args.source))
-        made = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
-        count, size = sum(len(f.sizes) for f in made.files.values()), sum(f.bytes for f in made.files.values())
-        files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
-        lines = [f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
-        if not any(name.startswith(("tokenizer", "tokenization")) for name in made.others):
+        source = convert.raise_on_all_ranks(group, lambda: latest_checkpoint(args.source))
+        exported = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
+        count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
+        files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
+        lines = [f"{args.out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
+        if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.other_files):
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
 
-    def weights() -> HuggingFaceSource | Upcycled:
+    def open_weights() -> HuggingFaceSource | Upcycled:
         if args.upcycle:
             options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
-            given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
-            return Upcycled(args.source, **options | given)
-        described = config.describe(args.source)
-        source = HuggingFaceSource(args.source, described, described.model, tuple(args.drop))
+            arguments = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+            return Upcycled(args.source, **options | arguments)
+        parsed = config.describe(args.source)
+        source = HuggingFaceSource(args.source, parsed, parsed.model, tuple(args.drop))
         if source.has_mtp and "mtp" not in args.drop:
-            source = HuggingFaceSource(args.source, described, replace(described.model, mtp_depth=1))
+            source = HuggingFaceSource(args.source, parsed, replace(parsed.model, mtp_depth=1))
         source.check()
         return source
 
-    found, how = convert.agreed(group, weights), "upcycled from" if args.upcycle else "converted from"
-    size = convert.write_ours(args.out, found, args.source, how, args.overwrite, group)
-    lines = [f"{args.out}: {len(found.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in found.notes)]
-    return [*lines, *_recipe(args.out, found.model)]
+    weights, provenance = (
+        convert.raise_on_all_ranks(group, open_weights),
+        "upcycled from" if args.upcycle else "converted from",
+    )
+    size = convert.write_ours(args.out, weights, args.source, provenance, args.overwrite, group)
+    lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
+    return [*lines, *_recipe(args.out, weights.model)]
 
 
 def _recipe(out: Path, model: object) -> list[str]:

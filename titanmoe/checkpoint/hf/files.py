@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
-from titanmoe.data.tokenizer import BESIDE, FILE
+from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -33,7 +33,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-OPEN = 4
+MOST_OPEN = 4
 
 
 class Stored(NamedTuple):
@@ -46,7 +46,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self.tensors: dict[str, Stored] = {}
-        self._opened: dict[Path, Any] = {}
+        self._open_files: dict[Path, Any] = {}
         problems: list[str] = []
         for file in self._files(problems):
             try:
@@ -60,10 +60,10 @@ class Folder:
         files = []
         for name in self._names():
             try:
-                files.append(inside.safe_path(self.path, name))
-            except inside.ABSENT:
+                files.append(safe_files.safe_path(self.path, name))
+            except safe_files.ABSENT:
                 problems.append(f"{self.path / name} is missing, {INDEX} names it")
-            except inside.CheckpointError as error:
+            except safe_files.CheckpointError as error:
                 problems.append(str(error))
         return files
 
@@ -75,8 +75,8 @@ class Folder:
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
-            seen = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
-            raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{seen}"])
+            listing = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
+            raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{listing}"])
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ConfigError([f"{index} has no weight_map"])
@@ -95,11 +95,11 @@ class Folder:
 
     def _open(self, file: Path) -> Any:
         """Few at a time: an open file is mapped into memory."""
-        if file not in self._opened:
-            if len(self._opened) == OPEN:
-                del self._opened[next(iter(self._opened))]
-            self._opened[file] = safe_open(file, "pt")
-        return self._opened[file]
+        if file not in self._open_files:
+            if len(self._open_files) == MOST_OPEN:
+                del self._open_files[next(iter(self._open_files))]
+            self._open_files[file] = safe_open(file, "pt")
+        return self._open_files[file]
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
@@ -178,10 +178,10 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
 
 # ---- what else is in a model's folder
 
-CARRIED = ("config.json", "generation_config.json", FILE, *BESIDE)
+CARRIED = ("config.json", "generation_config.json", FILE, *OTHER_FILES)
 
 
-def companions(folder: Path) -> dict[str, Path]:
+def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
     """Config and tokenizer files, by name. A link is refused: its target would be copied into checkpoints."""
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.regular(folder, name) for name in names}

@@ -1,7 +1,7 @@
 """Which part of which of our tensors is in which Hugging Face tensor, for one model; and moving blocks between them.
 
-Ours: names of titanmoe.models.transformer, experts stacked. Theirs: published names. Every element of theirs is one of
-ours and vice versa, so both directions are plain copies, bit by bit.
+Our names are those of titanmoe.models.transformer, with experts stacked; Hugging Face names are as published. Every
+element of a Hugging Face tensor is one of ours and vice versa, so both directions are plain copies, bit by bit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BIAS = ".expert_bias"
 class HfPart(NamedTuple):
     """A Hugging Face tensor, or a part of its last dim, that is one of our tensors, or one expert of it."""
 
-    ours: str
-    theirs: str
+    our_name: str
+    hf_name: str
     expert: int | None
     home: Home
 
@@ -45,14 +45,14 @@ def our_shapes(model: Model) -> dict[str, Shape]:
 class Map:
     def __init__(self, model: Model, hf: HuggingFace):
         self.model, self.hf = model, hf
-        self.ours = our_shapes(model)
-        self.theirs: dict[str, Shape] = {}
-        self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.ours}
+        self.our_shapes = our_shapes(model)
+        self.hf_shapes: dict[str, Shape] = {}
+        self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.our_shapes}
         """Places of each of our tensors; none for an expert bias that the family does not have."""
         self.parts: dict[str, list[HfPart]] = {}
-        """Places of each of theirs."""
+        """Places of each Hugging Face tensor."""
         self.copies: dict[str, str] = {}
-        """Those of theirs that repeat another."""
+        """Hugging Face tensors that repeat another, by name."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
         if homeless:
             raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
@@ -61,38 +61,42 @@ class Map:
         if model.mtp_depth:
             last = str(model.num_layers)
             # a tied model has no head of its own to repeat
-            self.copies = {copy.replace("{last}", last): of for copy, of in hf.copies.items() if of in self.parts}
-        for copy, of in self.copies.items():
-            for place in self.parts[of]:
-                self._add(place._replace(theirs=copy))
+            self.copies = {
+                copy.replace("{last}", last): original for copy, original in hf.copies.items() if original in self.parts
+            }
+        for copy, original in self.copies.items():
+            for place in self.parts[original]:
+                self._add(place._replace(hf_name=copy))
 
     def _add(self, place: HfPart) -> None:
-        self.theirs[place.theirs] = self._their_shape(place)
-        self.parts.setdefault(place.theirs, []).append(place)
+        self.hf_shapes[place.hf_name] = self._hf_shape(place)
+        self.parts.setdefault(place.hf_name, []).append(place)
 
     def _places(self, name: str) -> Iterator[HfPart]:
         number = re.match(r"layers\.(\d+)\.", name)
         home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
         if home is None:
             return
-        their = home.name.replace("{layer}", number[1] if number else "").replace("{last}", str(self.model.num_layers))
-        if "{expert}" not in their:
-            yield HfPart(name, their, None, home)
+        hf_name = home.name.replace("{layer}", number[1] if number else "").replace(
+            "{last}", str(self.model.num_layers)
+        )
+        if "{expert}" not in hf_name:
+            yield HfPart(name, hf_name, None, home)
             return
-        for expert in range(self.ours[name][0]):
-            yield HfPart(name, their.replace("{expert}", str(expert)), expert, home)
+        for expert in range(self.our_shapes[name][0]):
+            yield HfPart(name, hf_name.replace("{expert}", str(expert)), expert, home)
 
-    def _their_shape(self, place: HfPart) -> Shape:
-        shape = self.ours[place.ours]
+    def _hf_shape(self, place: HfPart) -> Shape:
+        shape = self.our_shapes[place.our_name]
         shape = shape if place.expert is None else shape[1:]
         if place.home.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
         return (*shape[:-1], shape[-1] * place.home.stride)
 
-    # ---- theirs to ours
+    # ---- from Hugging Face
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
-        """A block of one of our tensors, reading no more than it needs of theirs."""
+        """A block of one of our tensors, reading no more than it needs of the Hugging Face tensors."""
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
@@ -110,17 +114,17 @@ class Map:
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
-            return read(place.theirs, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
+            return read(place.hf_name, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
         if home.transposed:
             offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
         if home.stride > 1:
             offset = (*offset[:-1], offset[-1] * home.stride)
             shape = (*shape[:-1], shape[-1] * home.stride)
-        block = read(place.theirs, offset, shape)[..., home.phase :: home.stride]
+        block = read(place.hf_name, offset, shape)[..., home.phase :: home.stride]
         return block.transpose(-1, -2) if home.transposed else block
 
     def _rotated(self, home: Home, row: int) -> int:
-        """The row in their tensor for a row of ours."""
+        """The row in the Hugging Face tensor for a row of ours."""
         width, rotated = home.rotated(self.model)
         head, i = divmod(row, width)
         i -= width - rotated
@@ -129,17 +133,17 @@ class Map:
         half = rotated // 2
         return head * width + width - rotated + (2 * i if i < half else 2 * (i - half) + 1)
 
-    # ---- ours to theirs
+    # ---- to Hugging Face
 
     def write(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
-        """One of their tensors, from ours."""
-        out = torch.empty(self.theirs[name], dtype=dtype)
+        """A Hugging Face tensor, from ours."""
+        out = torch.empty(self.hf_shapes[name], dtype=dtype)
         for place in self.parts[name]:
-            whole = self.ours[place.ours]
+            whole = self.our_shapes[place.our_name]
             if place.expert is None:
-                part = read(place.ours, (0,) * len(whole), whole)
+                part = read(place.our_name, (0,) * len(whole), whole)
             else:
-                part = read(place.ours, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
+                part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
             if place.home.rotated is not None:
                 out[torch.tensor([self._rotated(place.home, row) for row in range(whole[0])])] = part.to(dtype)
             else:

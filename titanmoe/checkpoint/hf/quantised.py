@@ -103,13 +103,13 @@ def _parts(name: str, kind: str) -> tuple[str, ...]:
 
 def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
     """The FP8 block; ConfigError for unknown kinds of quantisation."""
-    given = config.get("quantization_config")
-    if given is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return 128, 128
-    kind = given.get("quant_method")
+    kind = quantization.get("quant_method")
     if kind == "mxfp4":
         return 128, 128
-    form, block = given.get("fmt", "e4m3"), given.get("weight_block_size")
+    form, block = quantization.get("fmt", "e4m3"), quantization.get("weight_block_size")
     if kind != "fp8" or form != "e4m3" or not isinstance(block, list) or len(block) != 2:
         raise ConfigError(
             [

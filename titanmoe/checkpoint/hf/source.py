@@ -18,28 +18,28 @@ from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import family_of
 from titanmoe.parallel.materialize import stored_name
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
 class HuggingFaceSource:
-    def __init__(self, path: Path, described: configs.Described, model: Model, drop: tuple[str, ...] = ()):
-        self.path, self.described, self.model, self.drop = path, described, model, drop
-        self.weights = Dequantised(Folder(path), described.json)
-        self.map = Map(model, described.hf)
+    def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
+        self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
+        self.weights = Dequantised(Folder(path), parsed.json)
+        self.map = Map(model, parsed.hf)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of each of our tensors, as they are in the files."""
-        return {name: (shape, self._dtype(name)) for name, shape in self.map.ours.items()}
+        return {name: (shape, self._dtype(name)) for name, shape in self.map.our_shapes.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
         places = self.map.places[name]
-        return self.weights.tensors[places[0].theirs][1] if places else torch.float32
+        return self.weights.tensors[places[0].hf_name][1] if places else torch.float32
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """A block of one of our tensors; dtype: by default as in the files."""
@@ -49,61 +49,65 @@ class HuggingFaceSource:
 
     def check(self) -> None:
         """ConfigError that lists every missing, unexpected and wrongly shaped tensor."""
-        if problems := self._other_model() or self._tensors():
+        if problems := self._model_problems() or self._tensor_problems():
             raise ConfigError(problems, str(self.path))
 
     @property
     def notes(self) -> list[str]:
         """What the user should know although nothing is wrong."""
-        file, said = self.path / configs.CONFIG, self.described.model
+        file, file_model = self.path / configs.CONFIG, self.parsed.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
         if "mtp" in self.drop and not self.has_mtp:
             notes.append(f"{self.path} has no multi-token prediction to drop")
-        notes += self.described.notes
+        notes += self.parsed.notes
         stored = {str(dtype).removeprefix("torch.") for _, dtype in self.weights.tensors.values()}
-        declared = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
+        declared = self.parsed.json.get("dtype") or self.parsed.json.get("torch_dtype")
         if declared and declared not in stored:
-            kept = ", ".join(sorted(stored))
-            notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {kept}")
-        for name in configs.differences(self.model, said):
-            notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(said, name)!r}")
+            file_dtypes = ", ".join(sorted(stored))
+            notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {file_dtypes}")
+        for name in configs.differences(self.model, file_model):
+            notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(file_model, name)!r}")
         if quantised := self.weights.quantised:
             kinds = " and ".join(sorted(set(quantised.values())))
             notes.append(f"{len(quantised)} tensors of {kinds} read as bfloat16")
         return notes
 
-    def _other_model(self) -> list[str]:
+    def _model_problems(self) -> list[str]:
         """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
-        file, said = self.path / configs.CONFIG, self.described.model
-        if HUGGING_FACE[self.model.family].model_type != HUGGING_FACE[said.family].model_type:
-            return [f"model.family = {self.model.family!r}, but {file} has model_type {self.described.hf.model_type!r}"]
+        file, file_model = self.path / configs.CONFIG, self.parsed.model
+        if family_of(self.model.family).hf.model_type != family_of(file_model.family).hf.model_type:
+            return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
         return [
-            f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(said, name)!r}: use that"
-            for name in configs.differences(self.model, said)
+            f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}: use that"
+            for name in configs.differences(self.model, file_model)
             if name not in FREE and not name.startswith("rope_")
         ]
 
-    def _tensors(self) -> list[str]:
-        have = {name: shape for name, (shape, _) in self.weights.tensors.items()}
-        have |= {name: stored.shape for name, stored in self._unused_parts().items()}
-        want = self.map.theirs
-        extra = self._skip(have.keys() - want.keys())
-        wrong: dict[str, list[str]] = {}
-        for name, shape in want.items():
-            if name in have and have[name] != shape:
-                wrong.setdefault(f"shape {have[name]} in the files, {shape} in this model", []).append(name)
+    def _tensor_problems(self) -> list[str]:
+        in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}
+        in_files |= {name: stored.shape for name, stored in self._unused_parts().items()}
+        in_model = self.map.hf_shapes
+        extra = self._skip(in_files.keys() - in_model.keys())
+        by_problem: dict[str, list[str]] = {}
+        for name, shape in in_model.items():
+            if name in in_files and in_files[name] != shape:
+                by_problem.setdefault(f"shape {in_files[name]} in the files, {shape} in this model", []).append(name)
         for name, places in self.map.places.items():
-            dtypes = {str(self.weights.tensors[p.theirs][1])[6:] for p in places if p.theirs in self.weights.tensors}
+            dtypes = {str(self.weights.tensors[p.hf_name][1])[6:] for p in places if p.hf_name in self.weights.tensors}
             if len(dtypes) > 1:
-                wrong.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
-        for copy, of in self.map.copies.items():
-            if have.get(copy) == want[copy] and have.get(of) == want[of] and not self._equal(copy, of):
-                wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
+                by_problem.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
+        for copy, original in self.map.copies.items():
+            if (
+                in_files.get(copy) == in_model[copy]
+                and in_files.get(original) == in_model[original]
+                and not self._equal(copy, original)
+            ):
+                by_problem.setdefault(f"not equal to {original}, which it repeats", []).append(copy)
         hint = "not part of this model"
-        if any(self._of_mtp(name) for name in extra):
+        if any(self._is_mtp(name) for name in extra):
             hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
-        kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
-        return [f"{name}: {what}" for what, names in kinds.items() for name in compressed(names)]
+        kinds = {"missing": in_model.keys() - in_files.keys(), hint: extra, **by_problem}
+        return [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
 
     def _unused_parts(self) -> dict[str, Stored]:
         """Scales that belong to no weight, and the like."""
@@ -113,9 +117,9 @@ class HuggingFaceSource:
         """Those that are not left out on purpose."""
         reasons = {}
         for name in names:
-            if self.described.hf.derived and name.endswith(self.described.hf.derived):
+            if self.parsed.hf.derived and name.endswith(self.parsed.hf.derived):
                 reasons[name] = "they are derived from config.json"
-            elif "mtp" in self.drop and self._of_mtp(name):
+            elif "mtp" in self.drop and self._is_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
             elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
                 reasons[name] = "a second copy of the tied embedding"
@@ -126,23 +130,23 @@ class HuggingFaceSource:
 
     @property
     def has_mtp(self) -> bool:
-        return any(self._of_mtp(name) for name in self.weights.tensors)
+        return any(self._is_mtp(name) for name in self.weights.tensors)
 
-    def _of_mtp(self, name: str) -> bool:
+    def _is_mtp(self, name: str) -> bool:
         """DeepSeek-V3 stores multi-token prediction as additional blocks."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
-        first, count = self.model.num_layers, self.described.json.get("num_nextn_predict_layers") or 0
+        first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
         return number is not None and first <= int(number[1]) < first + count
 
-    def _equal(self, one: str, other: str) -> bool:
+    def _equal(self, a: str, b: str) -> bool:
         """Two matrices, compared in blocks of rows."""
         tensors = self.weights.tensors
-        if tensors[one] != tensors[other]:
+        if tensors[a] != tensors[b]:
             return False
-        rows, dim = tensors[one][0]
+        rows, dim = tensors[a][0]
         step = max(1, (1 << 24) // dim)
         blocks = [((first, 0), (min(step, rows - first), dim)) for first in range(0, rows, step)]
-        return all(torch.equal(self.weights.read(one, *at), self.weights.read(other, *at)) for at in blocks)
+        return all(torch.equal(self.weights.read(a, *at), self.weights.read(b, *at)) for at in blocks)
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
@@ -151,7 +155,7 @@ def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Hug
     return HuggingFaceSource(path, configs.describe(path), model, drop)
 
 
-def compressed(names: Iterable[str]) -> list[str]:
+def compress_names(names: Iterable[str]) -> list[str]:
     """Every name; names that differ only in numbers share a line if they are all the combinations of some numbers."""
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in names:

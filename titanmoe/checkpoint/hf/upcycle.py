@@ -36,11 +36,11 @@ from titanmoe.parallel.materialize import fill_normal
 
 class Upcycled:
     def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
-        described = configs.describe(folder, dense=True)
-        self.dense = HuggingFaceSource(folder, described, described.model)
+        parsed = configs.describe(folder, dense=True)
+        self.dense = HuggingFaceSource(folder, parsed, parsed.model)
         self.dense.check()
         self.granularity, self.seed = granularity, seed
-        self.model = upcycled(described.model, experts, top_k, granularity)
+        self.model = upcycled(parsed.model, experts, top_k, granularity)
         self.shapes = our_shapes(self.model)
 
     @property

@@ -2,80 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
-from difflib import get_close_matches
-from importlib import import_module
-from types import ModuleType
+from typing import cast
 
-from titanmoe.config import families
-from titanmoe.config.schema import Model
-from titanmoe.models.families.huggingface import HuggingFace
+from titanmoe.config.parts import Kind
+from titanmoe.models.families.family import Family
 
-NEEDED = {
-    "SIZES": "its sizes, each with the [model] fields that it stands for",
-    "HF": "how Hugging Face names its tensors and fields",
-}
-"""What the file of a family has."""
+FAMILIES = Kind(
+    "model.family",
+    {  # in the order in which they are listed
+        name: f"titanmoe.models.families.{name}:FAMILY"
+        for name in ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+    },
+    Family,
+)
 
 
-def _file(family: str) -> ModuleType:
-    name = f"{__name__}.{family}"
-    try:
-        file = import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise LookupError("there is no such file") from None
-    lacking = [f"it lacks {member}, {what}" for member, what in NEEDED.items() if not hasattr(file, member)]
-    if not lacking and file.HF.family != family:
-        lacking = [f"its HF says family = {file.HF.family!r}"]
-    if not lacking:
-        known = {field.name for field in fields(Model)}
-        lacking = [
-            f"its size {size!r} has {', '.join(sorted(other))}, no field of [model]"
-            for size, its in file.SIZES.items()
-            if (other := its.keys() - known)
-        ]
-    if lacking:
-        raise LookupError("; ".join(lacking))
-    return file
+def family_of(name: str) -> Family:
+    return cast(Family, FAMILIES.look_up(name))
 
 
-FAMILIES: dict[str, dict[str, dict[str, object]]] = {}
-HUGGING_FACE: dict[str, HuggingFace] = {}
-"""How each family is written for transformers."""
-_LACKING: dict[str, str] = {}
-for _name in families.NAMES:
-    try:
-        FAMILIES[_name], HUGGING_FACE[_name] = _file(_name).SIZES, _file(_name).HF
-    except LookupError as _error:
-        _LACKING[_name] = f"titanmoe/models/families/{_name}.py: {_error} (docs/extending.md#a-family)"
+def shipped() -> dict[str, Family]:
+    return {name: family_of(name) for name in FAMILIES.table}
 
 
 def names() -> dict[str, list[str]]:
     """The sizes of each family."""
-    return {family: list(sizes) for family, sizes in FAMILIES.items()}
+    return {name: list(family.sizes) for name, family in shipped().items()}
 
 
 def preset(family: str, size: str) -> dict[str, object]:
-    """The [model] fields that a family and a size stand for; the fields left out keep their defaults."""
-    if family in _LACKING:
-        raise LookupError(f"model.family = {family!r} cannot be used. {_LACKING[family]}")
-    if family not in FAMILIES:
-        raise LookupError(f"model.family = {family!r} is not a family.{_nearest(family, FAMILIES)} {_known()}")
-    sizes = FAMILIES[family]
-    if size not in sizes:
-        owners = [other for other, theirs in FAMILIES.items() if size in theirs]
-        hint = f" It is one of {owners[0]}." if owners else _nearest(size, sizes)
-        raise LookupError(f"model.size = {size!r} is not a size of {family}.{hint} {_known()}")
-    return {"family": family, "size": size, **sizes[size]}
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _known() -> str:
-    return "Known: " + "; ".join(f"{family} ({', '.join(sizes)})" for family, sizes in names().items())
+    """The [model] fields that a family and a size stand for; PartError if there are none such."""
+    fields = family_of(family).preset({"model.family": family, "model.size": size})
+    return {"family": family, "size": size, **{path.removeprefix("model."): value for path, value in fields.items()}}

@@ -9,6 +9,7 @@ both have, belongs to training: it moves by `moe.bias_update_rate`.
 
 from titanmoe.config.schema import Model
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=False,
@@ -144,3 +145,5 @@ HF = hf.HuggingFace(
         "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
     },
 )
+
+FAMILY = Family(SIZES, HF)

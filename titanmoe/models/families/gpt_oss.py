@@ -8,6 +8,7 @@ softmax is over the chosen experts only, so their weights already sum to one.
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=True,
@@ -116,3 +117,5 @@ HF = hf.HuggingFace(
     absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     fixed=hf.FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 )
+
+FAMILY = Family(SIZES, HF)

@@ -127,13 +127,13 @@ _ROPE = {
 
 def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     # Before transformers 5: rope_theta, and rope_scaling or null; since then everything is in rope_parameters.
-    given = config.get("rope_scaling") or config.get("rope_parameters")
-    given = dict(default if given is None else given)
-    base = given.get("rope_theta", config.get("rope_theta", theta))
-    kind = given.get("rope_type", given.get("type", "default"))
-    rotated = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if any(isinstance(value, dict) for value in given.values()):
-        raise Unrepresentable(f"has another RoPE for each of {', '.join(given)}, here all blocks have one")
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    rope = dict(default if rope is None else rope)
+    base = rope.get("rope_theta", config.get("rope_theta", theta))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise Unrepresentable(f"has another RoPE for each of {', '.join(rope)}, here all blocks have one")
     if not isinstance(base, int | float):
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
     if rotated not in (None, 1):
@@ -143,25 +143,25 @@ def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     if kind == "default":
         unused = {name: getattr(Model(), name) for name in (*_ROPE, "rope_original_len", "rope_truncate")}
         return {"rope_theta": float(base), "rope_scaling": "none", **unused}
-    if given.get("attention_factor") is not None:
+    if rope.get("attention_factor") is not None:
         raise Unrepresentable(
-            f"has rope_scaling with attention_factor = {given['attention_factor']}, here it follows from factor, "
+            f"has rope_scaling with attention_factor = {rope['attention_factor']}, here it follows from factor, "
             "mscale and mscale_all_dim"
         )
     context = config.get("max_position_embeddings")
-    original = config.get("original_max_position_embeddings", given.get("original_max_position_embeddings", context))
-    if "factor" not in given:
+    original = config.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
+    if "factor" not in rope:
         raise Unrepresentable("has rope_scaling of type 'yarn' without factor")
-    if original is None or (given["factor"] is None and context is None):
+    if original is None or (rope["factor"] is None and context is None):
         raise Unrepresentable("has neither original_max_position_embeddings for YaRN nor max_position_embeddings")
-    factor = context / original if given["factor"] is None else given["factor"]
-    values = {"beta_fast": given.get("beta_fast") or 32, "beta_slow": given.get("beta_slow") or 1, "factor": factor}
-    values |= {key: given.get(key) or 0 for key in ("mscale", "mscale_all_dim")}
+    factor = context / original if rope["factor"] is None else rope["factor"]
+    values = {"beta_fast": rope.get("beta_fast") or 32, "beta_slow": rope.get("beta_slow") or 1, "factor": factor}
+    values |= {key: rope.get(key) or 0 for key in ("mscale", "mscale_all_dim")}
     return {
         "rope_theta": float(base),
         "rope_scaling": "yarn",
         "rope_original_len": original,
-        "rope_truncate": bool(given.get("truncate", True)),
+        "rope_truncate": bool(rope.get("truncate", True)),
         **{ours: float(values[theirs]) for ours, theirs in _ROPE.items()},
     }
 

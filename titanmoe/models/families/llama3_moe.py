@@ -8,6 +8,7 @@ upcycling recipe cited there.
 from dataclasses import replace
 
 from titanmoe.models.families import mixtral
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=False,
@@ -32,3 +33,5 @@ SIZES: dict[str, dict[str, object]] = {
 
 # To transformers it is a Mixtral: the softmax over the chosen experts is the softmax over all, scaled to sum to one.
 HF = replace(mixtral.HF, family="llama3_moe", switches=SWITCHES)
+
+FAMILY = Family(SIZES, HF)

@@ -5,6 +5,7 @@ granularity 8, top 8, that is each expert split into 8 of an eighth of the width
 """
 
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=False,
@@ -54,3 +55,5 @@ HF = hf.HuggingFace(
     absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     fixed=hf.FIXED | {"sliding_window": None},
 )
+
+FAMILY = Family(SIZES, HF)

@@ -4,6 +4,7 @@
 """
 
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=False,
@@ -44,3 +45,5 @@ HF = hf.HuggingFace(
     absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
     fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None, "sliding_window": None},
 )
+
+FAMILY = Family(SIZES, HF)

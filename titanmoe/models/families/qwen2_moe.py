@@ -4,6 +4,7 @@ The debug size has a dense first block, so that one model has both dense and exp
 """
 
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=True,
@@ -55,3 +56,5 @@ HF = hf.HuggingFace(
     absent=hf.ABSENT | {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
     fixed=hf.FIXED,
 )
+
+FAMILY = Family(SIZES, HF)

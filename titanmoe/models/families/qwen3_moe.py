@@ -5,6 +5,7 @@ later ones (2507) have a larger rope_theta.
 """
 
 from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
 
 SWITCHES = dict(
     qkv_bias=False,
@@ -49,3 +50,5 @@ HF = hf.HuggingFace(
     absent=hf.ABSENT | {"num_key_value_heads": 4, "norm_topk_prob": False},
     fixed=hf.FIXED | {"attention_bias": False},
 )
+
+FAMILY = Family(SIZES, HF)

@@ -1,1 +1,1 @@
-"""What serves CPUs alone. `titanmoe.ops.device` says whether to take it; the plain formulas are with the callers."""
+"""What serves CPUs alone. `titanmoe.ops.device.way` says where it is taken; the plain formulas are with the callers."""

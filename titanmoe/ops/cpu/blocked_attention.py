@@ -44,8 +44,8 @@ Block = tuple[slice, slice, Tensor]
 
 def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[Block]:
     """Queries, the keys that they see, and which of those are hidden."""
-    known = document_S is not None and not torch.compiler.is_compiling()  # a graph cannot depend on values
-    begins = _begins(document_S) if known else [0] * -(-S // QUERIES)
+    reads_documents = document_S is not None and not torch.compiler.is_compiling()  # a graph cannot depend on values
+    begins = _begins(document_S) if reads_documents else [0] * -(-S // QUERIES)
     for first, low in zip(range(0, S, QUERIES), begins, strict=True):
         end = min(first + QUERIES, S)
         yield slice(first, end), slice(low, end), _hidden(first, end, low, document_S, dtype)

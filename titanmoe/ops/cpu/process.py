@@ -9,6 +9,13 @@ import sys
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 
 
+def prepare(local_world: int) -> None:
+    """local_world: ranks on this machine."""
+    share_cores(local_world)
+    leave_cores_to_others()
+    keep_pages()
+
+
 def share_cores(local_world: int) -> None:
     """One thread per core over all ranks: more wait for each other (2 per core were measured 10 times slower)."""
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:

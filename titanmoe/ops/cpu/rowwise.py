@@ -2,8 +2,8 @@
 
 A chain of torch operations over a large tensor passes over memory once per operation, and autograd keeps every
 intermediate. Here a block of rows goes through the whole chain while it is in the cache, forward and backward, and only
-the inputs are kept. The plain formulas are with the callers (`titanmoe.models.layers`, `titanmoe.moe.experts`), which
-call this if `pays` says so. Everything inside a block is computed in at least float32.
+the inputs are kept. The plain formulas are with the callers (`titanmoe.models.layers`, `titanmoe.moe.experts`).
+Everything inside a block is computed in at least float32.
 
 Shapes: R rows, D width of a row, N positions, H heads, h head, F hidden.
 """
@@ -17,15 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.ops import device
-
 BLOCK_NUMBERS = 1 << 18
 """Numbers in a block. Fewer would fit the second-level cache, but then the calls cost more than the work."""
-
-
-def pays(x: Tensor) -> bool:
-    """Compilers fuse by themselves, and GPUs need few launches."""
-    return device.kind(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -103,9 +96,9 @@ class _Rotate(torch.autograd.Function):
         return _rotated(grad_BSHh, *ctx.saved_tensors, -1), None, None
 
 
-def rotate(x_BSHh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """cos and sin are at least float32 and need no gradient."""
-    return _Rotate.apply(x_BSHh, cos, sin)
+def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """rope: cos and sin, which are at least float32 and need no gradient."""
+    return _Rotate.apply(x_BSHh, *rope)
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor | None = None) -> Tensor:

@@ -39,13 +39,13 @@ def _assign(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.
     there = n < N
     expert = tl.load(chosen + n, mask=there, other=E)
     real = expert < E
-    known = tl.where(real, expert, 0).to(tl.int32)
+    real_expert = tl.where(real, expert, 0).to(tl.int32)
     here = (expert[:, None] == e[None, :]).to(tl.int32)
     within = tl.sum(here * (tl.cumsum(here, 0) - here), 1)
     # In the order of (expert, block), the entry before says where this one begins.
-    before = known * BLOCKS + block - 1
+    before = real_expert * BLOCKS + block - 1
     place = within + tl.load(ends + before, mask=real & (before >= 0), other=0)
-    first = known // HELD * HELD * BLOCKS - 1  # the last entry before the experts of the same rank
+    first = real_expert // HELD * HELD * BLOCKS - 1  # the last entry before the experts of the same rank
     begin = tl.load(ends + first, mask=real & (first >= 0), other=0)
     length = tl.load(ends + first + HELD * BLOCKS, mask=real, other=0) - begin
     # Choices of no expert come last, in their own order.
@@ -72,11 +72,11 @@ def _regroup(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: t
     source = tl.sum(tl.where(j < piece, size, 0), 0)
     earlier = (j % EXPERTS < expert) | ((j % EXPERTS == expert) & (j // EXPERTS < sender))
     target = tl.sum(tl.where(earlier, size, 0), 0)
-    mine = tl.load(count + piece)
-    for first in range(0, mine, PIECE):
+    rows = tl.load(count + piece)
+    for first in range(0, rows, PIECE):
         r = first + tl.arange(0, PIECE)
-        tl.store(order + target + r, source + r, mask=r < mine)
-        tl.store(inverse + source + r, target + r, mask=r < mine)
+        tl.store(order + target + r, source + r, mask=r < rows)
+        tl.store(inverse + source + r, target + r, mask=r < rows)
 
 
 def tile(experts: int) -> dict[str, int]:
@@ -92,10 +92,10 @@ def blocks(choices: int, experts: int) -> int:
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
     """(E, blocks): how many choices of each block are of each expert."""
     N = len(chosen_N)
-    made = blocks(N, experts)
-    count = torch.empty(experts, made, dtype=torch.int32, device=chosen_N.device)
+    programs = blocks(N, experts)
+    count = torch.empty(experts, programs, dtype=torch.int32, device=chosen_N.device)
     if N:
-        _count[(made,)](chosen_N.contiguous(), count, N, made, **tile(experts), num_warps=8)
+        _count[(programs,)](chosen_N.contiguous(), count, N, programs, **tile(experts), num_warps=8)
     return count
 
 
@@ -110,10 +110,10 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
     N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
     entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
     count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
-    made = blocks(N, experts)
+    programs = blocks(N, experts)
     if N:
-        _assign[(made,)](
-            chosen_N.contiguous(), ends, entry, slot, count, N, made, **tile(experts), HELD=experts // ep, ETP=etp,
+        _assign[(programs,)](
+            chosen_N.contiguous(), ends, entry, slot, count, N, programs, **tile(experts), HELD=experts // ep, ETP=etp,
             num_warps=8,
         )  # fmt: skip
     return entry, slot, count

@@ -26,11 +26,11 @@ TILE = 4096
 def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WIDE: tl.constexpr,
              COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    mine = logits + t * V
+    row = logits + t * V
     m, s = tl.load(top + t), tl.load(total + t)
     for first in range(0, V, COLUMNS):
         v = first + tl.arange(0, COLUMNS)
-        x = tl.load(mine + v, mask=v < V, other=float("-inf")).to(WIDE)
+        x = tl.load(row + v, mask=v < V, other=float("-inf")).to(WIDE)
         higher = tl.maximum(m, tl.max(x, 0))
         s = s * tl.exp(m - higher) + tl.sum(tl.exp(x - higher), 0)
         m = higher
@@ -38,20 +38,20 @@ def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WID
     tl.store(total + t, s)
     place = tl.load(label + t) - begin
     here = (place >= 0) & (place < V)
-    tl.store(label_logit + t, tl.load(mine + place, mask=here, other=0.0).to(WIDE), mask=here)
+    tl.store(label_logit + t, tl.load(row + place, mask=here, other=0.0).to(WIDE), mask=here)
 
 
 @triton.jit(do_not_specialize=["begin"])
 def _backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE: tl.constexpr,
               COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
-    mine = logits + t * V
+    row = logits + t * V
     place, lse, factor = tl.load(label + t) - begin, tl.load(log_total + t), tl.load(scale + t)
     for first in range(0, V, COLUMNS):
         v = first + tl.arange(0, COLUMNS)
-        x = tl.load(mine + v, mask=v < V, other=0.0).to(WIDE)
+        x = tl.load(row + v, mask=v < V, other=0.0).to(WIDE)
         grad = (tl.exp(x - lse) - tl.where(v == place, 1.0, 0.0)) * factor
-        tl.store(mine + v, grad.to(logits.dtype.element_ty), mask=v < V)
+        tl.store(row + v, grad.to(logits.dtype.element_ty), mask=v < V)
 
 
 def _launch(kernel, logits_Tv: Tensor, *rest) -> None:

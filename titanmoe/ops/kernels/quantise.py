@@ -36,11 +36,11 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
               COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = row < R
-    mine = x + (row // INNER * of_outer + row % INNER * of_inner)[:, None]
+    start = x + (row // INNER * of_outer + row % INNER * of_inner)[:, None]
     largest = tl.zeros([ROWS], dtype=tl.float32)
     for first in range(0, W, COLUMNS):
         c = first + tl.arange(0, COLUMNS)[None, :]
-        value = tl.load(mine + c * of_column, mask=there[:, None] & (c < W), other=0.0).to(tl.float32)
+        value = tl.load(start + c * of_column, mask=there[:, None] & (c < W), other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(value), 1))
     s = tl.math.div_rn(largest, LARGEST)
     s = tl.where(s > 0, s, 1.0)
@@ -48,7 +48,7 @@ def _quantise(x, q, scale, R, INNER, of_outer, of_inner, of_column, W: tl.conste
     for first in range(0, W, COLUMNS):
         c = first + tl.arange(0, COLUMNS)[None, :]
         inside = there[:, None] & (c < W)
-        value = tl.load(mine + c * of_column, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(start + c * of_column, mask=inside, other=0.0).to(tl.float32)
         value = tl.math.div_rn(value, tl.broadcast_to(s[:, None], value.shape))
         value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
         tl.store(q + row[:, None] * W + c, _to_e4m3(value).to(q.dtype.element_ty), mask=inside)

@@ -51,10 +51,10 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
     group = tl.arange(0, GP)[None, :]
     value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
     for g in range(G):
-        mine = tl.where((e // SIZE == g) & (e < E), key, float("-inf"))
-        best = tl.max(mine, 1)
+        group_keys = tl.where((e // SIZE == g) & (e < E), key, float("-inf"))
+        best = tl.max(group_keys, 1)
         if TWO:
-            best += tl.max(tl.where(e == _largest(mine, e), float("-inf"), mine), 1)
+            best += tl.max(tl.where(e == _largest(group_keys, e), float("-inf"), group_keys), 1)
         value = tl.where(group == g, best[:, None], value)
     keep = key != key
     for _ in range(TOP):
@@ -85,12 +85,12 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
     tl.store(scores + place, s, mask=inside)
 
     choice = tl.zeros([ROWS, KP], dtype=tl.int64)
-    taken = (e < 0) & there[:, None]
+    is_chosen = (e < 0) & there[:, None]
     if FORCED:
         slot = tl.load(index + t, mask=there, other=0)[:, None] * K
         for j in range(K):
             number = (slot + j) % E
-            taken = taken | (e == number)
+            is_chosen = is_chosen | (e == number)
             choice = tl.where(k == j, number, choice)
     else:
         key = s + tl.load(bias + e, mask=e < E, other=0.0).to(s.dtype)
@@ -104,10 +104,10 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
             number = _largest(key, e)
             here = e == number
             key = tl.where(here, float("-inf"), key)
-            taken = taken | here
+            is_chosen = is_chosen | here
             choice = tl.where(k == j, number.to(tl.int64), choice)
 
-    raw = _unnormalised(x, s, taken, MODE)
+    raw = _unnormalised(x, s, is_chosen, MODE)
     if NORM:
         raw = raw / (tl.sum(raw, 1)[:, None] + 1e-20)
     raw = raw * SCALE
@@ -122,7 +122,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
 
     # A program's tokens are mostly from one sample: one sum per sample that it touches.
     of = tl.load(sample + t, mask=there, other=-1)
-    visits = taken & real & there[:, None]
+    visits = is_chosen & real & there[:, None]
     b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)
     while b <= last:
         added = tl.sum((visits & (of == b)[:, None]).to(tl.int64), 0)
@@ -145,16 +145,16 @@ def _backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E: tl.c
     result = tl.zeros([ROWS, P], dtype=s.dtype)
     if OF_WEIGHTS:
         g = tl.zeros([ROWS, P], dtype=s.dtype)
-        taken = (e < 0) & there[:, None]
+        is_chosen = (e < 0) & there[:, None]
         for j in range(K):
             here = e == tl.load(chosen + t * K + j, mask=there, other=E)[:, None]
-            taken = taken | here
+            is_chosen = is_chosen | here
             g = tl.where(here, tl.load(grad_weights + t * K + j, mask=there, other=0.0)[:, None] * SCALE, g)
         x = tl.load(logits + place, mask=inside, other=0.0) if MODE == _AFTER else s
-        raw = _unnormalised(x, s, taken, MODE)
+        raw = _unnormalised(x, s, is_chosen, MODE)
         if NORM:
             total = tl.sum(raw, 1)[:, None] + 1e-20
-            g = tl.where(taken, (g - tl.sum(g * raw, 1)[:, None] / total) / total, 0.0)
+            g = tl.where(is_chosen, (g - tl.sum(g * raw, 1)[:, None] / total) / total, 0.0)
         if MODE == _AFTER:
             result += raw * (g - tl.sum(g * raw, 1)[:, None])
         else:

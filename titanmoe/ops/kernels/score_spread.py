@@ -29,9 +29,9 @@ def _spread(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NORM: tl.co
         s = s / tl.where(there[:, None], total, 1.0)
     real = there & (tl.load(valid + t, mask=there, other=0) != 0)
     entropy = -tl.sum(tl.where(s > 0, s * tl.log(tl.where(s > 0, s, 1.0)), tl.where(s == s, 0.0, s)), 1)
-    mine = out + tl.program_id(0) * 2
-    tl.store(mine, tl.sum(tl.where(real, entropy, 0.0), 0).to(tl.float64))
-    tl.store(mine + 1, tl.sum(real.to(tl.float64), 0))
+    target = out + tl.program_id(0) * 2
+    tl.store(target, tl.sum(tl.where(real, entropy, 0.0), 0).to(tl.float64))
+    tl.store(target + 1, tl.sum(real.to(tl.float64), 0))
 
 
 def tile(experts: int) -> dict[str, int]:

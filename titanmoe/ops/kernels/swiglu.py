@@ -26,9 +26,9 @@ TILE = 2048
 def _activate(gate, up, CLAMPED: tl.constexpr):
     """act(gate), its derivative, the factor u, and where up's gradient passes."""
     if CLAMPED:
-        held = tl.minimum(gate, 7.0)
-        share = 1 / (1 + tl.exp(-1.702 * held))
-        act = held * share
+        clamped_gate = tl.minimum(gate, 7.0)
+        share = 1 / (1 + tl.exp(-1.702 * clamped_gate))
+        act = clamped_gate * share
         slope = tl.where(gate <= 7.0, share + 1.702 * act * (1 - share), 0.0)
         passes = (up <= 7.0) & (up >= -7.0)
         factor = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1

@@ -7,12 +7,12 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 
-PACKED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 PIECE = 1 << 11
 """Bytes of .zst to decompress at one time: at most 64 MiB come out, at 32,768 to 1."""
 
 
-class opened:
+class open_decompressed:
     """A file's bytes, decompressed, and the file as it is on the disk."""
 
     def __init__(self, file: str):
@@ -40,7 +40,7 @@ class _Zstd(io.RawIOBase):
     """Frame after frame. The packages' own readers take a truncated file for one that ended."""
 
     def __init__(self, raw: io.BufferedIOBase, file: str):
-        self.raw, self.new = raw, _unpacker(file)
+        self.raw, self.new = raw, _zstd_class(file)
         self.frame: Any = None
         self.rest = b""
         self.ready = memoryview(b"")
@@ -64,7 +64,7 @@ class _Zstd(io.RawIOBase):
         return size
 
 
-def _unpacker(file: str) -> Any:
+def _zstd_class(file: str) -> Any:
     try:
         from compression import zstd  # Python 3.14
 

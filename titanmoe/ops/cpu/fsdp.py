@@ -1,6 +1,6 @@
 """Replacements for gloo's collectives in FSDP2: pieces that go straight to their place, gradients that travel narrow.
 
-Only used on CPUs; on GPUs NCCL does both.
+On GPUs NCCL does both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
 
@@ -24,10 +26,10 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class _Exchange(dist.Work):
-    """One message between every two ranks of a group: `sent` by destination rank, `arrived` by source rank."""
+    """One message between every two ranks of a group: `outgoing` by destination rank, `incoming` by source rank."""
 
     def __init__(
-        self, sent: Sequence[Tensor], arrived: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
     ):
         super().__init__()
         ranks, rank = group.size(), group.rank()
@@ -35,22 +37,22 @@ class _Exchange(dist.Work):
         self.works: list[tuple[dist.Work, str, int]] = []
         for step in range(1, ranks):
             before, after = (rank - step) % ranks, (rank + step) % ranks
-            self.works.append((dist.irecv(arrived[before], group=group, group_src=before, tag=tag), "send", before))
-            self.works.append((dist.isend(sent[after], group=group, group_dst=after, tag=tag), "take", after))
+            self.works.append((dist.irecv(incoming[before], group=group, group_src=before, tag=tag), "send", before))
+            self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
         """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
         observe.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
-        for work, does, other in self.works:
+        for work, does, peer in self.works:
             try:
                 # torch cuts to whole milliseconds: with one more it never gives up before `end`, nor waits forever
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0) + 0.001))
             except RuntimeError as error:
                 if time.monotonic() < end:
                     raise
-                rank = dist.get_global_rank(self.group, other)
+                rank = dist.get_global_rank(self.group, peer)
                 raise TimeoutError(
                     f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its piece: "
                     f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
@@ -82,50 +84,72 @@ class StraightToPlace:
         )
 
 
-class AsGloo:
-    """Reduce-scatter by gloo, as FSDP2 would do it, with its wait announced."""
+class ReduceScatter:
+    """For FSDP2, by gloo as FSDP2 itself would do it, but with its wait announced. So is the one that follows with
+    replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
+    """
+
+    def __init__(self, ranks: int, replicas: str = ""):
+        """replicas: the name of their group. The hook has to be `end_of_replicas`."""
+        self.ranks, self.replicas = ranks, replicas
+        self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
+        numbers = math.prod(size)
+        is_sum = numbers * self.ranks == self._message_numbers
+        self._message_numbers = 0 if is_sum else numbers
+        if is_sum and self.ranks == 1:  # torch copies instead of calling us
+            self._wait_for_replicas()
+        return self.memory(size, dtype, device, is_sum)
+
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        self.reduce(output_tensor, input_tensor, group, op)
+        self._wait_for_replicas()
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         observe.waits(group.group_name)
-        REDUCE_SCATTER(output_tensor, input_tensor, op, group)
+        REDUCE_SCATTER(out, whole, op, group)
         observe.arrived()
 
+    def _wait_for_replicas(self) -> None:
+        if self.replicas:
+            observe.waits(self.replicas)
 
-class NarrowOnTheWire:
-    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are summed wide.
+
+def end_of_replicas(summed: Tensor) -> None:
+    observe.arrived()
+
+
+class NarrowOnTheWire(ReduceScatter):
+    """Gradients travel in the 16 bits they were computed in and are summed wide.
 
     The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
     """
 
-    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory):
-        self.ranks, self.wide, self.sums = ranks, wide, sums
-        self._sent = 0
+    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory, replicas: str = ""):
+        super().__init__(ranks, replicas)
+        self.wide, self.sums = wide, sums
 
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
-        numbers = math.prod(size)
-        is_sum = numbers * self.ranks == self._sent
-        self._sent = 0 if is_sum else numbers
-        return self.sums.take(size, self.wide) if is_sum else torch.empty(size, dtype=dtype, device=device)
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
+        return self.sums.take(size, self.wide) if is_sum else super().memory(size, dtype, device, is_sum)
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        pieces = input_tensor.chunk(self.ranks)
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        pieces = whole.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
         # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
-        for out, first, *others in zip(
-            output_tensor.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
+        for block, first, *others in zip(
+            out.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
         ):
-            out.copy_(first)
+            block.copy_(first)
             for other in others:
-                out += other
+                block += other
 
 
 class ReusedMemory:
@@ -148,3 +172,22 @@ class ReusedMemory:
         user = memoryview(pages)  # kept alive by the tensor
         self.pages.append((pages, weakref.ref(user)))
         return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)
+
+
+class OverGloo:
+    """How all of a model's FSDP units send on CPUs."""
+
+    def __init__(self, param: torch.dtype, wide: torch.dtype, summed_before: bool):
+        """wide: what gradients are summed in. summed_before: microbatches are, before anything is sent."""
+        narrow = wide != param and not summed_before
+        self.reduce_dtype = param if narrow else wide
+        self.wide, self.sums = wide, ReusedMemory() if narrow else None
+
+    def use_in(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
+        """mesh: the ranks that share the unit's weights, after its replicas if there are any."""
+        unit.set_custom_all_gather(StraightToPlace())
+        ranks, replicas = mesh.size(mesh.ndim - 1), mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+        narrow = self.sums and NarrowOnTheWire(ranks, self.wide, self.sums, replicas)
+        unit.set_custom_reduce_scatter(narrow or ReduceScatter(ranks, replicas))
+        if replicas:
+            unit.set_all_reduce_hook(end_of_replicas)

@@ -13,7 +13,7 @@ from typing import BinaryIO, TypeVar
 T = TypeVar("T")
 WAITS = (0.1, 0.5, 2.0, 8.0)
 """Seconds to wait before each retry."""
-PASSING = frozenset(
+TEMPORARY_ERRORS = frozenset(
     getattr(errno, name)
     for name in (
         *("ESTALE", "EIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "EINTR", "EREMOTEIO", "ENFILE", "EMFILE", "ENOTCONN"),
@@ -41,7 +41,7 @@ def error_text(error: OSError) -> str:
     return f"{error.filename}: {why}" if error.filename else why
 
 
-def unread(file: Path, error: Exception) -> CheckpointError:
+def read_error(file: Path, error: Exception) -> CheckpointError:
     """For a file that is not as it should be, in one line."""
     if isinstance(error, CheckpointError):
         return error
@@ -60,7 +60,7 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
         except ABSENT:
             raise
         except OSError as error:
-            if seconds is None or error.errno not in PASSING:
+            if seconds is None or error.errno not in TEMPORARY_ERRORS:
                 raise Unreadable(f"{path}: {error.strerror or error}") from None
         time.sleep(seconds)
     raise AssertionError
@@ -94,21 +94,21 @@ def safe_path(folder: Path, name: str) -> Path:
     return real
 
 
-def opened(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BinaryIO:
     # Whatever has been put in its place since: follow no link, wait for no pipe.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = safe_path(folder, name)
     return with_retries(folder / name, lambda: open(os.open(file, flags), "rb"))
 
 
-def read(folder: Path, name: str, most: int) -> bytes:
+def read(folder: Path, name: str, limit: int) -> bytes:
     """All of a file, which may have at most that many bytes."""
 
-    def whole() -> bytes:
-        with opened(folder, name) as stream:
-            return stream.read(most + 1)
+    def read_stream() -> bytes:
+        with open_file(folder, name) as stream:
+            return stream.read(limit + 1)
 
-    data = with_retries(folder / name, whole)
-    if len(data) > most:
-        raise CheckpointError(f"{folder / name} has more than {most:,} bytes, the limit for such a file")
+    data = with_retries(folder / name, read_stream)
+    if len(data) > limit:
+        raise CheckpointError(f"{folder / name} has more than {limit:,} bytes, the limit for such a file")
     return data

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import world
 from tests.support import tolerances
-from titanmoe.comm import fsdp_cpu
-from titanmoe.comm.fsdp_cpu import NarrowOnTheWire, ReusedMemory, StraightToPlace
+from titanmoe.ops.cpu import fsdp
+from titanmoe.ops.cpu.fsdp import NarrowOnTheWire, ReusedMemory, StraightToPlace
 
 ROUNDS = 3
 
@@ -41,7 +41,7 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
-        with mock.patch.object(fsdp_cpu, "BLOCK_NUMBERS", 7):  # several, the last one incomplete
+        with mock.patch.object(fsdp, "BLOCK_NUMBERS", 7):  # several, the last one incomplete
             layer(x).float().square().sum().backward()
         alone.weight.grad = None
         alone(x).float().square().sum().backward()
@@ -119,7 +119,7 @@ def test_a_wait_that_torch_cut_to_whole_milliseconds_still_names_the_rank(monkey
         now[0] += 0.0001
         return now[0]
 
-    monkeypatch.setattr(fsdp_cpu, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(fsdp, "time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, other: other)
     options = SimpleNamespace(_timeout=timedelta(seconds=0.3))
@@ -129,7 +129,7 @@ def test_a_wait_that_torch_cut_to_whole_milliseconds_still_names_the_rank(monkey
         now[0] += timeout // timedelta(milliseconds=1) / 1000
         raise RuntimeError("Timed out")
 
-    exchange = fsdp_cpu._Exchange.__new__(fsdp_cpu._Exchange)
+    exchange = fsdp._Exchange.__new__(fsdp._Exchange)
     exchange.group, exchange.what, exchange.works = group, "the test", [(SimpleNamespace(wait=wait), "send", 1)]
     with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s in the test for rank 1 to send its piece"):
         exchange.wait()

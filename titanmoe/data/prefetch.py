@@ -16,31 +16,31 @@ from typing import Any
 from titanmoe.config import ConfigError
 
 
-class Ahead:
+class Prefetcher:
     def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
         """reader[plan] makes an item; depth: how many are read ahead, by each worker."""
         self._items: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(1 if workers else depth)
         self._stop = threading.Event()
-        self._first: list[Any] = []
-        items = _by_workers(reader, plans, workers, depth) if workers else (reader[plan] for plan in plans)
+        self._peeked: list[Any] = []
+        items = _worker_items(reader, plans, workers, depth) if workers else (reader[plan] for plan in plans)
         self._thread = threading.Thread(
             target=_feed, args=([items], self._items, self._room, self._stop), name="titanmoe-data", daemon=True
         )
         self._thread.start()
 
     def peek(self) -> Any:
-        if not self._first:
+        if not self._peeked:
             item = self._items.get()
             if isinstance(item, BaseException):
                 self._items.put(item)
                 raise item
-            self._first.append(item)
-        return self._first[0]
+            self._peeked.append(item)
+        return self._peeked[0]
 
     def next(self) -> Any:
         item = self.peek()
-        self._first.clear()
+        self._peeked.clear()
         self._room.release()
         return item
 
@@ -51,26 +51,26 @@ class Ahead:
         self._thread.join()
 
 
-def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
+def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
         # Forked, so that memory is shared and memory-mapped files stay open.
         loader = StatefulDataLoader(
-            _Answering(reader),
+            _ErrorsAsItems(reader),
             batch_size=None,
             sampler=plans,
             num_workers=workers,
             prefetch_factor=depth,
-            collate_fn=_as_it_is,
-            worker_init_fn=_apart,
+            collate_fn=_unchanged,
+            worker_init_fn=_ignore_rank_signals,
             multiprocessing_context="fork",
         )
         return iter(loader)
 
 
-class _Answering:
+class _ErrorsAsItems:
     """A refusal is an item like any other: torch would make a new one of it, of the text of a traceback."""
 
     def __init__(self, reader: Any):
@@ -83,7 +83,7 @@ class _Answering:
             return error
 
 
-def _apart(_: int) -> None:
+def _ignore_rank_signals(_: int) -> None:
     """Ctrl-C and torchrun signal the rank's whole process group; the rank saves first, and needs its workers for
     that."""
     os.setsid()
@@ -91,7 +91,7 @@ def _apart(_: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
 
 
-def _as_it_is(item: Any) -> Any:
+def _unchanged(item: Any) -> Any:
     return item
 
 

@@ -1,0 +1,100 @@
+"""What a recipe may name: parts of the package and of one's own, and what is said of those that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titanmoe.config import ConfigError, load
+from titanmoe.config.parts import Kind, PartError, Parts, Rules
+from titanmoe.config.schema import Config
+
+OWN = """
+from titanmoe.config.parts import Rules
+from titanmoe.config.ranges import Violation
+
+
+class OwnRules(Rules):
+    help = "whole sends everything."
+
+    def contradictions(self, config):
+        if config.training.seed == 13:
+            yield Violation(("training.seed",), "training.seed = 13 brings bad luck to whole: use another")
+
+    def violations(self, config, degrees):
+        if degrees["ep"] > 1:
+            yield f"whole has no ep = {degrees['ep']}: use 1"
+
+
+class Whole:
+    rules = OwnRules()
+
+    def dispatch(self): ...
+
+
+class Half:
+    rules = OwnRules()
+
+
+class NoRules:
+    def dispatch(self): ...
+"""
+
+
+class Usual(Rules):
+    help = "usual is usual."
+    implementation = "builtins:dict"
+
+
+@pytest.fixture
+def kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kind:
+    (tmp_path / "own_parts.py").write_text(OWN)
+    (tmp_path / "broken_part.py").write_text("import nothing_of_this_name\n")
+    monkeypatch.chdir(tmp_path)
+    return Kind("moe.dispatcher", {"alltoall": Usual(), "whole": "own_parts:Whole"}, members=("dispatch",))
+
+
+def test_a_part_is_found_by_its_name_and_by_where_it_lies(kind: Kind) -> None:
+    assert kind.look_up("whole") is kind.look_up("own_parts:Whole")
+    assert kind.implementation("whole").__name__ == kind.implementation("own_parts:Whole").__name__ == "Whole"
+    assert kind.summary() == "usual is usual. whole sends everything."
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("hole", '"hole" is not one of alltoall, whole: did you mean whole?'),
+        ("zzz", '"zzz" is not one of alltoall, whole: one of your own is called "module:NAME"'),
+        ("no_such_module:X", '"no_such_module:X" cannot be used: no_such_module cannot be imported: ModuleNotFound'),
+        ("broken_part:X", "broken_part cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this"),
+        ("own_parts:Hole", '"own_parts:Hole" cannot be used: own_parts has no Hole'),
+        ("own_parts:NoRules", "own_parts:NoRules has no `rules`, which are made of Rules"),
+        ("own_parts:Half", "own_parts:Half lacks dispatch"),
+    ],
+)
+def test_a_part_that_cannot_be_used_is_refused(kind: Kind, name: str, says: str) -> None:
+    with pytest.raises(PartError) as caught:
+        kind.look_up(name)
+    assert f"moe.dispatcher = {says}" in str(caught.value) or says in str(caught.value)
+    with pytest.raises(ConfigError) as refused:
+        load(["--moe.dispatcher", name, "--training.steps", "0"], Parts((kind,)), lambda config: [])
+    assert says in refused.value.problems[0] and "training.steps = 0" in refused.value.problems[1]
+
+
+def test_a_part_that_lacks_a_member_is_refused_where_it_is_used(kind: Kind) -> None:
+    with pytest.raises(PartError, match="builtins:dict lacks dispatch"):
+        kind.implementation("alltoall")
+
+
+def test_its_rules_are_asked(kind: Kind) -> None:
+    argv = ["--moe.dispatcher", "whole", "--training.seed", "13"]
+    with pytest.raises(ConfigError, match=r"training.seed = 13 brings bad luck to whole"):
+        load(argv, Parts((kind,)), lambda config: [])
+    config = load(argv[:2], Parts((kind,)), lambda config: [])
+    (rules,) = config.parts.rules(config)
+    assert list(rules.violations(config, {"ep": 2})) == ["whole has no ep = 2: use 1"]
+
+
+def test_a_config_that_no_recipe_was_read_for_has_no_parts() -> None:
+    assert list(Config().parts.rules(Config())) == []

@@ -1,0 +1,134 @@
+"""A part is one of several of a kind: a dispatcher, an optimizer, a family of models. A recipe names it.
+
+What is known of a part without torch are its rules: a line of help, and what it refuses. Each kind lies in a folder of
+its own, with the table of its names; `load` is handed these tables, because this room knows no part. A part may also
+lie outside the package: its name is then "module:NAME".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from titanmoe.config.ranges import Violation
+
+if TYPE_CHECKING:
+    from titanmoe.config.schema import Config
+
+PAGE = "docs/extending.md"
+
+
+class PartError(LookupError):
+    """There is no such part, or it cannot be used."""
+
+    def __init__(self, fields: tuple[str, ...], text: str):
+        super().__init__(text)
+        self.fields = fields
+        """Those of the recipe that ask for it."""
+
+
+class Rules:
+    """What holds for a part. Each kind adds what its parts have to say of themselves."""
+
+    help = ""
+    """When to choose it, as --help says it."""
+    implementation = ""
+    """"module:NAME", imported when it is used; "" if the rules are an attribute of the implementation itself."""
+
+    def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields, by path, that have another default with this part. values: of all fields."""
+        return {}
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Fields that do not fit this part."""
+        yield from ()
+
+    def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        """Mappings that do not fit this part. degrees: those that are known."""
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Kind:
+    field: str
+    """The field of a recipe that names one."""
+    table: Mapping[str, Rules | str]
+    """Parts by name. "module:NAME" stands for a part in one file: it is imported when it is chosen."""
+    rules: type[Rules] = Rules
+    members: tuple[str, ...] = ()
+    """What an implementation has to have."""
+
+    def look_up(self, name: str) -> Rules:
+        """The rules of a part; PartError if it cannot be used."""
+        entry = self.table.get(name, name)
+        if isinstance(entry, Rules):
+            return entry
+        if ":" not in entry:
+            raise self._unknown(name)
+        found = self._import(name, entry)
+        rules = found if isinstance(found, Rules) else getattr(found, "rules", None)
+        if not isinstance(rules, self.rules):
+            raise self._unusable(name, f"{entry} has no `rules`, which are made of {self.rules.__name__}")
+        if not rules.implementation:
+            self._check_members(name, entry, found)
+        return rules
+
+    def implementation(self, name: str) -> Any:
+        rules, entry = self.look_up(name), self.table.get(name, name)
+        found = self._import(name, rules.implementation or str(entry))
+        self._check_members(name, rules.implementation or str(entry), found)
+        return found
+
+    def summary(self) -> str:
+        """For --help: what each part says of itself, or their names."""
+        lines = []
+        for name in self.table:
+            try:
+                lines.append(self.look_up(name).help or name)
+            except PartError as error:
+                lines.append(str(error))
+        return (" " if any(" " in line for line in lines) else ", ").join(lines).rstrip(".") + "."
+
+    def _import(self, name: str, where: str) -> Any:
+        module, _, member = where.partition(":")
+        if os.getcwd() not in sys.path:  # last: a program that is installed does not search the current folder
+            sys.path.append(os.getcwd())
+        try:
+            found = import_module(module)
+        except Exception as error:  # its own code may raise anything
+            raise self._unusable(name, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
+        if not hasattr(found, member):
+            raise self._unusable(name, f"{module} has no {member}")
+        return getattr(found, member)
+
+    def _check_members(self, name: str, where: str, found: Any) -> None:
+        if lacking := [member for member in self.members if not hasattr(found, member)]:
+            raise self._unusable(name, f"{where} lacks {', '.join(lacking)}")
+
+    def _unusable(self, name: str, why: str) -> PartError:
+        return PartError((self.field,), f"{self.field} = {json.dumps(name)} cannot be used: {why} ({PAGE})")
+
+    def _unknown(self, name: str) -> PartError:
+        near = get_close_matches(name.lower(), self.table, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f'one of your own is called "module:NAME" ({PAGE})'
+        text = f"{self.field} = {json.dumps(name)} is not one of {', '.join(self.table)}: {hint}"
+        return PartError((self.field,), text)
+
+
+class Parts(tuple[Kind, ...]):
+    """All kinds. Empty in a config that no recipe was read for: it then has the rules of no part."""
+
+    def of(self, field: str) -> Kind | None:
+        return next((kind for kind in self if kind.field == field), None)
+
+    def rules(self, config: Config) -> Iterator[Rules]:
+        """Those of the parts that a config names."""
+        for kind in self:
+            table, _, name = kind.field.rpartition(".")
+            yield kind.look_up(getattr(getattr(config, table), name))

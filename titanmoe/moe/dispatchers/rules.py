@@ -1,0 +1,244 @@
+"""What is known of each dispatcher without torch, and the table of their names.
+
+A new dispatcher is a file, with its rules in it, and a line in DISPATCHERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titanmoe.config.divisors import choices
+from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import nodes_of_a_group
+
+
+class DispatcherRules(Rules):
+    """What holds for a dispatcher; these are the usual answers."""
+
+    host_syncs = 1
+    """How often the forward of a layer waits to learn how many rows go where. With padded bins none does."""
+    whole = ""
+    """Why its rows do not travel in chunks, after "overlap_chunks splits an all-to-all by its row counts, but this
+    one"; "" if they do. Without chunks nothing is computed meanwhile: no other chunk, and no other microbatch."""
+    nodes = False
+    """Whether it needs to know which ranks of its group share a node."""
+    unused_rows = False
+    """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
+    asks_machine = False
+    """Whether it needs more than torch.distributed; the implementation's `missing` says what this machine lacks."""
+    no_bins = ""
+    """Why pad_to_capacity is refused, after "moe.pad_to_capacity = true makes every size static, "; "" if it is not."""
+    own_buffers = False
+    """Whether it has buffers that the planner does not count."""
+    search_tries = False
+    """Whether the planner's search may choose it in place of another that says so too."""
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        moe = config.moe
+        if moe.overlap_chunks != 1 and self.whole:
+            yield Violation(
+                ("moe.overlap_chunks", "moe.dispatcher"),
+                f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
+                f'= "{moe.dispatcher}" {self.whole}: use dispatcher = {in_chunks_quoted()}, or overlap_chunks = 1',
+            )
+        if moe.pad_to_capacity and self.no_bins:
+            yield Violation(
+                ("moe.pad_to_capacity", "moe.dispatcher"),
+                f"moe.pad_to_capacity = true makes every size static, {self.no_bins}",
+            )
+
+    def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        if config.pipeline.overlap_pairs and self.whole and degrees.get("pp", 1) > 1:
+            yield (
+                "pipeline.overlap_pairs = true computes where the host would wait for rows, and moe.dispatcher = "
+                f'"{config.moe.dispatcher}" has no such place: use dispatcher = {in_chunks_quoted()}, or '
+                "overlap_pairs = false"
+            )
+        if self.nodes and {"pp", "stage", "ep", "etp"} <= degrees.keys():
+            yield from self._nodes(config, degrees)
+        ep, etp = degrees.get("ep", 1), degrees.get("etp", 1)
+        if {"ep", "etp"} <= degrees.keys() and ep * etp > 1:  # a group of one sends nothing
+            yield from self.limits(config, ep, etp)
+
+    def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
+        """What does not fit this dispatcher on a group of more than one rank."""
+        yield from ()
+
+    def _nodes(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        """What a dispatcher that works node by node requires of their size."""
+        node, stage, ep, etp = config.parallelism.node, degrees["stage"], degrees["ep"], degrees["etp"]
+        world, size = degrees["pp"] * stage, ep * etp
+        if node < 1 or stage % size or nodes_of_a_group(world, ep, etp, node) is not None:
+            return
+        fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
+        yield (
+            f'moe.dispatcher = "{config.moe.dispatcher}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} '
+            f"= {size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
+            f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
+            f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
+        )
+
+    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        """For the planner: there and back in a forward, as an all-to-all. costs: a
+        titanmoe.plan.block_costs.BlockCosts."""
+        row, K = costs.row_bytes, costs.model.top_k
+        return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
+
+
+class AllToAllRules(DispatcherRules):
+    help = "alltoall moves each token only to its experts' ranks."
+    implementation = "titanmoe.moe.dispatch:AllToAll"
+    search_tries = True
+
+
+class AllGatherRules(DispatcherRules):
+    help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
+    implementation = "titanmoe.moe.dispatch:AllGather"
+    whole = "has none"
+    own_buffers = True
+
+    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.row_bytes)
+
+
+class HierarchicalRules(DispatcherRules):
+    help = (
+        "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
+        "ep x etp that spans nodes, if a token has several experts on one."
+    )
+    implementation = "titanmoe.moe.dispatch:Hierarchical"
+    host_syncs = 2
+    nodes = True
+    search_tries = True
+
+    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        """First once to each domain, then, of all that came, copies for the experts there."""
+        domains = costs.domains(ep, etp)
+        if domains == 1:
+            return super().seconds(costs, tokens, ep, etp)
+        within, across = costs.groups_by_domain(ep, etp)
+        there = costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
+        return 2 * (there + costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes))
+
+
+class SymmetricMemoryRules(DispatcherRules):
+    help = (
+        "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
+        "sizes: for GPUs of one NVLink domain that often idle waiting for the host."
+    )
+    implementation = "titanmoe.moe.symmetric:Symmetric"
+    host_syncs = 0
+    whole = "leaves those counts on the device"
+    unused_rows = True
+    asks_machine = True
+    own_buffers = True
+    no_bins = (
+        'so that moe.dispatcher = "symm_mem" saves the host nothing: use dispatcher = "alltoall", which then does not '
+        "wait either, or pad_to_capacity = false"
+    )
+
+    def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
+        """A kernel's first block overwrites the offsets that others still read, always if a block has more than one
+        piece. The grid has 64 blocks, 8 with more than 8 ranks (torch 2.11 and newer). A warp for each expert."""
+        yield from _above(8, ep * etp, "ranks of ep * etp", f"ep * etp = {ep} * {etp}", config)
+        total = config.model.num_experts
+        yield from _above(16, total // ep, "experts on a rank", f"model.num_experts / ep = {total} / {ep}", config)
+        where = f"model.num_experts * etp = {total} * {etp}"
+        yield from _above(64, total * etp, "pieces from a rank", where, config)
+
+
+class DeepEPRules(DispatcherRules):
+    help = (
+        "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
+        "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
+    )
+    implementation = "titanmoe.moe.deepep:DeepEP"
+    whole = "sends a token once for all its experts on a rank"
+    asks_machine = True
+    own_buffers = True
+    no_bins = 'and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false'
+
+    # deep_ep/buffer.py and csrc/kernels of DeepEP 1.2: sizes that it has options for, lanes of a warp, a token's
+    # half in a warp's buffer, 32 bytes at a time.
+    sizes = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
+    node = 8
+    param = "bfloat16"
+    dim_of, most_dim = 16, 8176
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        param, router, dim = config.training.mixed_precision_param, config.moe.router_dtype, config.model.dim
+        if self.param and param != self.param:
+            yield Violation(
+                ("moe.dispatcher", "training.mixed_precision_param"),
+                f'moe.dispatcher = "deepep" sends {self.param} alone, and training.mixed_precision_param = "{param}": '
+                f'use "{self.param}" there, or dispatcher = "alltoall"',
+            )
+        if self.param and router != "float32":
+            yield Violation(
+                ("moe.dispatcher", "moe.router_dtype"),
+                f'moe.dispatcher = "deepep" sends routing weights in float32, and moe.router_dtype = "{router}": use '
+                '"float32" there, or dispatcher = "alltoall"',
+            )
+        if dim % self.dim_of or dim > self.most_dim:
+            yield Violation(
+                ("moe.dispatcher", "model.dim"),
+                f'moe.dispatcher = "deepep" sends multiples of {self.dim_of} numbers, at most {self.most_dim}, and '
+                f'model.dim is {dim}: use dispatcher = "alltoall"',
+            )
+
+    def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
+        ranks, top_k = ep * etp, config.model.top_k
+        yield from _above(32, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}", config)
+        if ranks not in self.sizes:
+            yield (
+                f'moe.dispatcher = "deepep" is made for {", ".join(map(str, self.sizes))} ranks, and ep * etp = {ep} * '
+                f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
+            )
+        node = config.parallelism.node  # 1 also where no launcher says
+        if node > 1 and (node != self.node if ranks > self.node else node % ranks):
+            yield (
+                f'moe.dispatcher = "deepep" needs its group within a node, or nodes of {self.node} ranks, and ep * etp '
+                f'= {ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
+            )
+
+    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        domains = costs.domains(ep, etp)
+        across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
+        within = tokens * costs.row_bytes * costs.visits(ep) * etp
+        return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
+
+
+def _above(most: int, number: int, what: str, where: str, config: Config) -> Iterator[str]:
+    if number > most:
+        yield (
+            f'moe.dispatcher = "{config.moe.dispatcher}" takes at most {most} {what}, and {where} is {number}: '
+            'use another ep or etp, or dispatcher = "alltoall"'
+        )
+
+
+DISPATCHERS = Kind(
+    "moe.dispatcher",
+    {
+        "alltoall": AllToAllRules(),
+        "allgather": AllGatherRules(),
+        "hierarchical": HierarchicalRules(),
+        "symm_mem": SymmetricMemoryRules(),
+        "deepep": DeepEPRules(),
+    },
+    DispatcherRules,
+    ("dispatch", "missing", "reserve"),
+)
+
+
+def in_chunks() -> list[str]:
+    """Those whose rows can travel while something else is computed."""
+    return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).whole]
+
+
+def in_chunks_quoted() -> str:
+    """The same as a message suggests them."""
+    return " or ".join(f'"{name}"' for name in in_chunks())

@@ -1,0 +1,33 @@
+"""torch's flash attention for CPUs, with the log-sum-exp by which `titanmoe.parallel.context` merges blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+
+def _padded(width: int, *xs: Tensor) -> list[Tensor]:
+    """The kernels need queries, keys and values of one width: padding with zeros does not change a score."""
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+
+
+def block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
+    grad, *qkv, out = _padded(width, grad, q, k, v, out)
+    dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, *qkv, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]

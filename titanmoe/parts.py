@@ -1,0 +1,7 @@
+"""Every kind of part that a recipe can name, with the table of its names. No torch here."""
+
+from titanmoe.config.parts import Parts
+from titanmoe.models.families import FAMILIES
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
+
+PARTS = Parts((FAMILIES, DISPATCHERS))
