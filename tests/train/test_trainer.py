@@ -175,9 +175,8 @@ def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:
 
 
 def notes_under(version: str) -> dict[str, str]:
-    trainer = parity.make_trainer({"model.vocab_size": 320})
     with replaced(torch, "__version__", version):
-        return trainer.parts.set_up.notes()
+        return parity.make_trainer({"model.vocab_size": 320}).parts.set_up
 
 
 def test_a_version_of_torch_that_was_not_tried_is_named() -> None:

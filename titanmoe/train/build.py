@@ -31,7 +31,7 @@ from titanmoe.train.console import Shown
 from titanmoe.train.divergence import Expected
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
-from titanmoe.train.header import SetUp, header
+from titanmoe.train.header import header, set_up
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.optimizer import Optimizer
@@ -56,10 +56,8 @@ def build_training(
 ) -> Training:
     """All ranks call it together. What follows `runtime` puts something else in a part's place.
 
-    loader: called with the config, the data rank and the number of data ranks. garbage: called with training.gc_every.
-    optimizer: called with the parameters and [optimizer]. checks: called with the config and the Training when all else
-    is there. build: makes this rank's parts of the model. reserve_buffers: makes what a step attaches to its
-    dispatchers.
+    loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
+    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its dispatchers.
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
@@ -86,31 +84,14 @@ def build_training(
         samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
         slicer = Slicer(meshes, place, device, with_mtp=False)
         validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
-    guard = Guard(
-        config.optimizer,
-        steps_in(config.data.skip_steps),
-        state,
-        gradients,
-        update,
-        buffers,
-        batches,
-        runtime.world,
-    )
+    passed_over = steps_in(config.data.skip_steps)
+    guard = Guard(config.optimizer, passed_over, state, gradients, update, buffers, batches)
+    about = about_run(config, fold)
     checkpoints = Checkpoints(
-        config.checkpoint,
-        config.model,
-        about_run(config, fold),
-        runtime,
-        state,
-        batches,
-        validation,
-        update,
-        weights,
-        buffers,
-        rate,
+        config.checkpoint, config.model, about, runtime, state, batches, validation, update, weights, buffers, rate
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
-    collections, clock = garbage(training.gc_every), Clock(device)
+    clock = Clock(device)
     made = Training(
         runtime=runtime,
         fold=fold,
@@ -134,19 +115,11 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        set_up=SetUp(
-            batches,
-            engine,
-            fold.pp,
-            config.pipeline,
-            config.moe,
-            config.compile.enable,
-            config.activation_checkpoint.mode,
-        ),
+        set_up=set_up(config, fold.pp, batches.microbatches, engine),
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,
-        garbage=collections,
+        garbage=garbage(training.gc_every),
     )
     guard.checks = checks(config, made)
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,31 +32,27 @@ from titanmoe.train.signals import Signals
 from titanmoe.train.validation import Validation
 
 
+@dataclass(eq=False)
 class Checkpoints:
-    def __init__(
-        self,
-        options: Options,
-        model: Model,
-        about_run: dict[str, Any],
-        runtime: Runtime,
-        state: RunState,
-        loader: Loader,
-        validation: Validation | None,
-        optimizer: Optimizer,
-        parameters: dict[str, nn.Parameter],
-        buffers: dict[str, Tensor],
-        rate: LearningRate,
-    ):
-        """about_run: what every record contains (`checkpoint.state.about_run`)."""
-        self.options, self.model, self.about_run, self.rate = options, model, about_run, rate
-        self.rank, self.world = runtime.rank, runtime.world
-        self.state, self.loader, self.validation = state, loader, validation
-        self.optimizer, self.parameters, self.buffers = optimizer, parameters, buffers
-        self.group = dist.group.WORLD if self.world > 1 else None
+    options: Options
+    model: Model
+    about_run: dict[str, Any]
+    """What every record contains (`checkpoint.state.about_run`)."""
+    runtime: Runtime
+    state: RunState
+    loader: Loader
+    validation: Validation | None
+    optimizer: Optimizer
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    rate: LearningRate
+    begun: int = 0
+    """The step after which this start goes on."""
+    saver: Saver | None = None
+
+    def __post_init__(self) -> None:
+        self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
-        self.begun = 0
-        """The step after which this start goes on."""
-        self.saver: Saver | None = None
 
     def inside(self, run: Path) -> Checkpoints:
         """Those of the run in this folder. Enter what it returns."""
@@ -145,7 +142,7 @@ class Checkpoints:
     def _check_together(self, path: Path) -> list[str]:
         def mine() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
-            return layout.damage(path, files[self.rank :: self.world], contents=self.options.verify)
+            return layout.damage(path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify)
 
         try:
             return [line for lines in on_all_ranks(self.group, mine) for line in lines]

@@ -87,28 +87,26 @@ class Slicer:
         return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
 
 
+@dataclass(eq=False)
 class Gradients:
-    def __init__(
-        self,
-        stages: list[Transformer],
-        engine: WithoutPipeline | Pipeline,
-        tied: TiedEnds,
-        shared_buffers: SharedBuffers | None,
-        meshes: Meshes,
-        model: Model,
-        global_batch_size: int,
-        state: RunState,
-        device: torch.device,
-    ):
-        """shared_buffers: what a step attaches to its dispatchers."""
-        self.stages, self.engine, self.tied, self.shared_buffers = stages, engine, tied, shared_buffers
-        self.meshes, self.device, self.state = meshes, device, state
-        self.wants_to_stop: Callable[[], bool] = lambda: False
-        """Whether this rank does; all stop together once one does."""
-        self.parameters = {name: p for stage in stages for name, p in stage.named_parameters()}
-        self.moe_layers: dict[int, MoE] = {i: moe for stage in stages for i, moe in stage.moe_layers().items()}
-        self.blocks, self.num_experts, self.global_batch_size = moe_blocks(model), model.num_experts, global_batch_size
-        self.overflow_reruns = 0
+    stages: list[Transformer]
+    engine: WithoutPipeline | Pipeline
+    tied: TiedEnds
+    shared_buffers: SharedBuffers | None
+    """What a step attaches to its dispatchers."""
+    meshes: Meshes
+    model: Model
+    global_batch_size: int
+    state: RunState
+    device: torch.device
+    wants_to_stop: Callable[[], bool] = lambda: False
+    """Whether this rank does; all stop together once one does."""
+    overflow_reruns: int = 0
+
+    def __post_init__(self) -> None:
+        self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
+        self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
+        self.blocks, self.num_experts = moe_blocks(self.model), self.model.num_experts
 
     def sums(self, work: StepWork) -> Sums:
         """Sums the gradients of a step over the ranks, and returns what is known of it."""

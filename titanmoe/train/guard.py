@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -41,22 +42,17 @@ class StepVerdict(NamedTuple):
     """Those of the last pass."""
 
 
+@dataclass(eq=False)
 class Guard:
-    def __init__(
-        self,
-        options: Options,
-        pass_over: list[range],
-        state: RunState,
-        gradients: Gradients,
-        optimizer: Optimizer,
-        buffers: dict[str, Tensor],
-        loader: Loader,
-        world: int,
-    ):
-        """pass_over: steps whose batch is not used."""
-        self.options, self.pass_over, self.state, self.gradients = options, pass_over, state, gradients
-        self.optimizer, self.buffers, self.loader, self.world = optimizer, buffers, loader, world
-        self.checks = Checks()
+    options: Options
+    pass_over: list[range]
+    """Steps whose batch is not used."""
+    state: RunState
+    gradients: Gradients
+    optimizer: Optimizer
+    buffers: dict[str, Tensor]
+    loader: Loader
+    checks: Checks = field(default_factory=Checks)
 
     def passes_over(self) -> bool:
         step = self.state.step
@@ -85,7 +81,7 @@ class Guard:
         """Make no update, and write down whose step it was."""
         self.gradients.drop()
         self.state.skips.skip()
-        everyone: list[Any] = [None] * self.world
+        everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.loader.identify(batches))
         samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
         text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
@@ -98,7 +94,7 @@ class Guard:
         step = self.state.step
         grads = first_nonfinite({name: local_grad(p) for name, p in self.gradients.parameters.items()})
         weights = first_nonfinite(self.optimizer.local_shards | self.buffers)
-        names: list[Any] = [None] * self.world
+        names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, (grads, weights))
         grads = next((name for name, _ in names if name), "")
         culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 from rich.text import Text
 
-from titanmoe.config.schema import Checkpoint, Config, MoE
-from titanmoe.config.schema import Pipeline as PipelineOptions
-from titanmoe.data.loader import Loader
+from titanmoe.config.schema import Checkpoint, Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.count import Parameters
@@ -71,38 +69,26 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     )
 
 
-@dataclass(frozen=True)
-class SetUp:
-    """How a run is set up: its data, compilation, pipeline and recomputation."""
-
-    loader: Loader
-    engine: WithoutPipeline | Pipeline
-    pp: int
-    pipeline: PipelineOptions
-    moe: MoE
-    compiles: bool
-    recomputes: str
-    """activation_checkpoint.mode"""
-
-    def notes(self) -> dict[str, str]:
-        notes = self.loader.notes()
-        splits = splits_backward(self.pipeline, self.pp)
-        if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
-            notes["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
-        if self.compiles:
-            reason = why_in_parts(self.moe, splits)
-            notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
-        if self.pp == 1:
-            return notes
-        name = self.pipeline.schedule_csv or self.pipeline.schedule
-        notes["pipeline"] = (
-            f"{name}: {len(stage_ranks(self.pipeline, self.pp))} stages, {self.loader.microbatches} microbatches, "
-            f"bubble {self.engine.bubble:.1%} of the time"
-            + (", pairs of forward and backward take turns" if self.pipeline.overlap_pairs else "")
+def set_up(config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
+    """The rows on how it computes: compilation, pipeline, recomputation."""
+    rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
+    splits = splits_backward(options, pp)
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
+        rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
+    if config.compile.enable:
+        reason = why_in_parts(config.moe, splits)
+        rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
+    if pp == 1:
+        return rows
+    name = options.schedule_csv or options.schedule
+    rows["pipeline"] = (
+        f"{name}: {len(stage_ranks(options, pp))} stages, {microbatches} microbatches, "
+        f"bubble {engine.bubble:.1%} of the time"
+        + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
+    )
+    if splits and recompute in ("full", "moe"):
+        rows["recompute"] = (
+            f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
+            "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
         )
-        if splits and self.recomputes in ("full", "moe"):
-            notes["recompute"] = (
-                f'{name} splits backward, so with activation_checkpoint.mode = "{self.recomputes}" a block runs up to '
-                "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
-            )
-        return notes
+    return rows

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -83,29 +84,27 @@ def as_json(record: dict[str, float]) -> str:
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
 
 
+@dataclass(eq=False)
 class Metrics(Observer):
     """Writes on rank 0 and does nothing on the others."""
 
-    def __init__(
-        self,
-        options: Options,
-        model: Model,
-        expected: Expected,
-        shown: console.Shown,
-        header: Header,
-        recipe: str,
-        values: dict[str, Any],
-        runtime: Runtime,
-        fold: Fold,
-        clock: Clock,
-        flops_per_token: float,
-        peak: float | None,
-    ):
-        """recipe, values: the whole config, as TOML and by table, to be written down. peak: FLOP/s of a device."""
-        self.options, self.model, self.expected, self.shown, self.header = options, model, expected, shown, header
-        self.recipe, self.values, self.runtime, self.fold, self.clock = recipe, values, runtime, fold, clock
-        self.flops_per_token, self.peak, self.steps = flops_per_token, peak, shown.steps
-        self.writes = runtime.rank == 0
+    options: Options
+    model: Model
+    expected: Expected
+    shown: console.Shown
+    header: Header
+    recipe: str
+    """The whole config, to be written down as TOML, and by table."""
+    values: dict[str, Any]
+    runtime: Runtime
+    fold: Fold
+    clock: Clock
+    flops_per_token: float
+    peak: float | None
+    """FLOP/s of a device."""
+
+    def __post_init__(self) -> None:
+        self.steps, self.writes = self.shown.steps, self.runtime.rank == 0
 
     def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None) -> None:
         """Write into the run's folder, after this step; time is measured from here. notes: for the header."""

@@ -41,7 +41,7 @@ class Trainer:
         run = parts.folder.claim()
         refused = parts.folder.removed_if_refused()
         with refused, parts.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | parts.set_up.notes()
+            notes = checkpoints.begin() | parts.loader.notes() | parts.set_up
             if parts.metrics.writes:
                 rewind(run, self.step)
             parts.metrics.begin(run, self.step, notes)

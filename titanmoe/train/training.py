@@ -17,7 +17,6 @@ from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
-from titanmoe.train.header import SetUp
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
@@ -60,7 +59,8 @@ class Training:
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
-    set_up: SetUp
+    set_up: dict[str, str]
+    """Rows of the header."""
     metrics: Metrics
     clock: Clock
     profile: Profile

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,22 +19,18 @@ from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.run_state import RunState
 
 
+@dataclass(eq=False)
 class Validation:
-    def __init__(
-        self,
-        interval: int,
-        last: int,
-        samples: Iterable[list[Batch]],
-        slicer: Slicer,
-        gradients: Gradients,
-        state: RunState,
-    ):
-        """Due every `interval` steps, and after step `last`. slicer: without what multi-token prediction needs.
-        gradients: whose forward it uses.
-        """
-        self.interval, self.last, self.samples, self.slicer = interval, last, samples, slicer
-        self.gradients, self.state = gradients, state
-        self.best = math.inf
+    """Due every `interval` steps, and after step `last`."""
+
+    interval: int
+    last: int
+    samples: Iterable[list[Batch]]
+    slicer: Slicer
+    """Without what multi-token prediction needs."""
+    gradients: Gradients
+    state: RunState
+    best: float = math.inf
 
     def after_step(self) -> dict[str, float]:
         """Loss, perplexity and the best loss so far, if a validation is due."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanmoe import observe
@@ -34,22 +35,18 @@ def checks(config: Config, training: Training) -> Checks:
     return NumberChecks(config.debug, replicas, trace, training.gradients, training.state)
 
 
+@dataclass(eq=False)
 class NumberChecks(Checks):
-    def __init__(
-        self,
-        options: Debug,
-        replicas: Replicas | None,
-        trace: Callable[[], Trace],
-        gradients: Gradients,
-        state: RunState,
-    ):
-        """trace: makes what looks into a pass for the first number that is not finite."""
-        self.options, self.replicas, self.trace, self.state = options, replicas, trace, state
-        self.passes = gradients
-        self.stragglers: Stragglers | None = None
-        """While the run is watched."""
-        self.explanations: list[str] = []
-        self.last_work: StepWork | None = None
+    options: Debug
+    replicas: Replicas | None
+    trace: Callable[[], Trace]
+    """Makes what looks into a pass for the first number that is not finite."""
+    passes: Gradients
+    state: RunState
+    stragglers: Stragglers | None = None
+    """While the run is watched."""
+    explanations: list[str] = field(default_factory=list)
+    last_work: StepWork | None = None
 
     def gradients(self, step: int, work: StepWork, parameters: dict[str, Any]) -> None:
         self._remember(work)
