@@ -127,9 +127,7 @@ def build_training(
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
     name, count = device_name(runtime.device), parameters(config.model)
-    on_gpu = runtime.device.type == "cuda"
-    known = peak_flops(name, config.training.mixed_precision_param) if on_gpu else None
-    peak = config.metrics.peak_tflops * 1e12 or known
+    peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
     guess = math.log(config.model.vocab_size) if config.data.source != "synthetic" else math.inf
     return Metrics(
         config.metrics,
