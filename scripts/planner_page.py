@@ -120,7 +120,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
 
 
 def rows_on_page() -> list[tuple[str, ...]]:
-    text = PAGE.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(END)[0]
+    text = ROWS.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(END)[0]
     return [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("| ")][1:]
 
 

@@ -25,6 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
+from titanmoe.observe import Observer, listening
 from titanmoe.ops import counter_rng
 from titanmoe.tokens import IGNORE
 
@@ -139,7 +140,7 @@ def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list
 
 
 class Samples:
-    """The loader's part of the Trainer, over the test's samples."""
+    """A run's loader, over the test's samples."""
 
     def __init__(self, config: Config, rank: int, ranks: int, documents: bool):
         self.config, self.rank, self.ranks, self.documents, self.step = config, rank, ranks, documents, 0
@@ -220,14 +221,19 @@ def runtime_here() -> Any:
 
 def make_trainer(changes: dict[str, Any], **seams: Any) -> Any:
     """On a rank: the Trainer of a recipe, with the recipe's own data unless a loader is given."""
+    runtime = runtime_here()
+    return build_trainer(read(changes, runtime.world), runtime, **{"garbage": no_collection} | seams)
+
+
+def build_trainer(config: Config, runtime: Any, **seams: Any) -> Any:
+    from titanmoe.train.build import build_training
     from titanmoe.train.trainer import Trainer
 
-    runtime = runtime_here()
-    return Trainer(read(changes, runtime.world), runtime, **{"garbage": no_collection} | seams)
+    return Trainer(build_training(config, runtime, **seams))
 
 
 def samples(documents: bool = False) -> Callable[[Config, int, int], Samples]:
-    """The test's own samples, as a Trainer's loader."""
+    """The test's own samples, as a run's loader."""
     return functools.partial(Samples, documents=documents)
 
 
@@ -263,20 +269,22 @@ def measure(
     undo = planted_faults.FAULTS[fault]() if fault else lambda: None
     grads: list[dict[str, torch.Tensor]] = []
 
-    def capture(step: int, parameters: dict[str, Any]) -> None:
-        if step == 1:
-            missing = [name for name, p in parameters.items() if p.grad is None]
-            assert not missing, f"no gradient at all: {missing}"
-            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, trainer.fold, places))
+    class Capture(Observer):
+        def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+            if step == 1:
+                missing = [name for name, p in parameters.items() if p.grad is None]
+                assert not missing, f"no gradient at all: {missing}"
+                grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, parts.fold, places))
 
     try:
-        trainer = make_trainer(changes, loader=samples(documents), on_gradients=capture)
-        places = blame.held(trainer.parameters)
+        trainer = make_trainer(changes, loader=samples(documents))
+        parts = trainer.parts
+        places = blame.held(parts.parameters)
         prepare(trainer)
-        with frozen(choices):
+        with frozen(choices), listening(Capture()):
             reports = [train_step(trainer) for _ in range(steps)]
-        weights = whole(trainer.parameters, rank, trainer.fold, places)
-        buffers = [item for part in trainer.stages for item in part.named_buffers()]
+        weights = whole(parts.parameters, rank, parts.fold, places)
+        buffers = [item for part in parts.stages for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bias)
@@ -301,15 +309,14 @@ def measure(
 def train(argv: list[str]) -> None:
     """On a rank: what train.py does once it has joined the others."""
     from titanmoe.train.launch import read
-    from titanmoe.train.trainer import Trainer
 
     runtime = runtime_here()
-    Trainer(read(argv, runtime.world), runtime).train()
+    build_trainer(read(argv, runtime.world), runtime).train()
 
 
 def places(changes: dict[str, Any]) -> dict[str, blame.Held]:
     """On a rank: where its pieces of the parameters are."""
-    return blame.held(make_trainer(changes, loader=samples()).parameters)
+    return blame.held(make_trainer(changes, loader=samples()).parts.parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -408,7 +415,7 @@ def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
     """`measure`, with every router's selection bias set."""
 
     def set_bias(trainer: Any) -> None:
-        for moe in trainer.moe_layers.values():
+        for moe in trainer.parts.moe_layers.values():
             moe.router.expert_bias.copy_(torch.tensor(bias))
 
     return measure(changes, steps=1, prepare=set_bias)

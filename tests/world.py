@@ -60,6 +60,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "titanmoe.train.launch",
+    "titanmoe.train.build",
     "titanmoe.train.trainer",
     "titanmoe.models.families",
     "pytest",

@@ -46,9 +46,9 @@ class Observer:
     def arrived(self) -> None:
         """It has waited, and has the message."""
 
-    def gradients(self, work: Any, own_losses: Any) -> None:
-        """The gradients of a step are there. work: its trainer's StepWork. own_losses: what this rank added to the
-        losses."""
+    def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+        """The gradients of a step are summed and known to be finite; they are clipped next. work: its StepWork.
+        parameters: by name, on this rank."""
 
     def updated(self, step: int) -> None:
         """The optimizer has made its update."""

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint import write_tensors as writing
-from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
 from titanmoe.train.trainer import Trainer
@@ -55,7 +55,7 @@ def main() -> None:
     dist.broadcast_object_list(box, 0)
     folder = Path(box[0])
     try:
-        figures = measure(Trainer(config, runtime), folder, args.rounds)
+        figures = measure(Trainer(build_training(config, runtime)), folder, args.rounds)
         if runtime.rank == 0:
             report(figures, args.json)
     finally:
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    checkpoints = Checkpoints(trainer, folder)
+    checkpoints = trainer.parts.checkpoints.inside(folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES
@@ -96,7 +96,12 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
     }
     check = statistics.median(checks)
     return out | {
-        "all": {"step": statistics.median(quiet), "check": check, "gb": size / 1e9, "ranks": trainer.runtime.world}
+        "all": {
+            "step": statistics.median(quiet),
+            "check": check,
+            "gb": size / 1e9,
+            "ranks": trainer.parts.runtime.world,
+        }
     }
 
 

@@ -44,6 +44,7 @@ def main() -> None:
     args = parser.parse_args()
     import torch
 
+    from titanmoe.train.build import build_training
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import start, stop
     from titanmoe.train.trainer import Trainer
@@ -55,7 +56,7 @@ def main() -> None:
     configs = {name: read([*BASE, *options, *further], 1) for name, options in RUNS.items()}
     runtime, curves = start(configs["float32"]), {}
     for name, config in configs.items():
-        trainer, began = Trainer(config, runtime), time.process_time()
+        trainer, began = Trainer(build_training(config, runtime)), time.process_time()
         curves[name] = [trainer.train_step()["loss"] for _ in range(args.steps)]
         print(f"{name}: {time.process_time() - began:.0f} CPU-s", flush=True)
     stop()

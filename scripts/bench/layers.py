@@ -301,9 +301,10 @@ def alone() -> Any:
 
 class Ours:
     def __init__(self, config: Any, runtime: Any):
+        from titanmoe.train.build import build_training
         from titanmoe.train.trainer import Trainer
 
-        self.config, self.trainer, self.report = config, Trainer(config, runtime), {}
+        self.config, self.trainer, self.report = config, Trainer(build_training(config, runtime)), {}
 
     def route(self, balanced: bool) -> None:
         self.config.moe.force_balance = balanced

@@ -126,6 +126,7 @@ def cpu_seconds() -> float:
 def serve(root: str, options: list[str]) -> None:
     """One rank."""
     from titanmoe.models.count import flops_per_token, parameters
+    from titanmoe.train.build import build_training
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import start, stop, world_size
     from titanmoe.train.trainer import Trainer
@@ -135,7 +136,7 @@ def serve(root: str, options: list[str]) -> None:
         raise SystemExit(f"{origin} was imported and not the checkout {root}")
     config = read(options, world_size())
     runtime = start(config)
-    trainer = Trainer(config, runtime)
+    trainer = Trainer(build_training(config, runtime))
     count = parameters(config.model)
     flops = flops_per_token(config.model, config.training.seq_len)
     print(json.dumps({"total": count.total, "active": count.active, "flops": flops}), flush=True)

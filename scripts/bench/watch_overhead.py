@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.observe import POINTS, Observer, listening
+from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
 from titanmoe.train.trainer import Trainer
@@ -58,8 +59,8 @@ def main() -> int:
     args = parser.parse_args()
     config = read(CONFIG, world_size())
     runtime = start(config)
-    trainer = Trainer(config, runtime, checks=checks)
-    watch = Watch(trainer)
+    training = build_training(config, runtime, checks=checks)
+    trainer, watch = Trainer(training), Watch(config.training, config.checkpoint, training)
     kinds = [type(f"Timed{type(one).__name__}", (Timed,), {})(one) for one in watch.observers]
     steps, ticks = [], []
     for step in range(args.steps):

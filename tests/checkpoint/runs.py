@@ -40,11 +40,9 @@ class Went:
 
 def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> Went:
     """Start as the config says, train until a step, and save as the config says up to step `saves`."""
-    from titanmoe.train.checkpoints import Checkpoints
-
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)
     went = Went()
-    with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+    with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
         went.notes = checkpoints.begin()
         while trainer.step < until:
             report = trainer.train_step()
@@ -52,9 +50,9 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
             if trainer.step <= saves:
                 checkpoints.after_step()
         checkpoints.wait()
-    went.loader = trainer.loader.state_dict()
-    went.state = parity.whole(everything(trainer), dist.get_rank(), trainer.fold)
-    copies = ("head.weight",) * trainer.config.model.tie_embeddings + ("embed_copy.weight",)
+    went.loader = trainer.parts.loader.state_dict()
+    went.state = parity.whole(everything(trainer), dist.get_rank(), trainer.parts.fold)
+    copies = ("head.weight",) * changes.get("model.tie_embeddings", False) + ("embed_copy.weight",)
     went.state = {name: tensor for name, tensor in went.state.items() if not name.endswith(copies)}
     return went
 
@@ -62,9 +60,9 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    out = dict(trainer.parameters) | trainer.buffers
-    for name, moments in trainer.optimizer.moments().items():
-        like = trainer.parameters[name]
+    out = dict(trainer.parts.parameters) | trainer.parts.buffers
+    for name, moments in trainer.parts.optimizer.moments().items():
+        like = trainer.parts.parameters[name]
         for moment in ("exp_avg", "exp_avg_sq"):
             out[f"{moment}.{name}"] = DTensor.from_local(
                 moments[moment], like.device_mesh, like.placements, shape=like.shape, stride=like.stride()

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def start_of(folder: Path) -> choose_checkpoint.StartPoint:
     run = folder.parent
-    return choose_start(config(run), run, layout.damage)
+    return choose_start(config(run).checkpoint, run, layout.damage)
 
 
 # ---- disks that do not answer
@@ -150,7 +150,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
         again = {"model.a": LazyTensor((64,), torch.float32, lambda: torch.full((64,), -1.0))}
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
         layout.write_latest(folder, layout.name_of(step))
-    ahead = choose_start(config(folder.parent), folder.parent, layout.damage).path
+    ahead = choose_start(config(folder.parent).checkpoint, folder.parent, layout.damage).path
     message = layout.sweep(folder)
     best = start_of(folder).path
     assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []

@@ -28,6 +28,7 @@ from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
+from titanmoe.observe import Observer, listening
 
 NAN = float("nan")
 
@@ -47,14 +48,16 @@ def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
     """In step 2 one rank's copy of a bias, which another rank would write, is NaN."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.keep_last": 1}
 
-    def poison(step: int, parameters: dict[str, Any]) -> None:
-        if step == 2 and dist.get_rank() == 1:
-            trainer.buffers["layers.1.moe.router.expert_bias"][3] = NAN
+    class Poison(Observer):
+        def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+            if step == 2 and dist.get_rank() == 1:
+                trainer.parts.buffers["layers.1.moe.router.expert_bias"][3] = NAN
 
     changes = runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 9, "training.global_batch_size": 2} | options
-    trainer = parity.make_trainer(changes, on_gradients=poison)
+    trainer = parity.make_trainer(changes)
     try:
-        trainer.train()
+        with listening(Poison()):
+            trainer.train()
     except CheckpointError as error:
         return str(error), trainer.step
     return "", trainer.step

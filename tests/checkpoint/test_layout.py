@@ -35,7 +35,7 @@ def config(run: Path, load: str = "auto") -> Config:
 
 
 def start_of(run: Path, load: str = "auto") -> tuple[str, list[str]]:
-    beginning = choose_start(config(run, load), run, layout.damage)
+    beginning = choose_start(config(run, load).checkpoint, run, layout.damage)
     return beginning.path.name if beginning.path else "", beginning.notes
 
 
@@ -57,7 +57,7 @@ def test_runs_do_not_share_an_absolute_folder(tmp_path):
     for name in ("a", "b"):
         settings = config(tmp_path / name)
         settings.checkpoint.folder = str(tmp_path / "all")
-        assert checkpoints_of(tmp_path / name, settings) == tmp_path / "all" / name
+        assert checkpoints_of(tmp_path / name, settings.checkpoint) == tmp_path / "all" / name
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
@@ -101,7 +101,7 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
         and "--checkpoint.load=none starts from scratch on purpose" in text
         and "\n" not in text
     )
-    assert choose_start(config(run, "none"), run, layout.damage).path is None
+    assert choose_start(config(run, "none").checkpoint, run, layout.damage).path is None
 
 
 def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):

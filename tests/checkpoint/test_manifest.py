@@ -97,7 +97,7 @@ def test_a_manifest_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_config_of_wrong_types_is_not_built(tmp_path: Path) -> None:
-    words = r'm: model.dim = "big" is not an integer; moe.dispatcher = 3 is not one of'
+    words = r'm: model.dim = "big" is not an integer; moe.dispatcher = 3 is not a string'
     with pytest.raises(CheckpointError, match=words):
         manifest.config_of({"config": {"model": {"dim": "big"}, "moe": {"dispatcher": 3}}}, Path("m"))
     assert manifest.config_of({"config": {"model": {"dim": 64, "gone": []}}}, Path("m")) == {"model.dim": 64}

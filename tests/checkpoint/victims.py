@@ -121,7 +121,7 @@ def train_until_killed(rank: int, folder: str, changes: dict[str, Any], step: in
     save = Checkpoints._save
 
     def dying(checkpoints: Checkpoints) -> float:
-        last = rank == 0 and checkpoints.trainer.step == step
+        last = rank == 0 and checkpoints.state.step == step
         if last and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         took = save(checkpoints)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests import parity, reference
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
 
@@ -36,7 +37,7 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
         f"model.{name}": LazyTensor(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
         for name, tensor in (weights | bias).items()
     }
-    write_checkpoint(path, tensors, {"step": 7, "config": dataclasses.asdict(config)})
+    write_checkpoint(path, tensors, {"step": 7, "config": nested(config)})
     return config, weights, bias
 
 

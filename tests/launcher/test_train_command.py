@@ -12,12 +12,15 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
 from titanmoe.launcher import agent, fit_ranks, train_command
 from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
+from titanmoe.train import handed_on as handed_on_module
 from titanmoe.train import launch
+from titanmoe.train.handed_on import handed_on
 
 DEBUG = "train_configs/debug.toml"
 CPUS, GPUS = Machine(0, 2), Machine(8, 64)
@@ -106,10 +109,12 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    train_command._environment(train_command.PreparedRun(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    train_command._environment(
+        train_command.PreparedRun(Request(options={"nnodes": "2"}), None, None, 4, Machine(0, 8))
+    )
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    train_command._environment(train_command.PreparedRun(Request(), None, 4, Machine(0, 8)))
+    train_command._environment(train_command.PreparedRun(Request(), None, None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
@@ -165,9 +170,42 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     prepared = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
     assert prepared.config.parallelism.experts.ep == 2 and prepared.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
-    assert launch.read(prepared.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
+    assert launch.receive(prepared.checked, 2).parallelism.experts.ep == 2, "the ranks agree"
     assert main(["train", "debug", "--ranks", "auto"]) == 2
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
+
+
+def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
+    words = ["debug", "--optimizer.lr=2.5e-4", "--data.skip_steps", "3", "5-7", "--job.name", 'say "ü"']
+    prepared, received = prepare(parse_words(words)), []
+
+    def start(config: Config) -> None:
+        received.append(config)
+        raise ConfigError(["no process is started here"])
+
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(launch, "world_size", lambda: 4)
+    expected = launch.read(prepared.request.words, 4)
+    with handed_on(prepared.checked) as file, monkeypatch.context() as without_laws:
+        monkeypatch.setenv(handed_on_module.FILE, str(file))
+        without_laws.setattr(launch, "refusals", None)
+        with pytest.raises(SystemExit):
+            launch.main(["--config", "no recipe"])
+    assert received == [expected] and not file.exists()
+
+
+def test_a_restart_on_other_ranks_is_fitted_and_checked(monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    checked = prepare(parse_words(["debug", "--parallelism.dp_shard=2"])).checked
+    config = launch.receive(checked, 8)
+    assert config.job.ranks == 8 and config.parallelism.dp_shard == 4
+    assert "mapping: started again on 8 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"parallelism\.tp = 2") as refusal:
+        launch.receive(checked, 3)
+    assert refusal.value.source == "debug and the command line"
+    with pytest.raises(ConfigError, match="global_batch_size = 16 is not a multiple"):
+        launch.receive(checked, 12)
 
 
 def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
@@ -253,7 +291,7 @@ from titanmoe.config.schema import Config
 from titanmoe.train.run_folder import claim
 config = Config()
 config.job.dump_folder, config.job.name, config.checkpoint.enable = sys.argv[1], "debug", True
-lock = claim(config)
+lock = claim(config.job, True)
 print("locked", flush=True)
 sys.stdin.read()
 """

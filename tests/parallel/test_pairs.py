@@ -19,7 +19,6 @@ from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.train.header import header_notes
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -203,8 +202,7 @@ def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> 
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:
-    trainer = parity.make_trainer(changes)
-    return header_notes(trainer.config, trainer.fold.pp, trainer.loader, trainer.engine)
+    return parity.make_trainer(changes).parts.set_up
 
 
 class Broken(RuntimeError):

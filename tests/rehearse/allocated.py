@@ -20,7 +20,7 @@ def peak(changes: dict[str, Any], world: int) -> int:
 
     The lowest of several steps, because gloo's threads may hold what they have sent until after the next layer.
     """
-    trainer = Trainer(
+    trainer = parity.build_trainer(
         config_of(changes, world, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection
     )
     trainer.train_step()

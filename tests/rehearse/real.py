@@ -17,6 +17,7 @@ from tests.rehearse.small import Comparable, comparable, config_of
 from tests.support import emulated_symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
 from titanmoe.data.batch import Batch
 from titanmoe.moe.router import Router
+from titanmoe.observe import Observer, listening
 from titanmoe.ops.device import as_on
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.hardware import HARDWARE
@@ -24,7 +25,6 @@ from titanmoe.rehearse.record import Recorder
 from titanmoe.rehearse.routing import AssumedRouting
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.world import Rehearsal, name_groups, rehearse
-from titanmoe.train.trainer import Trainer
 
 
 class Varied(Samples):
@@ -72,25 +72,25 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     mine: dict[int, dict[int, Tensor]] = {}
     gradients: list[int] = []
 
-    def count_bytes(step: int, parameters: dict[str, Any]) -> None:
-        grads = (local_grad(p) for p in parameters.values())
-        gradients.append(sum(g.numel() * g.element_size() for g in grads))
+    class CountBytes(Observer):
+        def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+            grads = (local_grad(p) for p in parameters.values())
+            gradients.append(sum(g.numel() * g.element_size() for g in grads))
 
     with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine):
-        trainer = Trainer(
-            config, parity.runtime_here(), loader=Varied, garbage=parity.no_collection, on_gradients=count_bytes
-        )
-        layers = {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
+        runtime = parity.runtime_here()
+        trainer = parity.build_trainer(config, runtime, loader=Varied, garbage=parity.no_collection)
+        layers = {id(block): f"layers.{i}" for part in trainer.parts.stages for i, block in part.blocks().items()}
         for _ in range(steps - 1):
             trainer.train_step()
         mine.clear()
         recorder = Recorder(layers, hardware != "cpu")
-        with recorder.recording():
+        with recorder.recording(), listening(CountBytes()):
             trainer.train_step()
-    state = trainer.optimizer.on_device
+    state = trainer.parts.optimizer.on_device
     return Real(
-        comparable(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
-        sum(p.numel() * p.element_size() for p in trainer.optimizer.local_shards.values()),
+        comparable(recorder.log, name_groups(trainer.parts.meshes.lanes, trainer.parts.fold, rank, 8)),
+        sum(p.numel() * p.element_size() for p in trainer.parts.optimizer.local_shards.values()),
         gradients[-1],
         sum(x.numel() * x.element_size() for x in state),
         {layer: (torch.tensor(list(of)), torch.stack(list(of.values()))) for layer, of in mine.items()},

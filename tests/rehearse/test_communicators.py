@@ -21,6 +21,7 @@ from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.world import _without_values, fake_world, rehearse
+from titanmoe.train.build import build_training
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
 
@@ -55,10 +56,10 @@ def test_a_rank_of_1024_has_at_most_12(dispatcher: str) -> None:
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
         with fake_world(rank, 1024):
             runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
-            trainer = Trainer(config, runtime, loader=Samples, garbage=no_collection, build=without_numbers)
-            counts = Counter(lane for (lane, _), group in trainer.meshes.lanes.groups.items() if group is not None)
+            training = build_training(config, runtime, loader=Samples, garbage=no_collection, build=without_numbers)
+            counts = Counter(lane for (lane, _), group in training.meshes.lanes.groups.items() if group is not None)
             assert len(living()) == sum(counts.values()) <= MOST
-            planned = Counter(lane for lane, _ in communicators(config, trainer.meshes.fold, 8))
+            planned = Counter(lane for lane, _ in communicators(config, training.meshes.fold, 8))
             assert counts == planned or rank == 600  # which is at no end of the pipeline
             if dispatcher == "hierarchical" and rank == 0:
                 assert on_page == {lane: str(count) for lane, count in counts.items()}

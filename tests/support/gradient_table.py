@@ -110,17 +110,19 @@ def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
 def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    fold, rank, batches = trainer.fold, dist.get_rank(), trainer.loader.next_step()
-    with probed((module for part in trainer.stages for module in part.modules()), float(BASE**rank)):
-        trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
-    microbatches = trainer.loader.microbatches
-    in_backward = summed(trainer.parameters, microbatches)
-    trainer.finish_gradients()
-    in_all = summed(trainer.parameters, microbatches)
+    fold, rank, batches = trainer.parts.fold, dist.get_rank(), trainer.parts.loader.next_step()
+    with probed((module for part in trainer.parts.stages for module in part.modules()), float(BASE**rank)):
+        trainer.parts.gradients.forward_backward(
+            trainer.parts.slicer.slices(batches), trainer.parts.slicer.count(batches), None
+        )
+    microbatches = trainer.parts.loader.microbatches
+    in_backward = summed(trainer.parts.parameters, microbatches)
+    trainer.parts.gradients.finish_gradients()
+    in_all = summed(trainer.parts.parameters, microbatches)
 
     table = {}
     for name in in_all:
-        parameter, seen = trainer.parameters[name], view(trainer.parameters[name])
+        parameter, seen = trainer.parts.parameters[name], view(trainer.parts.parameters[name])
         sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
         during, after = (along(fold, seen, found[name], rank) for found in (in_backward, in_all))
         cut = cuts(parameter)

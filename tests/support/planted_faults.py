@@ -18,18 +18,18 @@ def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], No
 
 
 def _expert_gradients_scaled_by(axis: str) -> Callable[[], None]:
-    from titanmoe.train import trainer
+    from titanmoe.train.gradients import Gradients
 
     def scaled(add: Any) -> Any:
         def run(self: Any) -> None:
             add(self)
             for name, p in self.parameters.items():
                 if ".experts." in name:
-                    p.grad.to_local().mul_(getattr(self.fold, axis))
+                    p.grad.to_local().mul_(getattr(self.meshes.fold, axis))
 
         return run
 
-    return _patch(trainer.Trainer, "finish_gradients", scaled)
+    return _patch(Gradients, "finish_gradients", scaled)
 
 
 def expert_gradients_scaled_by_ep() -> Callable[[], None]:
@@ -42,7 +42,7 @@ def expert_gradients_scaled_by_etp() -> Callable[[], None]:
 
 def _routers_only_summed_over(axis: str) -> Callable[[], None]:
     from titanmoe.comm.collectives import Group
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def partial(sum_replicated: Any) -> Any:
         def run(parameters: Any, stage: Any, tp: Any) -> None:
@@ -51,7 +51,7 @@ def _routers_only_summed_over(axis: str) -> Callable[[], None]:
 
         return run
 
-    return _patch(trainer, "sum_replicated", partial)
+    return _patch(gradients, "sum_replicated", partial)
 
 
 def router_not_reduced_over_tp() -> Callable[[], None]:
@@ -63,26 +63,27 @@ def router_not_summed_over_cp() -> Callable[[], None]:
 
 
 def norm_without_experts() -> Callable[[], None]:
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def without(norm: Any) -> Any:
         return lambda parameters, *rest: norm({n: p for n, p in parameters.items() if ".experts." not in n}, *rest)
 
-    return _patch(trainer, "grad_norm", without)
+    return _patch(gradients, "grad_norm", without)
 
 
 def loss_divided_by_local_tokens() -> Callable[[], None]:
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def local(count: Any) -> Any:
         def run(self: Any, batches: Any) -> Any:
             totals = count(self, batches)
             mine = sum(int((b.labels_BS != -100).sum()) for b in batches)
-            return trainer.Totals(torch.tensor(float(mine * self.fold.dp), dtype=torch.float64), totals.tokens)
+            dp = self.meshes.fold.dp
+            return gradients.Totals(torch.tensor(float(mine * dp), dtype=torch.float64), totals.tokens)
 
         return run
 
-    return _patch(trainer.Trainer, "count", local)
+    return _patch(gradients.Slicer, "count", local)
 
 
 def norm_of_own_heads_only() -> Callable[[], None]:
@@ -94,7 +95,7 @@ def norm_of_own_heads_only() -> Callable[[], None]:
 
 def rope_offset_wrong() -> Callable[[], None]:
     """Each cp rank counts positions from its own start."""
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -104,12 +105,12 @@ def rope_offset_wrong() -> Callable[[], None]:
 
         return run
 
-    return _patch(trainer, "take_slice", shifted)
+    return _patch(gradients, "take_slice", shifted)
 
 
 def label_shifted_across_shard_edge() -> Callable[[], None]:
     """Labels made from a rank's own ids: the last of each piece is lost."""
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -120,12 +121,12 @@ def label_shifted_across_shard_edge() -> Callable[[], None]:
 
         return run
 
-    return _patch(trainer, "take_slice", shifted)
+    return _patch(gradients, "take_slice", shifted)
 
 
 def next_token_within_a_shard() -> Callable[[], None]:
     """Multi-token prediction's input made from a rank's own ids: the last of each piece sees the piece's first."""
-    from titanmoe.train import trainer
+    from titanmoe.train import gradients
 
     def rolled(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -134,7 +135,7 @@ def next_token_within_a_shard() -> Callable[[], None]:
 
         return run
 
-    return _patch(trainer, "take_slice", rolled)
+    return _patch(gradients, "take_slice", rolled)
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:
@@ -201,16 +202,16 @@ def garbage_gradients_without_tokens() -> Callable[[], None]:
 
 def nan_in_a_gradient() -> Callable[[], None]:
     """After the check of the norm, which would end the step."""
-    from titanmoe.train import trainer
+    from titanmoe.train.guard import Guard
 
     def spoiled(finite: Any) -> Any:
         def run(self: Any, *args: Any) -> None:
             finite(self, *args)
-            list(self.parameters.values())[-1].grad.to_local().view(-1)[-1:] = float("nan")
+            list(self.gradients.parameters.values())[-1].grad.to_local().view(-1)[-1:] = float("nan")
 
         return run
 
-    return _patch(trainer.Trainer, "check_finite", spoiled)
+    return _patch(Guard, "check_finite", spoiled)
 
 
 def _spoiled_report(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], None]:

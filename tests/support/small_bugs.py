@@ -303,7 +303,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "std *= 1",
         ),
     ],
-    ("train/trainer.py", NO_GROUP): [
+    ("train/gradients.py", NO_GROUP): [
         (
             "the loss is divided by tokens, with a label or not",
             "torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum()))",
@@ -334,13 +334,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train/validation.py", "tests/train/test_validation.py"): [
         (
             "the loss of tp ranks is added up",
-            "(all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels",
-            "(all_reduce(total, trainer.meshes.world) / labels",
+            "(all_reduce(total, meshes.world) / meshes.tp.size / labels",
+            "(all_reduce(total, meshes.world) / labels",
         ),
         (
             "no validation after the last step",
-            "if self.trainer.step % self.interval and self.trainer.step != self.last:",
-            "if self.trainer.step % self.interval:",
+            "if self.state.step % self.interval and self.state.step != self.last:",
+            "if self.state.step % self.interval:",
         ),
     ],
     ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [

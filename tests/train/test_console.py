@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.support import processes
 from titanmoe.config.schema import Config
-from titanmoe.train.console import Lines, LivePanel, Stamped, curve, duration, open_console, shares
+from titanmoe.train.console import Lines, LivePanel, Shown, Stamped, curve, duration, open_console, shares
 from titanmoe.train.sink import Report
 from titanmoe.train.waiting import waiting
 
@@ -40,6 +40,10 @@ def config() -> Config:
     return config
 
 
+def shown(config: Config) -> Shown:
+    return Shown(config.training.steps, config.compile.enable, config.moe.force_balance)
+
+
 def terminal(width: int) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
 
@@ -47,7 +51,7 @@ def terminal(width: int) -> Console:
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
     console = terminal(width)
-    panel = open_console(config, "debug", console)
+    panel = open_console(config.metrics.console, shown(config), "debug", console)
     assert isinstance(panel, LivePanel)
     panel.log(REPORT)
     panel.event(20, "spike", "loss 9 is far above")
@@ -68,7 +72,7 @@ def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
 
 def test_a_validation_has_a_line_of_its_own_that_stays(config):
     console = terminal(80)
-    panel = open_console(config, "debug", console)
+    panel = open_console(config.metrics.console, shown(config), "debug", console)
     panel.log(REPORT._replace(record=RECORD | {"val_loss": 2.5, "val_best": 2.25, "val_perplexity": 12.18}))
     panel.close()
     for width in (80, 100):
@@ -81,7 +85,7 @@ def test_a_validation_has_a_line_of_its_own_that_stays(config):
 
 def test_a_loss_that_is_too_high_reddens_the_panel(config):
     colours = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
-    panel = open_console(config, "debug", colours)
+    panel = open_console(config.metrics.console, shown(config), "debug", colours)
     panel.log(REPORT)
     assert "\x1b[31m╭" not in colours.file.getvalue()
     colours.print(panel.panel(REPORT._replace(wrong="since step 3 the loss is far too high")))
@@ -94,7 +98,7 @@ def test_a_loss_that_is_too_high_reddens_the_panel(config):
 def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, capsys):
     console = terminal(80)
     config.compile.enable = True
-    open_console(config, "debug", console).close()
+    open_console(config.metrics.console, shown(config), "debug", console).close()
     assert "compiling and making the first step ..." in console.file.getvalue()
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -110,9 +114,9 @@ def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, ca
 
 
 def test_lines_where_nobody_could_see_a_panel(config, capsys):
-    assert isinstance(open_console(config, "run", Console(file=io.StringIO())), Lines)
+    assert isinstance(open_console(config.metrics.console, shown(config), "run", Console(file=io.StringIO())), Lines)
     config.metrics.console = "lines"
-    lines = open_console(config, "run", terminal(80))
+    lines = open_console(config.metrics.console, shown(config), "run", terminal(80))
     lines.log(REPORT._replace(eta=None))
     lines.log(REPORT)
     lines.event(20, "save", "step-00000020")

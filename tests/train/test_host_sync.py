@@ -16,11 +16,10 @@ from tests import parity
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
-from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
 from titanmoe.rehearse.world import rehearse
-from titanmoe.train.trainer import Trainer
+from titanmoe.train.gradients import Slicer
 
 ONE = {"model.num_layers": 2, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "moe.bias_update_rate": 0.1}
 ONE |= {"training.mixed_precision_param": "bfloat16", "moe.force_balance": False}
@@ -47,10 +46,10 @@ def test_a_step_has_one_host_sync_besides_its_dispatchers(name: str) -> None:
     # The second step: before the first, torch's stages ask each other for their shapes.
     with mock.patch.object(SymmetricBuffers, "try_once"):
         log = rehearse(config_of(ONE | changes, 4, "h100"), 4, 0, "h100", steps=2).log
-    want = {"train/trainer.py": 1} | ({"moe/dispatchers/alltoall.py": dispatched} if dispatched else {})
+    want = {"train/gradients.py": 1} | ({"moe/dispatchers/alltoall.py": dispatched} if dispatched else {})
     assert Counter(line.file for line in log.syncs) == want
     # It is the last, and nothing is sent after it: all ranks know the same.
-    assert log.syncs[-1].file == "train/trainer.py" and log.events[-1].kind == "sync"
+    assert log.syncs[-1].file == "train/gradients.py" and log.events[-1].kind == "sync"
 
 
 class _Waits(TorchDispatchMode):
@@ -74,11 +73,10 @@ def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypat
     config, device = parity.read({"model.mtp_depth": depth}, 1), torch.device("meta")
     batches = [parity.batch(config, [m], documents=True) for m in range(2)]
     meshes: Any = SimpleNamespace(tp=NO_GROUP, cp=NO_GROUP, data=NO_GROUP)
-    trainer: Any = SimpleNamespace(device=device, meshes=meshes)
+    slicer = Slicer(meshes, Placement(1, False), device, with_mtp=depth > 0)
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
-        totals = Trainer.count(trainer, batches)
-        slices = [take_slice(b, m, meshes, Placement(1, False), device, depth > 0) for m, b in enumerate(batches)]
+        totals, slices = slicer.count(batches), slicer.slices(batches)
     assert totals.labels.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
     assert not waits.found
 

@@ -2,7 +2,7 @@
 
 from tests.support import processes
 
-NAMES = "import sys, titanmoe.train.launch, titanmoe.train.trainer; print(*sys.modules)"
+NAMES = "import sys, titanmoe.train.launch, titanmoe.train.build, titanmoe.train.trainer; print(*sys.modules)"
 
 
 def test_a_run_imports_what_it_needs_when_it_needs_it() -> None:

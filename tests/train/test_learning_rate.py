@@ -9,7 +9,7 @@ import pytest
 
 from titanmoe.config.fields import flat
 from titanmoe.config.schema import Config, LRSchedule
-from titanmoe.train.learning_rate import changed_rate, lr_factor
+from titanmoe.train.learning_rate import LearningRate, changed_rate, lr_factor
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,26 @@ def test_wsd_without_and_with_nothing_but_decay(decay_fraction: float) -> None:
     assert [lr_factor(step, 4, options) for step in range(1, 5)] == pytest.approx(wanted)
 
 
+def rate(config: Config) -> LearningRate:
+    return LearningRate(config.optimizer.lr, config.training.steps, config.lr_schedule)
+
+
 def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     config = Config()
     config.optimizer.lr, config.training.steps, config.lr_schedule.warmup_steps = 5e-3, 60, 0
     before = flat(config)
-    assert changed_rate(60, before, config) == []
+    assert changed_rate(60, before, rate(config)) == []
     config.training.steps = 120
-    assert changed_rate(60, before, config) == [
+    assert changed_rate(60, before, rate(config)) == [
         "note: the learning rate, which had come to 0.0005, rises to 0.00269 here, and the loss may rise with it; to "
         'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
     ]
     config.optimizer.lr, config.training.steps = 2e-2, 60
-    assert "rises to 0.002 here" in changed_rate(60, before, config)[0], "no step is left, so the last one's rate"
+    assert "rises to 0.002 here" in changed_rate(60, before, rate(config))[0], "no step is left, so the last one's rate"
     config.optimizer.lr, config.training.steps = 5e-3, 120
-    assert changed_rate(0, before, config) == [], "nothing has been made yet"
+    assert changed_rate(0, before, rate(config)) == [], "nothing has been made yet"
     config.optimizer.lr, config.lr_schedule.decay = 5e-4, "none"
-    assert changed_rate(60, before, config) == []
+    assert changed_rate(60, before, rate(config)) == []
     config.optimizer.lr = 1e-4
-    assert changed_rate(60, before, config) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
-    assert changed_rate(60, {}, config) == []
+    assert changed_rate(60, before, rate(config)) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
+    assert changed_rate(60, {}, rate(config)) == []

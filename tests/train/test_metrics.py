@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.parts import PARTS
 from titanmoe.train import board, console, metrics, runtime
+from titanmoe.train.build import build_metrics
+from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.run_folder import claim, rewind
@@ -44,10 +46,15 @@ def clock(monkeypatch):
 
 
 def make(config: Config, rank: int = 0) -> Metrics:
-    runtime = Runtime(rank=rank, local_rank=rank, world=4, device=torch.device("cpu"))
-    flops = flops_per_token(config.model, config.training.seq_len)
-    folder = claim(config)[0] if rank == 0 else Path(config.job.dump_folder)
-    return Metrics(config, runtime, derive(4, config.parallelism), parameters(config.model), flops, folder)
+    folder = claim(config.job, continues(config.checkpoint))[0] if rank == 0 else Path(config.job.dump_folder)
+    return begun(config, folder, rank=rank)
+
+
+def begun(config: Config, folder: Path, world: int = 4, step: int = 0, rank: int = 0) -> Metrics:
+    runtime = Runtime(rank=rank, local_rank=rank, world=world, device=torch.device("cpu"))
+    run = build_metrics(config, runtime, derive(world, config.parallelism), Clock(runtime.device))
+    run.begin(folder, step)
+    return run
 
 
 def lines(folder: Path) -> list[dict]:
@@ -89,13 +96,12 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
 
 
 def test_a_validation_is_always_reported_and_its_time_is_in_no_other_figure(config, clock, capsys):
-    config.metrics.log_every = 4
+    config.metrics.log_every, config.training.steps = 4, 9
     run = make(config)
     for step in range(1, 4):
         clock[0] += 1.0
         run.log(step, VALUES)
     clock[0] += 1.0 + 5.0
-    config.training.steps = 9
     run.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
     clock[0] += 1.0
     run.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
@@ -239,8 +245,7 @@ def test_a_restart_says_what_has_changed_and_the_run_ends_with_a_line(config, cl
         f"a page of it: titanmoe report {run.folder}"
     )
     assert "none: nothing keeps the experts evenly busy" in printed
-    two = derive(2, config.parallelism)
-    Metrics(config, run.runtime, two, parameters(config.model), 1.0, run.folder, step=2).close()
+    begun(config, run.folder, world=2, step=2).close()
     start, restart = (json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines())
     assert start["environment"]["attention"] == "dp_shard 2 x tp 2" and start["environment"]["command"]
     assert restart["text"] == (
@@ -264,10 +269,10 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
 
     config.checkpoint.interval = config.checkpoint.keep_last = 0
     config.checkpoint.folder = str(run.folder)
-    text = console.saving(config, parameters(config.model), run.folder).plain
+    text = console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
     assert text == f"saves at the end to {run.folder}/run (all kept, about 11 MB each)"
     monkeypatch.setattr(console.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=5e6))
-    text = console.saving(config, parameters(config.model), run.folder).plain
+    text = console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
     assert text.endswith("each): only 5 MB are free there")
 
     config.checkpoint.enable = False
@@ -277,7 +282,7 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
     printed = capsys.readouterr().out
     assert "saves nothing (checkpoint.enable = false)" in printed
     assert printed.splitlines()[-1].count("; nothing was saved (checkpoint.enable = false); ") == 1
-    assert "red" in str(console.saving(config, parameters(config.model), run.folder).style)
+    assert "red" in str(console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).style)
 
 
 def test_a_loss_that_flies_away_is_in_the_lines_the_events_and_the_last_lines(config, capsys):
@@ -313,9 +318,7 @@ def test_the_smoothed_loss_and_what_is_wrong_with_it_go_on_when_a_run_resumes(co
     run = make(config)
     go(run, range(1, 37))
     rewind(run.folder, 36)
-    again = Metrics(
-        config, run.runtime, derive(4, config.parallelism), parameters(config.model), 1.0, run.folder, step=36
-    )
+    again = begun(config, run.folder, step=36)
     average, wrong = go(again, range(37, 41))
     assert whole[1] and average == pytest.approx(whole[0], rel=1e-12 if every == 1 else 0.01)
     assert wrong or every > 1, "known from before, without sixteen more steps"
@@ -349,9 +352,9 @@ def test_an_expert_that_recovers_is_reported_again_when_it_dies_again():
 
 @pytest.mark.parametrize("field", ["aux_loss", "aux_loss_sequence", "aux_loss_global", "bias_update_rate"])
 def test_a_run_without_any_balancing_says_so(config, field):
-    assert unbalanced(config).startswith("none: nothing keeps the experts evenly busy")
+    assert unbalanced(config.model, config.moe).startswith("none: nothing keeps the experts evenly busy")
     setattr(config.moe, field, 0.01)
-    assert unbalanced(config) == ""
+    assert unbalanced(config.model, config.moe) == ""
 
 
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):

@@ -14,7 +14,6 @@ from tests.rehearse.small import config_of
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.rehearse.world import rehearse
 from titanmoe.train import offload
-from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.optimizer import Optimizer
 
 SHAPES = {"a": (40, 7), "b": (3,), "c": (0, 5), "d": (200, 9), "e": (64,), "f": (33, 2), "g": (5, 5, 5)}
@@ -97,17 +96,17 @@ def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
     try:
         for start, offloaded in enumerate(on):
             trainer = parity.make_trainer(changes | {"optimizer.offload": offloaded})
-            with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+            with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
                 checkpoints.begin()
                 assert trainer.step == start
                 losses.append(trainer.train_step()["loss"])
                 checkpoints.finish()
-            assert (trainer.optimizer.offload is not None) == offloaded
+            assert (trainer.parts.optimizer.offload is not None) == offloaded
     finally:
         offload.TURN = before
-    moments = trainer.optimizer.moments()
+    moments = trainer.parts.optimizer.moments()
     found = {f"{name} {key}": x.clone() for name, both in moments.items() for key, x in both.items()}
-    return losses, found | {name: x.detach().clone() for name, x in trainer.optimizer.local_shards.items()}
+    return losses, found | {name: x.detach().clone() for name, x in trainer.parts.optimizer.local_shards.items()}
 
 
 def test_checkpoints_do_not_know_of_it(tmp_path: Path) -> None:

@@ -45,7 +45,11 @@ def trainer(**changes: int) -> SimpleNamespace:
     adamw.step()
     optimizer = SimpleNamespace(adamw=adamw)
     return SimpleNamespace(
-        config=config, device=torch.device("cpu"), parameters={"w": weight}, optimizer=optimizer, step=7
+        config=config,
+        device=torch.device("cpu"),
+        parameters={"w": weight},
+        optimizer=optimizer,
+        state=SimpleNamespace(step=7),
     )
 
 
@@ -82,11 +86,12 @@ def test_what_is_held_is_counted():
 
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
     monkeypatch.setattr(host_memory, "whole", lambda: 1 << 30)
-    first, _, *rest = out_of_memory.advice(trainer()).splitlines()
+    run = trainer()
+    first, _, *rest = out_of_memory.advice(run, run.config).splitlines()
     assert first.startswith("each rank holds weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
     monkeypatch.setattr(host_memory, "whole", lambda: 20 << 20)
-    assert "1. more ranks" in out_of_memory.advice(trainer())
+    assert "1. more ranks" in out_of_memory.advice(run, run.config)
 
 
 def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
@@ -97,7 +102,7 @@ def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
 
     package = "/x/titanmoe/"
     step = (package + "train/trainer.py", "train_step")
-    assert where((package + "train/trainer.py", "__init__"), ("/torch/a.py", "f")) == "in building the model"
+    assert where((package + "train/build.py", "build_training"), ("/torch/a.py", "f")) == "in building the model"
     experts = (package + "moe/layer.py", "forward"), (package + "moe/experts.py", "forward")
     assert where(step, *experts) == "in the MoE layer"
     assert where(step) == "in a block"
@@ -122,7 +127,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     monkeypatch.setattr(host_memory, "whole", lambda: 24 << 20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run = trainer()
-    said, *ways = out_of_memory.advice(run).splitlines()[1:]
+    said, *ways = out_of_memory.advice(run, run.config).splitlines()[1:]
     assert said == (
         "weights, gradients and optimizer state alone are 16 MiB a rank, and it has 12 MiB: smaller batches, "
         "recomputation and cp cannot help; what does:"
@@ -131,7 +136,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     run.config.parallelism.dp_replicate = 2
     assert "  1. parallelism.dp_replicate = 1 (it is 2)" in explain(cpu_error(), run, 0, run.config)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "what helps most:" in out_of_memory.advice(run)
+    assert "what helps most:" in out_of_memory.advice(run, run.config)
     # Before there are weights, their number is known.
     monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
     config, _ = peek(["--config", "debug", "--training.device=cpu"], PARTS)
@@ -177,9 +182,8 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(launch, "read", lambda argv, world: run.config)
     monkeypatch.setattr(launch, "start", lambda config: SimpleNamespace(rank=0))
-    monkeypatch.setattr(
-        "titanmoe.train.trainer.Trainer", lambda config, runtime: SimpleNamespace(**vars(run), train=train)
-    )
+    monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime: run)
+    monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     assert launch.main([]) == 1
     assert capsys.readouterr().err.startswith("error: rank 0 is out of memory: step 7, in ")

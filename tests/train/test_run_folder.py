@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from tests.support import processes
+from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, claim, command, rewind
+from titanmoe.train import run_folder
+from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, command, rewind
+
+
+def claim(config: Config) -> tuple[Path, TextIO | None]:
+    return run_folder.claim(config.job, continues(config.checkpoint))
 
 
 @pytest.fixture
@@ -53,7 +61,8 @@ def test_a_lock_dies_with_its_process(config, tmp_path):
     code = (
         "import os, signal; from titanmoe.config.schema import Config;"
         "from titanmoe.train.run_folder import claim; c = Config();"
-        f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; kept = claim(c);"
+        f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; "
+        "kept = claim(c.job, True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert processes.run(["-c", code]).returncode == -9

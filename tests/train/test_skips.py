@@ -36,10 +36,10 @@ class BadBatches(Loader):
 
 def state(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's pieces of weights and buffers, and what the optimizer keeps."""
-    held = {name: tensor.detach() for name, tensor in (trainer.parameters | trainer.buffers).items()}
+    held = {name: tensor.detach() for name, tensor in (trainer.parts.parameters | trainer.parts.buffers).items()}
     kept = {
         f"{key}.{name}": tensor
-        for name, tensors in trainer.optimizer._states().items()
+        for name, tensors in trainer.parts.optimizer._states().items()
         for key, tensor in tensors.items()
     }
     return {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in (held | kept).items()}
@@ -47,8 +47,6 @@ def state(trainer: Any) -> dict[str, torch.Tensor]:
 
 def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any]:
     """Train. Returns which steps left the state unchanged, what was logged, and the state at the end."""
-    from titanmoe.train.checkpoints import Checkpoints
-
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes, loader=BadBatches)
     still, events, reports = [], [], {}
 
@@ -57,7 +55,7 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
             if kind == "skip":
                 events.append((step, kind, text, more))
 
-    with Checkpoints(trainer, Path(folder) / "run") as checkpoints, listening(Events()):
+    with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints, listening(Events()):
         checkpoints.begin()
         before = state(trainer)
         while trainer.step < until:
@@ -68,7 +66,13 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
             before = after
             checkpoints.after_step()
         checkpoints.wait()
-    return {"still": still, "events": events, "reports": reports, "state": state(trainer), "skips": trainer.skips}
+    return {
+        "still": still,
+        "events": events,
+        "reports": reports,
+        "state": state(trainer),
+        "skips": trainer.parts.state.skips,
+    }
 
 
 MAPPINGS = {

@@ -16,7 +16,6 @@ from tests import parity, world
 from tests.support import processes
 from tests.support.case_features import MODELS
 from titanmoe.replace import replaced
-from titanmoe.train.header import header_notes
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
@@ -90,10 +89,10 @@ def test_inductor_changes_no_number() -> None:
 
 
 def _with_nan(changes: dict[str, Any]) -> str:
-    from titanmoe.train.trainer import NonFinite
+    from titanmoe.train.guard import NonFinite
 
     def poison(trainer: Any) -> None:
-        if (router := trainer.parameters.get("layers.1.moe.router.weight")) is not None:
+        if (router := trainer.parts.parameters.get("layers.1.moe.router.weight")) is not None:
             router.data.to_local().fill_(float("nan"))
 
     try:
@@ -113,17 +112,17 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
 
 def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
     """Of the router's biases on rank 1, which no gradient and no weight show."""
-    import titanmoe.train.trainer as trainer_module
+    from titanmoe.train.guard import NonFinite
 
     trainer = parity.make_trainer(changes)
     trainer.train_step()
-    trainer.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
-    for parameter in trainer.parameters.values():
+    trainer.parts.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
+    for parameter in trainer.parts.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    trainer.step, nothing = 2, float("nan")
+    trainer.parts.state.step, nothing = 2, float("nan")
     try:
-        trainer.check_finite(nothing, nothing)
-    except trainer_module.NonFinite as error:
+        trainer.parts.guard.check_finite(nothing, nothing)
+    except NonFinite as error:
         return str(error)
     return ""
 
@@ -135,7 +134,7 @@ def test_a_nan_in_a_buffer_is_no_sound_weight() -> None:
 
 
 def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
-    from titanmoe.train.trainer import NonFinite
+    from titanmoe.train.guard import NonFinite
 
     trainer = parity.make_trainer(changes, loader=parity.NaNPositions)
     trainer.train_step()
@@ -176,9 +175,8 @@ def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:
 
 
 def notes_under(version: str) -> dict[str, str]:
-    trainer = parity.make_trainer({"model.vocab_size": 320})
     with replaced(torch, "__version__", version):
-        return header_notes(trainer.config, trainer.fold.pp, trainer.loader, trainer.engine)
+        return parity.make_trainer({"model.vocab_size": 320}).parts.set_up
 
 
 def test_a_version_of_torch_that_was_not_tried_is_named() -> None:

@@ -57,22 +57,22 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     trainer = parity.make_trainer(changes)
     reported: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
     for _ in range(steps):
-        with listening(trainer.clock):
+        with listening(trainer.parts.clock):
             report = trainer.train_step()
             observe.active.phase("validation", trainer.step)
         reported["loss"].append(report["loss"])
         reported["norm"].append(report["grad_norm"])
         reported["tokens"] = report["tokens"]
-        if trainer.validation:
-            trainer.clock.take(1)
-            with listening(trainer.clock):
-                reported["validation"].append(trainer.validation.after_step())
-            assert not trainer.clock.take(1), "validation's dispatch is none of training's"
-    trainer.loader.close()
-    buffers = {name: b.clone() for part in trainer.stages for name, b in part.named_buffers() if "bias" in name}
+        if trainer.parts.validation:
+            trainer.parts.clock.take(1)
+            with listening(trainer.parts.clock):
+                reported["validation"].append(trainer.parts.validation.after_step())
+            assert not trainer.parts.clock.take(1), "validation's dispatch is none of training's"
+    trainer.parts.loader.close()
+    buffers = {name: b.clone() for part in trainer.parts.stages for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
-    reported["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
+    reported["weights"] = parity.whole(trainer.parts.parameters, dist.get_rank(), trainer.parts.fold)
     reported["bias"] = {name: b for part in gathered for name, b in part.items()}
     return reported
 
@@ -128,28 +128,26 @@ def test_validation_is_due_every_interval_and_after_the_last_step() -> None:
     validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
     reports = []
     for step in range(1, 7):
-        validation.trainer = SimpleNamespace(step=step)
+        validation.state = SimpleNamespace(step=step)
         reports.append("val_loss" in validation.after_step())
     assert reports == [False, False, False, True, False, True]
 
 
 def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:
     """The best loss before a save, and the one that a trainer has after resuming."""
-    from titanmoe.train.checkpoints import Checkpoints
-
     own = {"job.dump_folder": folder, "job.name": "run", "checkpoint.enable": True, "checkpoint.interval": 1}
     best = []
     for until in (1, 1):
         trainer = parity.make_trainer(changes | own)
-        with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+        with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
             checkpoints.begin()
             while trainer.step < until:
                 trainer.train_step()
-                trainer.validation.after_step()
+                trainer.parts.validation.after_step()
                 checkpoints.after_step()
             checkpoints.wait()
-        trainer.loader.close()
-        best.append(trainer.validation.best)
+        trainer.parts.loader.close()
+        best.append(trainer.parts.validation.best)
     return best[0], best[1]
 
 

@@ -122,10 +122,12 @@ class Told(Stragglers, Observer):
 
     def __init__(self, cluster: Cluster):
         self.cluster, self.fault, self.said = cluster, Fault(), list[dict[str, Any]]()
-        trainer = SimpleNamespace(fold=cluster.fold, step=0)
+        training = SimpleNamespace(fold=cluster.fold, state=SimpleNamespace(step=0))
         hosts = [list(range(first, first + NODE)) for first in range(0, cluster.fold.world, NODE)]
         names = [f"node{i}" for i in range(len(hosts))]
-        super().__init__(trainer, SimpleNamespace(axes=AXES), SimpleNamespace(ranks=hosts, names=names), cluster.groups)
+        super().__init__(
+            training, SimpleNamespace(axes=AXES), SimpleNamespace(ranks=hosts, names=names), cluster.groups
+        )
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
@@ -139,7 +141,7 @@ class Told(Stragglers, Observer):
         self.fault, before = fault, len(self.said)
         for _ in range(count):
             times = np.stack([self.cluster.step(fault) for _ in range(steps)]).astype(np.float32)
-            self.trainer.step += steps
+            self.training.state.step += steps
             with listening(self):
                 self.judge(list(range(steps)), times)
         return self.said[before:]

@@ -29,12 +29,19 @@ class Places(Observer):
         self.seen.append(self.listener.position)
 
 
+def watched_trainer(changes: dict[str, Any]) -> tuple[Any, Watch]:
+    runtime = parity.runtime_here()
+    config = parity.read(parity.TINY | CHANGES | changes, runtime.world)
+    trainer = parity.build_trainer(config, runtime, garbage=parity.no_collection)
+    return trainer, Watch(config.training, config.checkpoint, trainer.parts)
+
+
 def step(changes: dict[str, Any]) -> tuple[list[Position], int]:
-    trainer = parity.make_trainer(parity.TINY | CHANGES | changes)
-    listener = next(one for one in Watch(trainer).observers if isinstance(one, HeartbeatListener))
+    trainer, watch = watched_trainer(changes)
+    listener = next(one for one in watch.observers if isinstance(one, HeartbeatListener))
     with listening(listener), listening(places := Places(listener)):
         trainer.train_step()
-    return places.seen, trainer.loader.microbatches
+    return places.seen, trainer.parts.loader.microbatches
 
 
 def test_the_heartbeat_follows_microbatch_layer_and_direction() -> None:
@@ -64,10 +71,10 @@ def test_a_rank_of_a_pipeline_says_its_stage() -> None:
 
 def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
     """What the flight recorder has after two steps of a rank, which skips a sum in the second, if it does."""
-    from titanmoe.train import trainer as module
+    from titanmoe.train import gradients as module
 
-    trainer = parity.make_trainer(parity.TINY | CHANGES | {"parallelism.experts.ep": 2})
-    watch, real = Watch(trainer), module.all_reduce
+    trainer, watch = watched_trainer({"parallelism.experts.ep": 2})
+    real = module.all_reduce
     numbers = watch.heart.numbers
     with listening(HeartbeatListener(watch.heart)):
         trainer.train_step()
@@ -76,8 +83,8 @@ def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
             trainer.train_step()
         finally:
             module.all_reduce = real
-    axes = [group.axes for group in name_groups(trainer.meshes.lanes, trainer.fold)]
-    return read_recorder(own_groups(trainer.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
+    axes = [group.axes for group in name_groups(trainer.parts.meshes.lanes, trainer.parts.fold)]
+    return read_recorder(own_groups(trainer.parts.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
 
 
 def test_what_the_flight_recorder_has_of_a_step() -> None:

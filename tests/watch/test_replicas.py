@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
+from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
 from titanmoe.watch import bits
 from titanmoe.watch.bits import fingerprint
@@ -55,23 +56,23 @@ def flips(changes: dict[str, Any]) -> list[str]:
     draw, results = random.Random(0), []
     trainer.train_step()
     for _ in range(TRIALS):
-        trainer.step = 1
-        sound = {name: x.clone() for name, x, _ in trainer.checks.replicas.replicated_state()}
-        name, x, _ = draw.choice(list(trainer.checks.replicas.replicated_state()))
-        victim, place, bit = draw.randrange(trainer.runtime.world), draw.randrange(x.numel()), draw.randrange(64)
+        trainer.parts.state.step = 1
+        sound = {name: x.clone() for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state()}
+        name, x, _ = draw.choice(list(trainer.parts.guard.checks.replicas.replicated_state()))
+        victim, place, bit = draw.randrange(trainer.parts.runtime.world), draw.randrange(x.numel()), draw.randrange(64)
         if dist.get_rank() == victim:
             flip(x.detach(), place, bit % (8 * x.element_size()))
         text = ""
         try:
             for _ in range(EVERY):
                 trainer.train_step()
-                trainer.checks.after_step(saves=False)
+                trainer.parts.guard.checks.after_step(saves=False)
         except NumericalFault as error:
             text = str(error)
         results.append((victim, name, bit, text))
-        for name, x, _ in trainer.checks.replicas.replicated_state():
+        for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state():
             x.detach().copy_(sound[name])
-        trainer.drop_gradients()
+        trainer.parts.gradients.drop()
     return results
 
 
@@ -87,16 +88,18 @@ def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, t
     """Returns the final state of a run in which a bit of a weight flips on rank 1 before a step's update."""
     pending = [at]
 
-    def strike(step: int, parameters: dict[str, Any]) -> None:
-        if pending == [step] and dist.get_rank() == 1:
-            pending.clear()  # not again after it was restored
-            full = next(n for n in parameters if n.endswith(name))
-            flip(trainer.optimizer.local_shards[full].data, 3, 30)
+    class Strike(Observer):
+        def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+            if pending == [step] and dist.get_rank() == 1:
+                pending.clear()  # not again after it was restored
+                full = next(n for n in parameters if n.endswith(name))
+                flip(trainer.parts.optimizer.local_shards[full].data, 3, 30)
 
     changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
-    trainer = parity.make_trainer(changes, on_gradients=strike, checks=checks)
+    trainer = parity.make_trainer(changes, checks=checks)
     try:
-        trainer.train()
+        with listening(Strike()):
+            trainer.train()
     except NumericalFault as error:
         return str(error)
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in

@@ -231,17 +231,19 @@ def train(changes: dict[str, Any]) -> list[int]:
     def pause(every: int) -> Any:
         return SimpleNamespace(collect=lambda step: time.sleep(0.3 * (rank == 1)))
 
-    trainer = parity.make_trainer(changes, checks=checks, garbage=pause)
-    slices = trainer.slices
+    config, runtime = parity.read(changes, 4), parity.runtime_here()
+    trainer = parity.build_trainer(config, runtime, checks=checks, garbage=pause)
+    slices = trainer.parts.slicer.slices
 
     def slowly(batches: list) -> list:
         time.sleep(0.3 * (rank == SLOW))
         return slices(batches)
 
-    trainer.slices = slowly
-    with mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1), watched(trainer):
+    trainer.parts.slicer.slices = slowly
+    often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1)
+    with often[0], often[1], watched(config, trainer.parts):
         trainer.train()
-    return trainer.checks.stragglers.times.messages
+    return trainer.parts.guard.checks.stragglers.times.messages
 
 
 def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
@@ -271,15 +273,16 @@ LATE_S = 0.3
 def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
     """Rank SLOW is late in the only step; returns what this rank spent its time on."""
     trainer = parity.make_trainer(changes)
-    lanes, slices = trainer.meshes.lanes, trainer.slices
-    times = StepTimes([group.axes for group in name_groups(lanes, trainer.fold)], own_groups(lanes), HostMarks())
+    parts, slices = trainer.parts, trainer.parts.slicer.slices
+    groups, own = name_groups(parts.meshes.lanes, parts.fold), own_groups(parts.meshes.lanes)
+    times = StepTimes([group.axes for group in groups], own, HostMarks())
     times.phase("data", 0)  # the first step of a process is not measured
 
     def slowly(batches: list) -> list:
         time.sleep(LATE_S * (torch.distributed.get_rank() == SLOW))
         return slices(batches)
 
-    trainer.slices = slowly
+    parts.slicer.slices = slowly
     with mock.patch.object(HostMarks, "every", 1), listening(times):
         trainer.train_step()
     (row,) = times.take()[1]

@@ -10,28 +10,31 @@ from typing import Any
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Checkpoint as Options
+from titanmoe.config.schema import Config, Job
 
 
-def continues(config: Config) -> bool:
+def continues(options: Options) -> bool:
     """Whether a run of this name is one run, however often it is started; otherwise each start gets its own folder."""
-    return config.checkpoint.enable and config.checkpoint.load != "none"
+    return options.enable and options.load != "none"
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(job: Job) -> Path:
     """The folder of a run that continues."""
-    return Path(config.job.dump_folder) / (config.job.name or "run")
+    return Path(job.dump_folder) / (job.name or "run")
 
 
-def checkpoints_of(run: Path, config: Config) -> Path:
-    folder = Path(config.checkpoint.folder)
+def checkpoints_of(run: Path, options: Options) -> Path:
+    folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
 
 
 def has_begun(config: Config) -> bool:
     """Whether the run has a checkpoint of its own to resume from."""
     try:
-        return continues(config) and _has_checkpoints(checkpoints_of(run_folder(config), config))
+        return continues(config.checkpoint) and _has_checkpoints(
+            checkpoints_of(run_folder(config.job), config.checkpoint)
+        )
     except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
         raise ConfigError([str(error)]) from None
 
@@ -45,20 +48,19 @@ class StartPoint:
     passed_over: list[Path] = field(default_factory=list)
 
 
-def choose_start(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
+def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
-    load = config.checkpoint.load
-    if load == "none":
+    if options.load == "none":
         return StartPoint()
-    own_folder = checkpoints_of(run, config) if config.checkpoint.enable else None
-    if load.isdecimal():
-        return StartPoint(_checkpoint_of_step(own_folder, int(load), damage))
+    own_folder = checkpoints_of(run, options) if options.enable else None
+    if options.load.isdecimal():
+        return StartPoint(_checkpoint_of_step(own_folder, int(options.load), damage))
     if own_folder is not None and _has_checkpoints(own_folder):
         return _newest_sound(own_folder, damage)
-    if load == "auto":
+    if options.load == "auto":
         return StartPoint()
-    start = _start_from_path(Path(load), damage)
-    start.model_only = config.checkpoint.model_only
+    start = _start_from_path(Path(options.load), damage)
+    start.model_only = options.model_only
     return start
 
 
@@ -136,7 +138,7 @@ def record_to_resume(config: Config) -> dict[str, Any]:
     that gets no answer must not continue as if there were none.
     """
     try:
-        start = choose_start(config, run_folder(config), _manifest_damage)
+        start = choose_start(config.checkpoint, run_folder(config.job), _manifest_damage)
         return layout.read_manifest(start.path).record if start.path is not None and not start.model_only else {}
     except Unreadable as error:
         raise ConfigError([str(error)]) from None

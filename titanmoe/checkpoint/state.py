@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.write_tensors import Piece
-from titanmoe.config.fields import flat, nested, toml_value
+from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
@@ -60,13 +59,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[str, Any]) -> dict[str, Any]:
+def about_run(config: Config, fold: Fold) -> dict[str, Any]:
+    """What the record of every checkpoint of a run says of the run."""
     from titanmoe import __version__
 
     return {
-        "step": step,
-        "tokens": tokens,
-        "loader": loader,
         "seed": config.training.seed,
         "config": nested(config),
         "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
@@ -88,9 +85,9 @@ def _determines_shapes(path: str) -> bool:
     return table == "model" and name not in FREE and not name.startswith("rope_")
 
 
-def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Fields that may not change but have, with both values."""
-    old, new = flat_record(saved.get("config", {})), flat(config)
+def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Fields that may not change but have, with both values. old, new: the config of the run that saved, and of this
+    one, by path."""
     return [
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
@@ -99,31 +96,29 @@ def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
     ]
 
 
-def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Every other field that has changed, apart from the checkpoint's and the run's own names."""
-    old, new = flat_record(saved.get("config", {})), flat(config)
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
         for path in new
         if path in old and old[path] != new[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
     ]
-    return changed + _grouping_notes(old, config)
+    return changed + _grouping_notes(old, new)
 
 
-def _grouping_notes(old: Mapping[str, Any], config: Config) -> list[str]:
+def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What depends on which samples or tokens are grouped together, if the groups have changed."""
-    old_value, new_values = old.get, flat(config)
     notes = []
-    if old_value("training.global_batch_size") != new_values["training.global_batch_size"]:
+    if old.get("training.global_batch_size") != new["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")
 
     def regrouped(*paths: str) -> bool:
-        return any(old_value(path) != new_values[path] for path in paths)
+        return any(old.get(path) != new[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
-    if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):
+    if per_microbatch and (new["moe.aux_loss"] or new["moe.aux_loss_global"]):
         notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
-    drops = config.moe.capacity_factor and config.moe.capacity_scope == "sub_sequence"
+    drops = new["moe.capacity_factor"] and new["moe.capacity_scope"] == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
         notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")
     return notes

@@ -28,9 +28,12 @@ class PartError(LookupError):
     """There is no such part, or it cannot be used."""
 
     def __init__(self, fields: tuple[str, ...], text: str):
-        super().__init__(text)
-        self.fields = fields
-        """Those of the recipe that ask for it."""
+        """fields: those of the recipe that ask for it."""
+        super().__init__(fields, text)  # its arguments, from which pickle makes it again
+        self.fields, self.text = fields, text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class Rules:

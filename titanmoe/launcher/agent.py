@@ -41,6 +41,8 @@ class Logs(LogsSpecs):
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self.folder, self.attempt = folder, 0
+        self.environment: dict[str, str] = {}
+        """Variables of the ranks, besides those of this process."""
         self.made: list[Path] = []
         """Folders that were not there before, the innermost first."""
 
@@ -60,6 +62,7 @@ class Logs(LogsSpecs):
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
             Path(notes[local]).unlink(missing_ok=True)  # an earlier start's, with the same --logs
+            env.update(self.environment)
             env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)

@@ -38,6 +38,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.apply import make_meshes
+from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
 from titanmoe.train.trainer import Trainer
@@ -128,7 +129,8 @@ class Comparison:
 
 def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
     """Losses and gradient norms of the steps, and the seconds of the last one."""
-    trainer = Trainer(config, runtime)
+    training = build_training(config, runtime)
+    trainer = Trainer(training)
     try:
         out: list[float] = []
         for _ in range(STEPS):
@@ -137,7 +139,7 @@ def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
             out += [report["loss"], report["grad_norm"]]
         return out, time.perf_counter() - began
     finally:
-        trainer.loader.close()
+        training.loader.close()
 
 
 def numbers_of_one_rank(world: int, device: str) -> list[float]:

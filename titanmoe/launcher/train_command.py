@@ -24,6 +24,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first_failure, message, oom_kills
 from titanmoe.parts import PARTS
+from titanmoe.train.handed_on import FILE, Checked, handed_on
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
@@ -164,6 +165,8 @@ class PreparedRun:
     request: Request
     config: Config
     """As the ranks will have it."""
+    checked: Checked
+    """What they get."""
     nproc: int
     machine: fit_ranks.Machine
 
@@ -205,26 +208,28 @@ def prepare(request: Request) -> PreparedRun:
     ):
         raise ConfigError([*(problem.problems if problem else []), reason], problem.source if problem else "")
     try:
-        return PreparedRun(request, final_config(request, world, nproc, machine), nproc, machine)
+        return PreparedRun(request, *final_config(request, world, nproc, machine), nproc, machine)
     except Misfit as misfit:
         change = fit_ranks.nearest_changes(misfit.config, world) if request.get("fit") else {}
         if not change:
             misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, shortage)
             raise
     request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new_values(change).items()])
-    config = final_config(request, world, nproc, machine)
+    config, checked = final_config(request, world, nproc, machine)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.changes_text(change)}", file=sys.stderr, flush=True)
-    return PreparedRun(request, config, nproc, machine)
+    return PreparedRun(request, config, checked, nproc, machine)
 
 
-def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> Config:
-    """The config that the ranks will have; refuses what they would refuse."""
+def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> tuple[Config, Checked]:
+    """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
     from titanmoe.train.launch import fitted, resolve
     from titanmoe.train.legal import refusals
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []
+    overrides = "the command line" if request.rest or request.fitted else ""
+    source = " and ".join(filter(None, [request.recipe, overrides]))
 
     def check(config: Config) -> list[str]:
         try:
@@ -240,12 +245,15 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
             return error.problems
 
     def finish(config: Config) -> Config:
+        nonlocal checked
+        checked = Checked(config, world, source)
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
         return resolve(fitted(config, nproc, world)[0], world)
 
+    checked = None
     try:
-        return load(request.words, PARTS, check, finish)
+        return load(request.words, PARTS, check, finish), checked
     except ConfigError as error:
         if misfits:
             misfit = Misfit(error.problems, error.source)
@@ -279,7 +287,9 @@ def start(prepared: PreparedRun) -> int:
     )
     waiting(f"starting {ranks_text}")
     try:
-        result = launch(options, request.words, logs)
+        with handed_on(prepared.checked) as file:
+            logs.environment = {FILE: str(file)}
+            result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
         what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"

@@ -32,7 +32,7 @@ from titanmoe.rehearse.memory_over_step import SYMMETRIC
 from titanmoe.rehearse.routing import IntegerMessages
 from titanmoe.rehearse.sent_rows import Rows, rows_sent
 from titanmoe.replace import replaced
-from titanmoe.train.trainer import Trainer
+from titanmoe.train.gradients import Gradients
 
 
 class RehearsedBuffers(SymmetricBuffers):
@@ -116,15 +116,15 @@ def _overflows(
     )
 
 
-def symmetric_notes(trainer: Trainer) -> list[str]:
+def symmetric_notes(gradients: Gradients) -> list[str]:
     """What a reader has to know about the figures."""
-    if trainer.shared_buffers is None or trainer.shared_buffers.group.size == 1:
+    if gradients.shared_buffers is None or gradients.shared_buffers.group.size == 1:
         return []
     texts = [
         "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
         "receive buffers count as computed and moved"
     ]
-    if trainer.overflow_reruns:
+    if gradients.overflow_reruns:
         texts.append(
             "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
             "passes count: raise moe.symm_mem_factor"

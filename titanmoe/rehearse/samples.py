@@ -13,7 +13,7 @@ DOCUMENTS = 4
 
 
 class Samples:
-    """Takes the place of the Trainer's loader. Every position has a token and a label."""
+    """Takes the place of a run's loader. Every position has a token and a label."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.share = Share(config, data_rank, data_ranks)

@@ -1,4 +1,4 @@
-"""One rank of a world in this process: the Trainer of a recipe, built and stepped on fake tensors."""
+"""One rank of a world in this process: a recipe's training, built and stepped on fake tensors."""
 
 from __future__ import annotations
 
@@ -41,10 +41,12 @@ from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, Routing, 
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
+from titanmoe.train.build import build_training
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.trainer import Trainer
+from titanmoe.train.training import Training
 
 
 @dataclass(frozen=True)
@@ -95,22 +97,22 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
     return out
 
 
-def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> IntegerMessages | None:
+def _assume_routing(
+    config: Config, training: Training, recorder: FakeRecorder, routing: Routing
+) -> IntegerMessages | None:
     """Makes routers follow the assumed routing, and dispatchers receive what the other ranks would send them."""
-    if not trainer.moe_layers:
+    if not training.moe_layers:
         return None
-    moe_options = trainer.config.moe
-    if moe_options.capacity_factor and moe_options.pad_to_capacity:
+    if config.moe.capacity_factor and config.moe.pad_to_capacity:
         return None  # sizes are those of the bins, whatever is sent
-    template = trainer.dispatchers[0]
-    node, memory = trainer.config.parallelism.node, trainer.shared_buffers
-    exchange = IntegerMessages(routing, type(template), template, node)
-    symmetric_exchange = (
-        None if memory is None else IntegerMessages(routing, type(template), template, node, memory.away_rows)
-    )
+    template = next(iter(training.moe_layers.values())).dispatcher
+    node, memory = config.parallelism.node, training.gradients.shared_buffers
+    messages = partial(IntegerMessages, routing, type(template), template, node)
+    exchange = messages()
+    symmetric_exchange = None if memory is None else messages(memory.away_rows)
     if symmetric_exchange is not None:
         memory.exchange = symmetric_exchange
-    for layer, moe in trainer.moe_layers.items():
+    for layer, moe in training.moe_layers.items():
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
@@ -230,7 +232,7 @@ def rehearse(
         layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
-        trainer = Trainer(
+        training = build_training(
             config,
             runtime,
             loader=Samples,
@@ -242,22 +244,23 @@ def rehearse(
             ),
             reserve_buffers=partial(reserve, recorder, fake),
         )
-        layers |= {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
+        layers |= {id(block): f"layers.{i}" for part in training.stages for i, block in part.blocks().items()}
         stack.enter_context(fake)
-        exchange = _assume_routing(trainer, recorder, Routing(config, fold, Samples, assumed))
+        exchange = _assume_routing(config, training, recorder, Routing(config, fold, Samples, assumed))
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.gpu_stand_ins())
-        trainer.optimizer.moments()  # allocated now, as in every step but the first
-        recorder.ledger.assign((x for part in trainer.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)
-        recorder.ledger.leave_out(trainer.optimizer.on_host)
+        training.optimizer.moments()  # allocated now, as in every step but the first
+        recorder.ledger.assign((x for part in training.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        recorder.ledger.assign(training.optimizer.on_device, MOMENTS)
+        recorder.ledger.leave_out(training.optimizer.on_host)
+        trainer = Trainer(training)
         for _ in range(steps):
             recorder.begin_step()
             with recorder.recording():
                 trainer.train_step()
-        pieces = trainer.optimizer.local_shards.values()
+        pieces = training.optimizer.local_shards.values()
         return Rehearsal(
             config,
             fold,
@@ -265,16 +268,16 @@ def rehearse(
             name,
             assumed,
             recorder.log,
-            name_groups(trainer.meshes.lanes, fold, rank, node),
-            list(trainer.meshes.lanes.groups),
+            name_groups(training.meshes.lanes, fold, rank, node),
+            list(training.meshes.lanes.groups),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
-            sum(x.numel() * x.element_size() for x in trainer.optimizer.on_device),
+            sum(x.numel() * x.element_size() for x in training.optimizer.on_device),
             left_out,
-            symmetric_notes(trainer),
+            symmetric_notes(training.gradients),
             recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),
             exchange,
-            list(trainer.moe_layers),
+            list(training.moe_layers),
         )

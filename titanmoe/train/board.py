@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from titanmoe.config.fields import nested, to_toml
-from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
 
@@ -40,14 +39,15 @@ def tag(name: str) -> str:
 
 
 class Board:
-    def __init__(self, folder: Path, config: Config, step: int):
+    def __init__(self, folder: Path, recipe: str, step: int, steps: int):
+        """recipe: the whole of it, as TOML. step: the last that is done, of `steps`."""
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides entries of later steps, which will run again.
         purge = step + 1 if step else None
         self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
-        self.writer.add_text("config", "    " + to_toml(config).replace("\n", "\n    "), step)
-        self.every = max(1, config.training.steps // 50)
+        self.writer.add_text("config", "    " + recipe.replace("\n", "\n    "), step)
+        self.every = max(1, steps // 50)
         self.images: int | None = None
         self.loads: dict[int, list[np.ndarray]] = {}
 
@@ -57,8 +57,8 @@ class Board:
                 self.writer.add_scalar(tag(name), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
         for name, (first, value) in LOSSES.items():
-            if (found := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
-                self.writer.add_scalar(f"{first}/{name}", found, report.step)
+            if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
+                self.writer.add_scalar(f"{first}/{name}", loss, report.step)
         for layer, load in report.load.items():
             share_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
             history = self.loads.setdefault(layer, [])
@@ -88,17 +88,17 @@ class Board:
 class WandB:
     """One W&B run per run folder: a run that resumes continues it."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, project: str, config: dict[str, Any]):
         import wandb
 
         self.wandb = wandb
         self.run = wandb.init(
-            project=config.metrics.wandb,
+            project=project,
             name=folder.name,
             id=_own_id(folder),
             resume="allow",
             dir=str(folder),
-            config=nested(config),
+            config=config,
         )
         # W&B's own step counter cannot go back, but the step of a resumed run does.
         self.run.define_metric("step")

@@ -1,11 +1,12 @@
-"""A trainer's checkpoints: what it starts from, when it saves, when it stops for a signal."""
+"""A run's checkpoints: what it starts from, when it saves, when it stops for a signal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,50 +20,48 @@ from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Checkpoint as Options
+from titanmoe.config.schema import Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
-from titanmoe.fold.degrees import Fold
-from titanmoe.train.learning_rate import changed_rate
+from titanmoe.train.learning_rate import LearningRate, changed_rate
 from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
-from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation
 
 
-class TrainerForCheckpoints(Protocol):
-    """The parts of a trainer that are saved and loaded."""
-
-    config: Config
+@dataclass(eq=False)
+class Checkpoints:
+    options: Options
+    model: Model
+    about_run: dict[str, Any]
+    """What every record contains (`checkpoint.state.about_run`)."""
     runtime: Runtime
-    fold: Fold
-    step: int
-    tokens: float
+    state: RunState
     loader: Loader
-    skips: Skips
     validation: Validation | None
     optimizer: Optimizer
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
+    rate: LearningRate
+    begun: int = 0
+    """The step after which this start goes on."""
+    saver: Saver | None = None
 
-
-class Checkpoints:
-    def __init__(self, trainer: TrainerForCheckpoints, run: Path):
-        self.trainer, self.config, self.run = trainer, trainer.config, run
-        self.options = self.config.checkpoint
-        self.rank, self.world = trainer.runtime.rank, trainer.runtime.world
-        self.group = dist.group.WORLD if self.world > 1 else None
+    def __post_init__(self) -> None:
+        self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
-        self.begun = 0
-        """The step after which this start goes on."""
-        self.saver = self._saver() if self.options.enable else None
 
-    def _saver(self) -> Saver:
+    def inside(self, run: Path) -> Checkpoints:
+        """Those of the run in this folder. Enter what it returns."""
+        self.run, self.signals = run, Signals()
         try:
-            return Saver(checkpoints_of(self.run, self.config), self.options, say)
+            self.saver = Saver(checkpoints_of(run, self.options), self.options, say) if self.options.enable else None
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
+        return self
 
     def __enter__(self) -> Checkpoints:
         if self.saver:
@@ -78,8 +77,8 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
         notes = self._begin()
-        self.begun = self.trainer.step
-        if self.saver and (tokenizer := self.trainer.loader.mix.tokenizer):
+        self.begun = self.state.step
+        if self.saver and (tokenizer := self.loader.mix.tokenizer):
             self._carry(partial(_files, tokenizer))
         return notes
 
@@ -94,7 +93,7 @@ class Checkpoints:
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
             self._carry(lambda: layout.carried(beginning.path))
-        step = self.trainer.step
+        step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
@@ -112,9 +111,9 @@ class Checkpoints:
         from titanmoe.checkpoint.hf.source import open_hf
 
         folder = Path(self.options.initial_hf)
-        source = open_hf(folder, self.config.model)
-        if source.has_mtp and not self.config.model.mtp_depth:
-            source = open_hf(folder, self.config.model, drop=("mtp",))
+        source = open_hf(folder, self.model)
+        if source.has_mtp and not self.model.mtp_depth:
+            source = open_hf(folder, self.model, drop=("mtp",))
         source.check()
         for name, (_, piece) in self._targets(with_moments=False).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
@@ -126,7 +125,7 @@ class Checkpoints:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
 
         def choose() -> StartPoint:
-            return choose_start(self.config, self.run, self._damage)
+            return choose_start(self.options, self.run, self._damage)
 
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -143,7 +142,7 @@ class Checkpoints:
     def _check_together(self, path: Path) -> list[str]:
         def mine() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
-            return layout.damage(path, files[self.rank :: self.world], contents=self.options.verify)
+            return layout.damage(path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify)
 
         try:
             return [line for lines in on_all_ranks(self.group, mine) for line in lines]
@@ -151,44 +150,43 @@ class Checkpoints:
             return [str(error)]
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
-        """Fill the trainer from a checkpoint made under any mapping; returns what has changed since it was saved."""
-        trainer = self.trainer
-        problems = state.refusals(saved.record, self.config)
+        """Fill the run from a checkpoint made under any mapping; returns what has changed since it was saved."""
+        before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
+        problems = state.refusals(before, now)
         if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
             how = saved.record.get("made", "not made by a training run")
             problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
             try:
-                trainer.loader.load_state_dict(saved.record["loader"])
+                self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:
                 problems += error.problems
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 problems.append(f"its data position (record.loader) cannot be used: {type(error).__name__} {error}")
             try:
-                trainer.skips.load_state_dict(saved.record.get("skips", {}))
+                self.state.skips.load_state_dict(saved.record.get("skips", {}))
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
                 problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(saved.path))
-        wanted = self._targets(with_moments=not model_only)
+        targets = self._targets(with_moments=not model_only)
         try:
-            self._all_there(saved, wanted, model_only)
-            on_all_ranks(self.group, lambda: saved.fill(wanted))
+            self._all_there(saved, targets, model_only)
+            on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
         if model_only:
             return []
-        trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
-        if trainer.validation:
-            trainer.validation.load_state_dict(saved.record.get("validation", {}))
-        trainer.optimizer.resume(trainer.step - trainer.skips.skipped)
-        before = flat_record(saved.record.get("config", {}))
-        return state.differences(saved.record, self.config) + changed_rate(trainer.step, before, self.config)
+        self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
+        if self.validation:
+            self.validation.load_state_dict(saved.record.get("validation", {}))
+        self.optimizer.resume(self.state.updates)
+        return state.differences(before, now) + changed_rate(self.state.step, before, self.rate)
 
-    def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
+    def _all_there(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
         """Checks over all ranks that every stored tensor is used and that none is missing."""
         names = {
-            name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs
+            name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in targets.values()}) for name in theirs
         }
         stored = {name for name in saved.tensors if name.startswith("model.") or not model_only}
         lines = []
@@ -200,20 +198,18 @@ class Checkpoints:
             raise CheckpointError("; ".join(lines))
 
     def _targets(self, with_moments: bool) -> state.Targets:
-        trainer = self.trainer
-        moments = trainer.optimizer.moments() if with_moments else None
-        return state.targets(trainer.parameters, trainer.buffers, moments, self.config.model.tie_embeddings)
+        moments = self.optimizer.moments() if with_moments else None
+        return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
     # ---- saving
 
-    @property
     def wants_to_stop(self) -> bool:
         """Whether this rank wants to; all ranks stop together once one does."""
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
     def due(self) -> bool:
-        return bool(self.saver and self.options.interval and self.trainer.step % self.options.interval == 0)
+        return bool(self.saver and self.options.interval and self.state.step % self.options.interval == 0)
 
     @property
     def has_saved(self) -> bool:
@@ -234,24 +230,24 @@ class Checkpoints:
 
     def finish(self) -> int:
         """Save what is not yet saved and wait until it is on disk. Returns the signal that ended the run, or 0."""
-        if not self.saver or self.trainer.step == self.begun:
+        if not self.saver or self.state.step == self.begun:
             return 0
         self.saver.wait()
-        if self.saver.saved_step != self.trainer.step:
+        if self.saver.saved_step != self.state.step:
             self._save()
             self.saver.wait()
-        say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")
+        say(f"saved      {self.saver.folder / layout.name_of(self.state.step)}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
-        trainer = self.trainer
-        record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
-        record["skips"] = trainer.skips.state_dict()
-        if trainer.validation:
-            record["validation"] = trainer.validation.state_dict()
-        blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
-        name = layout.name_of(trainer.step)
-        observe.active.event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
+        step, place = self.state.step, self.loader.state_dict()
+        record = {"step": step, "tokens": self.state.tokens, "loader": place} | self.about_run
+        record["skips"] = self.state.skips.state_dict()
+        if self.validation:
+            record["validation"] = self.validation.state_dict()
+        blocked = self.saver.save(step, state.pieces(self._targets(with_moments=True)), record)
+        name = layout.name_of(step)
+        observe.active.event(step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked
 
 

@@ -19,11 +19,11 @@ class Restore(NumericalFault):
 class Checks(Observer):
     """The default, which trusts everything. Listens while a run trains."""
 
-    def suspect(self, why: str, work: Any, finite: bool) -> Any:
+    def suspect(self, why: str, work: Any, sums: Any) -> Any:
         """Called between gradients and update if the step's loss or gradient norm is unusual.
 
-        why: what is wrong. work: the step's StepWork. finite: whether both are finite. Returns new Sums if the forward
-        and backward were repeated, else None.
+        why: what is wrong. work: the step's StepWork. sums: its Sums. Returns new Sums if the forward and backward were
+        repeated, else None.
         """
 
     def after_step(self, saves: bool) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from titanmoe.config.blocks import moe_blocks
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Model, MoE
 
 STEPS = 50
 """In a row: one bad batch does not count."""
@@ -15,11 +15,10 @@ DYING = 0.01
 HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
 
 
-def unbalanced(config: Config) -> str:
+def unbalanced(model: Model, moe: MoE) -> str:
     """The header's line for a run that nothing keeps in balance."""
-    moe = config.moe
     means = (moe.aux_loss, moe.aux_loss_sequence, moe.aux_loss_global, moe.bias_update_rate)
-    a_choice = moe_blocks(config.model) and config.model.num_experts > config.model.top_k
+    a_choice = moe_blocks(model) and model.num_experts > model.top_k
     if not a_choice or moe.force_balance or any(means):
         return ""
     return "none: nothing keeps the experts evenly busy, and some may die; " + HELP.partition(",")[0]

@@ -8,9 +8,8 @@ import shutil
 import sys
 from collections import deque
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
-import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -21,9 +20,7 @@ from rich.text import Text
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of
-from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
-from titanmoe.models.count import Parameters
+from titanmoe.config.schema import Checkpoint
 from titanmoe.train.sink import Report, Sink
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -33,12 +30,20 @@ QUIET = ("start", "restart", "save", "stop")
 """Events without a line of their own, because the header, the reports or the error say it."""
 
 
-def open_console(config: Config, name: str, console: Console | None = None) -> Sink:
+class Shown(NamedTuple):
+    """What the console shows of a run besides its reports."""
+
+    steps: int
+    compiles: bool
+    force_balance: bool
+
+
+def open_console(style: str, run: Shown, name: str, console: Console | None = None) -> Sink:
+    """style: metrics.console. name: the run's."""
     console = console or Console(highlight=False)
-    style = config.metrics.console
     if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):
-        return LivePanel(config, name, console)
-    return Lines(config)
+        return LivePanel(run, name, console)
+    return Lines(run)
 
 
 def figures(record: dict[str, float]) -> dict[str, str]:
@@ -68,47 +73,48 @@ def duration(seconds: float) -> str:
 
 
 def closing_line(
-    config: Config,
     step: int,
+    steps: int,
     first: tuple[int, float],
     last_loss: float,
     seconds: float,
+    checkpoint: str,
     folder: Path,
     wrong: str = "",
 ) -> None:
-    """wrong: with the loss, and what to change."""
+    """checkpoint: of `last_checkpoint`. wrong: with the loss, and what to change."""
     began, loss = first
-    done = "done" if step == config.training.steps else "ended"
+    done = "done" if step == steps else "ended"
     if wrong:
         Console(highlight=False).print(Text(f"{done}, but {wrong}", "bold red"), soft_wrap=True)
         done = ""
     print(
-        f"{done:<11}step {step:,} of {config.training.steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
-        f"{began:,} -> {last_loss:.4f}; {last_checkpoint(config, folder)}; a page of it: titanmoe report "
+        f"{done:<11}step {step:,} of {steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
+        f"{began:,} -> {last_loss:.4f}; {checkpoint}; a page of it: titanmoe report "
         f"{shlex.quote(str(folder))}",
         flush=True,
     )
 
 
-def last_checkpoint(config: Config, run: Path) -> str:
+def last_checkpoint(options: Checkpoint, run: Path) -> str:
     """The newest that is complete."""
-    if not config.checkpoint.enable:
+    if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
-    folder = checkpoints_of(run, config)
+    folder = checkpoints_of(run, options)
     name = layout.latest(folder)
     return f"saved as {folder / name}" if name else "no checkpoint was completed"
 
 
 class Lines:
-    def __init__(self, config: Config):
-        self.config = config
+    def __init__(self, run: Shown):
+        self.run = run
 
     def log(self, report: Report) -> None:
-        steps = self.config.training.steps
+        steps = self.run.steps
         parts = [f"step {report.step:>{len(str(steps))}}/{steps}"]
         for name, value in figures(report.record).items():
             parts.append(f"{value} {name}" if name == "tokens/s" else f"{name} {value}")
-        if self.config.moe.force_balance:
+        if self.run.force_balance:
             parts.append("FORCED BALANCE")
         if report.wrong:
             parts.append("LOSS TOO HIGH")
@@ -131,12 +137,12 @@ class Lines:
 class LivePanel:
     """Other output appears above it; its last state remains when the run ends."""
 
-    def __init__(self, config: Config, name: str, console: Console):
-        self.config, self.name, self.console = config, name, console
+    def __init__(self, run: Shown, name: str, console: Console):
+        self.run, self.name, self.console = run, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.held_out = ""
         """The last validation, which stays on the panel until the next."""
-        what = "compiling and making the first step" if config.compile.enable else "making the first step"
+        what = "compiling and making the first step" if run.compiles else "making the first step"
         self.live = Live(Spinner("dots", f"{what} ..."), console=console, refresh_per_second=2)
         self.live.start()
         console.show_cursor(True)  # Live hides it, and a killed run could not restore it
@@ -154,7 +160,7 @@ class LivePanel:
         self.live.stop()
 
     def panel(self, report: Report) -> Panel:
-        steps, record = self.config.training.steps, report.record
+        steps, record = self.run.steps, report.record
         eta = "ETA ..." if report.eta is None else f"ETA {duration(report.eta)}"
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
@@ -185,7 +191,7 @@ class LivePanel:
             lines.append(Text.assemble(("val loss ", "dim"), self.held_out))
         if times := shares(record):
             lines.append(Text.assemble(("time ", "dim"), times))
-        if self.config.moe.force_balance:
+        if self.run.force_balance:
             lines.append(Text("FORCED BALANCE: a benchmark, the router is ignored", "bold yellow"))
         if report.wrong:
             lines.append(Text(report.wrong, "bold red"))
@@ -211,56 +217,21 @@ def shares(record: dict[str, float]) -> str:
     return "  ".join(shown)
 
 
-def banner(
-    config: Config,
-    fold: Fold,
-    parameters: Parameters,
-    device_name: str,
-    peak: float | None,
-    folder: Path,
-    notes: dict[str, str],
-) -> None:
-    model, training = config.model, config.training
-    dp = fold.dp_replicate * fold.dp_shard
-    samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
-    microbatches = samples // (training.local_batch_size * dp)
-    ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
-    each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
-    count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
-    rows: dict[str, str | Text] = {
-        "model": f"{model.family} {model.size}: {count}",
-        "attention": mapping(fold.attention_axes),
-        "experts": mapping(fold.expert_axes),
-        **notes,
-        "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
-        "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
-        f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
-        f"of {training.local_batch_size}",
-        "data": ", ".join(config.data.paths) if config.data.source == "files" else config.data.source,
-        "run folder": str(folder),
-        "checkpoint": saving(config, parameters, folder),
-    }
-    if config.moe.force_balance:
-        rows["routing"] = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
+def banner(rows: dict[str, str | Text]) -> None:
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(Text(name, style="bold"), Text(text, overflow="fold") if isinstance(text, str) else text)
     Console(highlight=False).print(table)
 
 
-MOMENTS = 2
-"""Of AdamW, saved in the weights' dtype."""
-
-
-def saving(config: Config, parameters: Parameters, run: Path) -> Text:
-    options = config.checkpoint
+def saving(options: Checkpoint, each: int, run: Path) -> Text:
+    """each: bytes of a checkpoint."""
     if not options.enable:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
-    folder = checkpoints_of(run, config)
-    each = parameters.total * (1 + MOMENTS) * getattr(torch, config.training.dtype).itemsize
+    folder = checkpoints_of(run, options)
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
-    kept = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
-    text = Text(f"saves {when} to {folder} ({kept}, about {format_size(each)} each)", overflow="fold")
+    retention = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
+    text = Text(f"saves {when} to {folder} ({retention}, about {format_size(each)} each)", overflow="fold")
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < each:
             text.append(f": only {format_size(free)} are free there", "bold red")

@@ -18,19 +18,28 @@ have nothing to learn, so this rule is off for them.
 from __future__ import annotations
 
 import math
-
-from titanmoe.config.schema import Config
+from typing import NamedTuple
 
 FIRST, LOWEST, FAR = 1.0, 2.0, 10.0
 STEPS, GUESSED, TWICE = 16, 50, 2
 
 
+class Expected(NamedTuple):
+    """What is known of a run's loss before it begins."""
+
+    warmup: int
+    """lr_schedule.warmup_steps"""
+    lr: float
+    """optimizer.lr"""
+    guess: float
+    """The loss of a uniform guess; infinite if there is nothing to learn."""
+
+
 class Divergence:
-    def __init__(self, config: Config):
-        self.warmup = config.lr_schedule.warmup_steps
-        self.guess = math.log(config.model.vocab_size) if config.data.source != "synthetic" else math.inf
+    def __init__(self, expected: Expected):
+        self.warmup, self.guess = expected.warmup, expected.guess
         self.advice = (
-            f"lower optimizer.lr ({config.optimizer.lr:g}) or raise lr_schedule.warmup_steps ({self.warmup}), and "
+            f"lower optimizer.lr ({expected.lr:g}) or raise lr_schedule.warmup_steps ({self.warmup}), and "
             "begin again, or from a checkpoint of before (checkpoint.load = its step)"
         )
         self.first: float | None = None

@@ -41,10 +41,10 @@ def leave_note(
     ranks of this machine that end because of what this note says, whatever they end with."""
     if not (file := os.environ.get(FILE)):
         return False
-    found = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
-    found |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
+    note = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
+    note |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
     new = Path(f"{file}.new")
-    new.write_text(json.dumps(found), encoding="utf-8")
+    new.write_text(json.dumps(note), encoding="utf-8")
     new.replace(file)
     return True
 
@@ -67,8 +67,8 @@ def leave_traceback(error: BaseException) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
-    said = str(error).strip().partition("\n")[0]
-    leave_note(f"{type(error).__name__}{': ' if said else ''}{said}{place}", caused_by_others(error))
+    reason = str(error).strip().partition("\n")[0]
+    leave_note(f"{type(error).__name__}{': ' if reason else ''}{reason}{place}", caused_by_others(error))
 
 
 def caused_by_others(error: BaseException) -> bool:

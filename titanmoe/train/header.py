@@ -1,39 +1,94 @@
-"""What a run's header says besides its mapping: compilation, pipeline, recomputation."""
+"""What a run says of itself before its first step, a row for each thing."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
+from pathlib import Path
 
-from titanmoe.config.schema import Config
-from titanmoe.data.loader import Loader
+import torch
+from rich.text import Text
+
+from titanmoe.config.schema import Checkpoint, Config
+from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
+from titanmoe.models.count import Parameters
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
+from titanmoe.train.collapse import unbalanced
+from titanmoe.train.console import mapping, saving
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
+MOMENTS = 2
+"""Of AdamW, saved in the weights' dtype."""
 
 
-def header_notes(config: Config, pp: int, loader: Loader, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
-    notes = loader.notes()
-    options, recompute = config.pipeline, config.activation_checkpoint.mode
+@dataclass(frozen=True)
+class Header:
+    """The rows that only the recipe, the mapping and the device decide."""
+
+    mapping: dict[str, str]
+    batches: dict[str, str]
+    routing: dict[str, str]
+    checkpoint: Checkpoint
+    checkpoint_bytes: int
+
+    def rows(self, notes: dict[str, str], run: Path) -> dict[str, str | Text]:
+        """notes: what is known once the run is built and its checkpoint loaded."""
+        where = {"run folder": str(run), "checkpoint": saving(self.checkpoint, self.checkpoint_bytes, run)}
+        return self.mapping | notes | self.batches | where | self.routing
+
+
+def header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
+    model, training = config.model, config.training
+    dp = fold.dp_replicate * fold.dp_shard
+    samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
+    microbatches = samples // (training.local_batch_size * dp)
+    ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
+    each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
+    count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
+    balance = unbalanced(model, config.moe)
+    forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
+    return Header(
+        {
+            "model": f"{model.family} {model.size}: {count}",
+            "attention": mapping(fold.attention_axes),
+            "experts": mapping(fold.expert_axes),
+        },
+        ({"balance": balance} if balance else {})
+        | {
+            "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
+            "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
+            f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
+            f"of {training.local_batch_size}",
+            "data": ", ".join(config.data.paths) if config.data.source == "files" else config.data.source,
+        },
+        {"routing": forced} if config.moe.force_balance else {},
+        config.checkpoint,
+        parameters.total * (1 + MOMENTS) * getattr(torch, training.dtype).itemsize,
+    )
+
+
+def set_up(config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
+    """The rows on how it computes: compilation, pipeline, recomputation."""
+    rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
-        notes["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
+        rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
     if config.compile.enable:
         reason = why_in_parts(config.moe, splits)
-        notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
+        rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
     if pp == 1:
-        return notes
+        return rows
     name = options.schedule_csv or options.schedule
-    notes["pipeline"] = (
-        f"{name}: {len(stage_ranks(options, pp))} stages, {loader.microbatches} microbatches, "
+    rows["pipeline"] = (
+        f"{name}: {len(stage_ranks(options, pp))} stages, {microbatches} microbatches, "
         f"bubble {engine.bubble:.1%} of the time"
         + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
     )
     if splits and recompute in ("full", "moe"):
-        notes["recompute"] = (
+        rows["recompute"] = (
             f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
             "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
         )
-    return notes
+    return rows

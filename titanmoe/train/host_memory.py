@@ -15,7 +15,7 @@ def resident() -> int:
 
 def whole() -> int:
     """The least of the machine's memory and the limits of all groups around the process."""
-    found = [_kib("/proc/meminfo", "MemTotal:")]
+    limits = [_kib("/proc/meminfo", "MemTotal:")]
     for line in _lines("/proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
@@ -23,8 +23,8 @@ def whole() -> int:
         root, file = (CGROUPS / "memory", "memory.limit_in_bytes") if kinds else (CGROUPS, "memory.max")
         for folder in (root / path.lstrip("/") / "x").parents:
             with contextlib.suppress(OSError, ValueError):  # none, or "max"
-                found.append(int((folder / file).read_text(encoding="utf-8")))
-    return min((size for size in found if size > 0), default=0)
+                limits.append(int((folder / file).read_text(encoding="utf-8")))
+    return min((size for size in limits if size > 0), default=0)
 
 
 def _lines(file: str) -> list[str]:

@@ -21,6 +21,7 @@ from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parts import PARTS
 from titanmoe.train import failure
+from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.legal import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
     die_with_launcher,
@@ -84,10 +85,10 @@ def read(argv: list[str], world: int) -> Config:
 
     def check(config: Config) -> list[str]:
         try:
-            found = refusals(fitted(config, node, world)[0], world)
+            problems = refusals(fitted(config, node, world)[0], world)
         except FoldError as error:
-            found = error.problems
-        return for_launcher(config, argv) or found if found else []
+            problems = error.problems
+        return for_launcher(config, argv) or problems if problems else []
 
     def finish(config: Config) -> Config:
         nonlocal change
@@ -95,6 +96,22 @@ def read(argv: list[str], world: int) -> Config:
         return resolve(config, world)
 
     config = load(argv, PARTS, check, finish)
+    if change:
+        say(f"mapping: {change}")
+    return config
+
+
+def receive(checked: Checked, world: int) -> Config:
+    """The resolved config that a launcher has handed on. A restart may have other ranks than it was checked for."""
+    grow_segments()
+    try:
+        config, change = fitted(checked.config, -1, world)
+        problems = refusals(config, world) if world != checked.ranks else []
+    except FoldError as error:
+        problems = error.problems
+    if problems:
+        raise ConfigError(problems, checked.source)
+    config = resolve(config, world)
     if change:
         say(f"mapping: {change}")
     return config
@@ -115,15 +132,20 @@ def for_launcher(config: Config, argv: list[str]) -> list[str]:
 
 
 def main(
-    argv: list[str], watch: Callable[[Any], AbstractContextManager[None]] = lambda trainer: nullcontext(), **seams: Any
+    argv: list[str],
+    watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
+    **seams: Any,
 ) -> int:
-    """watch: entered with the Trainer, for as long as it trains. seams: arguments of Trainer, such as another optimizer
-    (docs/extending.md).
+    """watch: called with the config and the Training, and entered for as long as it trains. seams: arguments of
+    build_training, such as another optimizer (docs/extending.md).
     """
     die_with_launcher()
     try:
-        waiting("reading the recipe")
-        config = read(argv, world_size())
+        if checked := received():
+            config = receive(checked, world_size())
+        else:
+            waiting("reading the recipe")
+            config = read(argv, world_size())
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:
@@ -131,18 +153,19 @@ def main(
         failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
+    from titanmoe.train.build import build_training
     from titanmoe.train.checks import NumericalFault
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import Trainer
 
     stamp(runtime.rank)
-    abandon, trainer = False, None
+    abandon, training = False, None
     try:
         waiting("building the model")
-        trainer = Trainer(config, runtime, **seams)
-        failure.leave_advice(partial(out_of_memory.advice, trainer))
-        with watch(trainer):
-            signal = trainer.train()
+        training = build_training(config, runtime, **seams)
+        failure.leave_advice(partial(out_of_memory.advice, training, config))
+        with watch(config, training):
+            signal = Trainer(training).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         waiting("")
@@ -161,7 +184,7 @@ def main(
             failure.leave_traceback(error)
             raise
         abandon = True  # other ranks are in the middle of a message
-        text = out_of_memory.explain(error, trainer, runtime.rank, config)
+        text = out_of_memory.explain(error, training, runtime.rank, config)
         if not failure.leave_note(text):
             print(f"error: {text}", file=sys.stderr)
         return 1

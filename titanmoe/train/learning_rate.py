@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from titanmoe.config.schema import Config, LRSchedule
+from titanmoe.config.schema import LRSchedule
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
@@ -26,23 +26,30 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
     return 1.0
 
 
-def rate(step: int, config: Config) -> float:
-    return config.optimizer.lr * lr_factor(step, config.training.steps, config.lr_schedule)
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+    peak: float
+    steps: int
+    """Of the whole run."""
+    options: LRSchedule
+
+    def __call__(self, step: int) -> float:
+        return self.peak * lr_factor(step, self.steps, self.options)
 
 
-def changed_rate(step: int, before: Mapping[str, Any], config: Config) -> list[str]:
+def changed_rate(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
     """What to say of a run that goes on after this step at another rate than it had. before: its fields then, by
     path."""
     try:
         names = [field.name for field in dataclasses.fields(LRSchedule)]
         options = LRSchedule(**{name: before[f"lr_schedule.{name}"] for name in names})
-        steps = before["training.steps"]
-        was, now = before["optimizer.lr"] * lr_factor(step, steps, options), rate(step, config)
+        was = LearningRate(before["optimizer.lr"], before["training.steps"], options)(step)
+        now = rate(step)
     except (LookupError, TypeError, ArithmeticError):  # saved by a version without one of these fields
         return []
     if not step or abs(now - was) <= 0.01 * was:
         return []
-    now = rate(min(step + 1, config.training.steps), config)  # that of the next step, which the log shows
+    now = rate(min(step + 1, rate.steps))  # that of the next step, which the log shows
     if now < was:
         return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
     return [

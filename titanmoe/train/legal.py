@@ -22,8 +22,8 @@ def refusals(config: Config, world: int) -> list[str]:
 
 
 def ranks_of_a_node(config: Config) -> int:
-    given = config.parallelism.node
-    return read_environment().local_world if given == -1 else given
+    ranks = config.parallelism.node
+    return read_environment().local_world if ranks == -1 else ranks
 
 
 def _here(config: Config) -> Config:

@@ -13,6 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from titanmoe.config.fields import to_toml
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Metrics as Options
+from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
-from titanmoe.models.count import Parameters
 from titanmoe.observe import Observer
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
-from titanmoe.train.collapse import Collapse, unbalanced
-from titanmoe.train.divergence import Divergence
+from titanmoe.train.collapse import Collapse
+from titanmoe.train.divergence import Divergence, Expected
+from titanmoe.train.header import Header
 from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.runtime import Runtime
@@ -57,6 +58,10 @@ PEAK_TFLOPS = {
 }
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """FLOP/s of one device, None if not known; only 16-bit peaks are known."""
     if dtype not in ("bfloat16", "float16"):
@@ -79,23 +84,30 @@ def as_json(record: dict[str, float]) -> str:
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
 
 
+@dataclass(eq=False)
 class Metrics(Observer):
-    """Writes on rank 0 and does nothing on the others. Time is measured from its creation."""
+    """Writes on rank 0 and does nothing on the others."""
 
-    def __init__(
-        self,
-        config: Config,
-        runtime: Runtime,
-        fold: Fold,
-        parameters: Parameters,
-        flops_per_token: float,
-        folder: Path,
-        notes: dict[str, str] | None = None,
-        step: int = 0,
-        clock: Clock | None = None,
-    ):
-        self.config, self.runtime, self.clock = config, runtime, clock
-        self.writes = runtime.rank == 0
+    options: Options
+    model: Model
+    expected: Expected
+    shown: console.Shown
+    header: Header
+    recipe: str
+    """The whole config, to be written down as TOML, and by table."""
+    values: dict[str, Any]
+    runtime: Runtime
+    fold: Fold
+    clock: Clock
+    flops_per_token: float
+    peak: float | None
+    """FLOP/s of a device."""
+
+    def __post_init__(self) -> None:
+        self.steps, self.writes = self.shown.steps, self.runtime.rank == 0
+
+    def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None) -> None:
+        """Write into the run's folder, after this step; time is measured from here. notes: for the header."""
         if not self.writes:
             return
         self.folder = folder
@@ -106,29 +118,24 @@ class Metrics(Observer):
             outlet.open()
         self._ranks = self._lines(folder / RANKS)  # opened by its first line: a run on one rank has none
         self._times: list[dict[str, np.ndarray]] = []
-        self.flops_per_token = flops_per_token
-        on_gpu = runtime.device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"
-        known = peak_flops(self.device_name, config.training.mixed_precision_param) if on_gpu else None
-        self.peak = config.metrics.peak_tflops * 1e12 or known
-        self._spikes, self._collapse = Spikes(), Collapse(config.model.num_experts, config.model.top_k)
+        self._spikes, self._collapse = Spikes(), Collapse(self.model.num_experts, self.model.top_k)
         self._first_loss: tuple[int, float] | None = None
         self._last_loss, self._begun = 0.0, time.monotonic()
         self._tokens = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
-        self._divergence = Divergence(config)
+        self._divergence = Divergence(self.expected)
         before = 0
         for line, loss in losses(folder / METRICS):
             self._follow(line, loss, line - before)
             before = line
-        self._open_sinks(fold, parameters, notes or {})
+        self._open_sinks(notes or {})
         try:
-            (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+            (folder / CONFIG).write_text(self.recipe, encoding="utf-8")
         except OSError as error:
             self._warn(f"{folder / CONFIG}: {error.strerror}")
-        self._begin(fold, step)
+        self._describe_machine(step)
         self._since = time.monotonic()
 
     def _lines(self, file: Path) -> Outlet[LineFile]:
@@ -137,31 +144,30 @@ class Metrics(Observer):
     def _warn(self, text: str) -> None:
         self.event(self._step, "log", text)
 
-    def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str]) -> None:
-        config = self.config
+    def _open_sinks(self, notes: dict[str, str]) -> None:
+        options = self.options
         waiting("")
-        if balance := unbalanced(config):
-            notes = notes | {"balance": balance}
         with contextlib.suppress(OSError):  # the lines that follow report it
-            console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
+            console.banner(self.header.rows(notes, self.folder))
 
         def add(name: str, make: Callable[[], Sink]) -> None:
             self._sinks.append(outlet := Outlet(name, make, self._warn))
             outlet.open()
 
-        add("the console", lambda: console.open_console(config, self.folder.name))
-        if config.metrics.tensorboard or config.metrics.wandb:
+        add("the console", lambda: console.open_console(options.console, self.shown, self.folder.name))
+        if options.tensorboard or options.wandb:
             from titanmoe.train import board  # takes a second to import
-        if config.metrics.tensorboard:
-            add("TensorBoard", lambda: board.Board(self.folder, config, self._step))
-        if config.metrics.wandb:
-            add("Weights & Biases", lambda: board.WandB(self.folder, config))
+        if options.tensorboard:
+            add("TensorBoard", lambda: board.Board(self.folder, self.recipe, self._step, self.steps))
+        if options.wandb:
+            add("Weights & Biases", lambda: board.WandB(self.folder, options.wandb, self.values))
 
-    def _begin(self, fold: Fold, step: int) -> None:
-        """The event that describes the machine: figures mean nothing without it."""
+    def _describe_machine(self, step: int) -> None:
+        """An event: figures mean nothing without it."""
+        fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
-            "device": self.device_name,
+            "device": device,
             "torch": torch.__version__,
             "python": platform.python_version(),
             "system": platform.platform(),
@@ -174,9 +180,7 @@ class Metrics(Observer):
             changes = "".join(f"; {change}" for change in changed(last_environment(self.folder / EVENTS), machine))
             self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)
         else:
-            self.event(
-                step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}", environment=machine
-            )
+            self.event(step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {device}", environment=machine)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Call it after every step. `values`: loss, grad_norm, lr, tokens (of the step, on all ranks), and anything
@@ -196,7 +200,7 @@ class Metrics(Observer):
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._log_experts(step, loads)
         self._tokens += values["tokens"]
-        if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
+        if not (self._due(step, self.options.log_every) or "val_loss" in values):
             return
         now, first = time.monotonic(), self._last_step is None
         # The time of validation is reported as val_s and is not part of the step's.
@@ -211,12 +215,11 @@ class Metrics(Observer):
             record["mfu"] = record["tokens_per_s"] * self.flops_per_token / (self.peak * self.runtime.world)
         record["memory_gib"] = memory_gib(self.runtime.device)
         record |= values
-        if self.clock is not None:
-            record |= {f"time.{name}": value for name, value in self.clock.take(steps).items()}
+        record |= {f"time.{name}": value for name, value in self.clock.take(steps).items()}
         self._file.put(lambda file: file.write(as_json(record)))
         eta = None
         if self._steady_steps:
-            eta = (self.config.training.steps - step) * self._steady_seconds / self._steady_steps
+            eta = (self.steps - step) * self._steady_seconds / self._steady_steps
         report = Report(step, record, loads, self._average, eta, self._divergence.text)
         for outlet in self._sinks:
             outlet.put(lambda sink: sink.log(report))
@@ -235,18 +238,18 @@ class Metrics(Observer):
         return self._divergence.check(step, loss, self._average)
 
     def _due(self, step: int, every: int) -> bool:
-        return self._last_step is None or step % every == 0 or step == self.config.training.steps
+        return self._last_step is None or step % every == 0 or step == self.steps
 
     def _log_experts(self, step: int, loads: dict[int, list[float]]) -> None:
-        every = self.config.metrics.experts_every
+        every = self.options.experts_every
         if every == -1:
-            every = math.ceil(self.config.training.steps / EXPERT_LINES)
+            every = math.ceil(self.steps / EXPERT_LINES)
         if every and loads and self._due(step, every):
             line = {"step": step, "load": {layer: [round(n) for n in load] for layer, load in loads.items()}}
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
-        every = math.ceil(self.config.training.steps / RANK_LINES)
+        every = math.ceil(self.steps / RANK_LINES)
         for i, step in enumerate(steps):
             self._times.append({name: rows[i] for name, rows in seconds.items()})
             if len(self._times) >= every:
@@ -272,9 +275,9 @@ class Metrics(Observer):
             with contextlib.suppress(OSError):
                 seconds = time.monotonic() - self._begun
                 wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
-                console.closing_line(
-                    self.config, self._step, self._first_loss, self._last_loss, seconds, self.folder, wrong
-                )
+                checkpoint = console.last_checkpoint(self.header.checkpoint, self.folder)
+                first, last = self._first_loss, self._last_loss
+                console.closing_line(self._step, self.steps, first, last, seconds, checkpoint, self.folder, wrong)
 
 
 def losses(file: Path) -> Iterator[tuple[int, float]]:

@@ -49,8 +49,8 @@ class Optimizer:
     @property
     def on_device(self) -> list[torch.Tensor]:
         """What the device holds between steps."""
-        kept = [x for state in self._states().values() for x in state.values()]
-        return kept if self.offload is None else [*kept, *self.offload.buffers]
+        states = [x for state in self._states().values() for x in state.values()]
+        return states if self.offload is None else [*states, *self.offload.buffers]
 
     @property
     def on_host(self) -> list[torch.Tensor]:

@@ -16,12 +16,12 @@ from titanmoe.models.count import parameters
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
 from titanmoe.train.runtime import world_size
-from titanmoe.train.trainer import Trainer
+from titanmoe.train.training import Training
 
 SAYS_SO = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
 """How PyTorch, CUDA libraries and C++ put it."""
 PARTS = {
-    "trainer.py:__init__": "building the model",
+    "build.py:build_training": "building the model",
     "checkpoint": "loading or saving a checkpoint",
     "validation": "validation",
     "/data/": "reading data",
@@ -41,23 +41,23 @@ def is_one(error: BaseException) -> bool:
     return known or (isinstance(error, RuntimeError) and SAYS_SO.search(str(error)) is not None)
 
 
-def advice(trainer: Trainer) -> str:
+def advice(training: Training, config: Config) -> str:
     """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
-    state = _state(_bytes(trainer.parameters.values()), trainer.config, trainer.device)
-    size, room = sum(state.values()), _room(trainer.device)
-    lines = settings(trainer.config, size, max(0, room - size), room)
+    state = _state(_bytes(training.parameters.values()), config, training.device)
+    size, room = sum(state.values()), _room(training.device)
+    lines = settings(config, size, max(0, room - size), room)
     return "\n".join([f"each rank holds {_listed(state)}; and {REST}", *lines])
 
 
-def explain(error: BaseException, trainer: Trainer | None, rank: int, config: Config) -> str:
-    step = trainer.step if trainer else 0
+def explain(error: BaseException, training: Training | None, rank: int, config: Config) -> str:
+    step = training.state.step if training else 0
     where = f"step {step}, {_where(error, 'a block')}" if step else _where(error, "starting")
     lines = [f"rank {rank} is out of memory: {where}: {_torch_said(error)}"]
-    if trainer is None:
+    if training is None:
         device = torch.device(kind_for(config.training.device))
         held = {"weights": parameters(config.model).total * WIDTHS[config.training.dtype] // world_size(), REST: 0}
     else:
-        device, held = trainer.device, holds(trainer)
+        device, held = training.device, holds(training)
         lines.append(f"held: {_listed(held)}")
     state = sum(_state(held["weights"], config, device).values())
     return "\n".join([*lines, *settings(config, state, held[REST], _room(device))])
@@ -83,19 +83,19 @@ def _torch_said(error: BaseException) -> str:
     return re.split(" See documentation| If reserved but| Error code", text)[0] or "?"
 
 
-def holds(trainer: Trainer) -> dict[str, int]:
+def holds(training: Training) -> dict[str, int]:
     """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
-    weights = trainer.parameters.values()
-    states = getattr(getattr(trainer.optimizer, "adamw", None), "state", {}).values()
+    weights = training.parameters.values()
+    states = getattr(getattr(training.optimizer, "adamw", None), "state", {}).values()
     held = {
         "weights": _bytes(weights),
         "gradients": _bytes(p.grad for p in weights),
         "optimizer state": _bytes(t for state in states for t in state.values()),
     }
-    used, room, others = host_memory.resident(), _room(trainer.device), 0
-    if trainer.device.type == "cuda":
-        used = torch.cuda.memory_reserved(trainer.device)
-        others = room - torch.cuda.mem_get_info(trainer.device)[0] - used
+    used, room, others = host_memory.resident(), _room(training.device), 0
+    if training.device.type == "cuda":
+        used = torch.cuda.memory_reserved(training.device)
+        others = room - torch.cuda.mem_get_info(training.device)[0] - used
     held[REST] = max(0, used - sum(held.values()))
     more = {"other programs and libraries on this GPU": others, "of": room}
     return held | {name: size for name, size in more.items() if size > 0}

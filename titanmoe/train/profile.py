@@ -39,9 +39,9 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        wanted = number in self.options.steps
+        chosen = number in self.options.steps
         try:
-            if wanted and self.mine:
+            if chosen and self.mine:
                 with self._trace(number):
                     yield
             else:
@@ -51,7 +51,7 @@ class Profiler:
                 file = self._snapshot(f"out-of-memory-step-{number}")
                 print(f"out of memory: the allocations that led there are in {file}; {OPEN_MEMORY}", flush=True)
             raise
-        if wanted:
+        if chosen:
             self._report(number)
 
     @contextmanager

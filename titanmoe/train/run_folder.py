@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from titanmoe.checkpoint import choose_checkpoint, layout
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Checkpoint, Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
@@ -27,27 +27,73 @@ COMMAND = "TITANMOE_COMMAND"
 
 def command(without: str = "") -> str:
     """What started this run, without this option, for a command that gives it another value."""
-    typed, kept = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
+    typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
         if without and word == without:
             next(typed, "")
         elif not (without and word.startswith(f"{without}=")):
-            kept.append(word)
-    return shlex.join(kept)
+            words.append(word)
+    return shlex.join(words)
 
 
-def claim(config: Config) -> tuple[Path, TextIO | None]:
+class RunFolder:
+    """The run's folder, which rank 0 chooses and locks."""
+
+    def __init__(self, job: Job, checkpoint: Checkpoint, rank: int):
+        self.job, self.checkpoint, self.rank = job, checkpoint, rank
+        self.path: Path | None = None  # until it is claimed
+        self._lock: TextIO | None = None
+
+    def claim(self) -> Path:
+        """All ranks call it together."""
+        import torch.distributed as dist
+
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box[0], self._lock = claim(self.job, choose_checkpoint.continues(self.checkpoint))
+            except ConfigError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, 0)
+        if isinstance(box[0], ConfigError):
+            raise box[0]
+        self.path = box[0]
+        return self.path
+
+    @contextlib.contextmanager
+    def removed_if_refused(self) -> Iterator[None]:
+        """A start that is refused after `claim` removes the file that it claimed the folder by, and folders that are
+        empty then.
+        """
+        try:
+            yield
+        except ConfigError:
+            # The lock is closed once training ends, for whatever reason.
+            lock, metrics = self._lock, self.path / METRICS
+            if self.rank == 0 and (not lock.closed if lock else metrics.stat().st_size == 0):
+                (self.path / LOCK if lock else metrics).unlink()
+                for inner in (choose_checkpoint.checkpoints_of(self.path, self.checkpoint), self.path):
+                    with contextlib.suppress(OSError):  # it is not empty, or was never made
+                        inner.rmdir()
+            raise
+
+    def unlock(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+
+def claim(job: Job, continues: bool) -> tuple[Path, TextIO | None]:
     """The folder, and its lock, which lasts as long as the file stays open. Only one rank calls this.
 
     A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
     it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
     """
-    parent, name = Path(config.job.dump_folder), config.job.name or "run"
+    parent, name = Path(job.dump_folder), job.name or "run"
     folder, n = parent / name, 1
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if choose_checkpoint.continues(config):
+            if continues:
                 return folder, _locked(folder)
             (folder / METRICS).touch(exist_ok=False)
             return folder, None
@@ -58,23 +104,6 @@ def claim(config: Config) -> tuple[Path, TextIO | None]:
                 ) from None
         n += 1
         folder = parent / f"{name}-{n}"
-
-
-@contextlib.contextmanager
-def removed_if_refused(config: Config, folder: Path, lock: TextIO | None, rank: int) -> Iterator[None]:
-    """A start that is refused after `claim` removes the file that it claimed the folder by, and folders that are empty
-    then.
-    """
-    try:
-        yield
-    except ConfigError:
-        # The lock is closed once training ends, for whatever reason.
-        if rank == 0 and (not lock.closed if lock else (folder / METRICS).stat().st_size == 0):
-            (folder / (LOCK if lock else METRICS)).unlink()
-            for inner in (choose_checkpoint.checkpoints_of(folder, config), folder):
-                with contextlib.suppress(OSError):  # it is not empty, or was never made
-                    inner.rmdir()
-        raise
 
 
 def _locked(folder: Path) -> TextIO:
@@ -103,8 +132,8 @@ def _locked(folder: Path) -> TextIO:
 
 def check_free(config: Config) -> None:
     """Refuse a start in the folder of a live run before any rank is started."""
-    folder = choose_checkpoint.run_folder(config)
-    if choose_checkpoint.continues(config) and (folder / LOCK).exists():
+    folder = choose_checkpoint.run_folder(config.job)
+    if choose_checkpoint.continues(config.checkpoint) and (folder / LOCK).exists():
         with contextlib.suppress(OSError):  # `claim` says what is wrong with the folder
             _locked(folder).close()
 
@@ -125,10 +154,10 @@ def rewind(folder: Path, step: int) -> None:
     for name in (METRICS, EXPERTS, RANKS, EVENTS):
         file = folder / name
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
-        kept = [line for line in lines if _stays(line, step)]
-        if len(kept) < len(lines):
+        remaining = [line for line in lines if _stays(line, step)]
+        if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
-            layout.write_text(fresh, "".join(kept))
+            layout.write_text(fresh, "".join(remaining))
             os.replace(fresh, file)
 
 

@@ -79,14 +79,14 @@ class Runtime:
 
 
 def read_environment() -> Environment:
-    given = [name for name in VARIABLES if os.environ.get(name)]
-    if not given:
+    present = [name for name in VARIABLES if os.environ.get(name)]
+    if not present:
         return Environment()
-    missing = [name for name in VARIABLES if name not in given]
+    missing = [name for name in VARIABLES if name not in present]
     if missing:
         raise ConfigError(
             [
-                f"the environment sets {', '.join(given)} but not {', '.join(missing)}: "
+                f"the environment sets {', '.join(present)} but not {', '.join(missing)}: "
                 "start with torchrun, which sets all of them, or unset all to run one rank"
             ]
         )
@@ -146,10 +146,10 @@ def start(config: Config) -> Runtime:
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
 
 
-def _device(wanted: str, environment: Environment) -> torch.device:
+def _device(choice: str, environment: Environment) -> torch.device:
     import torch
 
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"

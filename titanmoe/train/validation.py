@@ -8,45 +8,33 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, Protocol
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from titanmoe.comm.collectives import all_reduce
-from titanmoe.config.schema import Config
-from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.fold.meshes import Meshes
-from titanmoe.moe.layer import MoE
-from titanmoe.parallel.batch_slice import take_slice
-from titanmoe.parallel.context import Placement
+from titanmoe.data.batch import Batch
+from titanmoe.train.gradients import Gradients, Slicer
+from titanmoe.train.run_state import RunState
 
 
-class TrainerForValidation(Protocol):
-    """What a validation needs of a trainer."""
-
-    config: Config
-    meshes: Meshes
-    device: torch.device
-    placement: Placement
-    engine: Any
-    moe_layers: dict[int, MoE]
-    loader: Loader
-    step: int
-
-    def count(self, batches: list) -> Any: ...
-
-
+@dataclass(eq=False)
 class Validation:
-    def __init__(self, trainer: TrainerForValidation):
-        self.trainer, config = trainer, trainer.config
-        self.interval, self.last = config.validation.interval, config.training.steps
-        data, held_out = trainer.meshes.data, trainer.loader.held_out if config.validation.held_out else ()
-        self.set = ValidationSet(config, data.rank, data.size, held_out)
-        self.best = math.inf
+    """Due every `interval` steps, and after step `last`."""
+
+    interval: int
+    last: int
+    samples: Iterable[list[Batch]]
+    slicer: Slicer
+    """Without what multi-token prediction needs."""
+    gradients: Gradients
+    state: RunState
+    best: float = math.inf
 
     def after_step(self) -> dict[str, float]:
         """Loss, perplexity and the best loss so far, if a validation is due."""
-        if self.trainer.step % self.interval and self.trainer.step != self.last:
+        if self.state.step % self.interval and self.state.step != self.last:
             return {}
         begin = time.monotonic()
         loss = self.loss()
@@ -64,16 +52,13 @@ class Validation:
 
     def loss(self) -> float:
         """Cross entropy, summed over all labels of the set and divided by their number."""
-        trainer, one = self.trainer, torch.ones((), dtype=torch.float64, device=self.trainer.device)
+        gradients, meshes = self.gradients, self.slicer.meshes
+        one = torch.ones((), dtype=torch.float64, device=self.slicer.device)
         total, labels = torch.zeros_like(one), torch.zeros_like(one)
-        for batches in self.set:
-            counted = trainer.count(batches)
-            for moe in trainer.moe_layers.values():
-                moe.begin_step(trainer.step, counted.tokens, trainer.loader.global_batch_size)
-            where = (trainer.meshes, trainer.placement, trainer.device)
-            total += trainer.engine.run(
-                [take_slice(batch, m, *where) for m, batch in enumerate(batches)], one, backward=False
-            )
-            labels += counted.labels
+        for batches in self.samples:
+            totals = self.slicer.count(batches)
+            gradients.begin_step(totals)
+            total += gradients.engine.run(self.slicer.slices(batches), one, backward=False)
+            labels += totals.labels
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        return (all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels.clamp(min=1)).item()
+        return (all_reduce(total, meshes.world) / meshes.tp.size / labels.clamp(min=1)).item()

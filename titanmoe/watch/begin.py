@@ -1,4 +1,4 @@
-"""`with watched(trainer):` around training watches the run's ranks.
+"""`with watched(config, training):` around training watches the run's ranks.
 
 torch and the rest are imported only when training begins, so that a refusal does not wait for them.
 """
@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+    from titanmoe.config.schema import Config
+    from titanmoe.train.training import Training
 
 
 @contextmanager
-def watched(trainer: Trainer) -> Iterator[None]:
+def watched(config: Config, training: Training) -> Iterator[None]:
     """All ranks enter it together. If one of them is late, the process ends here with a report."""
-    if trainer.runtime.world == 1 or not trainer.config.training.watch:
+    if training.runtime.world == 1 or not config.training.watch:
         yield
         return
     from titanmoe.watch.watch import Watch
 
-    with Watch(trainer):
+    with Watch(config.training, config.checkpoint, training):
         yield

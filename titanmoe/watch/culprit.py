@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Compile, Data, Model
 from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
 from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.observe import Observer, listening
-from titanmoe.train.trainer import StepWork, Sums, Trainer
+from titanmoe.train.gradients import Gradients, StepWork, Sums
 from titanmoe.watch.replicas import first_few
 
 TEXT = 60
@@ -65,19 +66,21 @@ class FirstNotFinite(NamedTuple):
 
 
 class Trace(Observer):
-    def __init__(self, trainer: Trainer):
-        self.trainer, self.notes = trainer, list[CheckedTensor]()
+    def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
+        self.passes, self.loader, self.data = gradients, loader, data
+        self.compiled, self.layers = compilation.enable, model.num_layers
+        self.notes = list[CheckedTensor]()
         self.weights: dict[int, Any] = {}
         """The hooks on those that have been used, by id."""
         self.gradients: Counter[str] = Counter()
         """How many each weight has received: one for each microbatch whose backward has reached it."""
         self.microbatch = threading.local()  # two microbatches that take turns have a thread each
-        self.names = {module: name for part in trainer.stages for name, module in part.named_modules()}
+        self.names = {module: name for part in gradients.stages for name, module in part.named_modules()}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for part in self.trainer.stages:
+            for part in self.passes.stages:
                 for name, module in part.named_modules():
                     hook = part.register_forward_pre_hook(self._set_microbatch, with_kwargs=True) if not name else None
                     hook = hook or module.register_forward_hook(partial(self._check_module, name))
@@ -131,9 +134,8 @@ class Trace(Observer):
 
     def run(self, work: StepWork) -> Sums:
         self.batches = work.batches
-        compiled = self.trainer.config.compile.enable
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), self.hooked():
-            return self.trainer.sums(work)
+        with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
+            return self.passes.sums(work)
 
     def earliest(self) -> FirstNotFinite | None:
         """What this rank saw first."""
@@ -157,12 +159,11 @@ class Trace(Observer):
 
     def _layer(self, module: str) -> int:
         kind, _, rest = module.partition(".")
-        layers = self.trainer.config.model.num_layers
-        return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else layers
+        return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else self.layers
 
     def _samples(self, microbatch: int, rows: list[Tensor]) -> dict[int, str]:
-        numbers = list(self.trainer.loader.identify(self.batches))
-        batch, decode = self.batches[microbatch], decoder(self.trainer.config)
+        numbers = list(self.loader.identify(self.batches))
+        batch, decode = self.batches[microbatch], decoder(self.data)
         size = len(batch.tokens_BS)
         indices = rows[0].nonzero().flatten().tolist() if rows else []
         return {numbers[microbatch * size + row]: beginning_of_text(batch, row, decode) for row in indices}
@@ -172,9 +173,8 @@ def _numbers(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def decoder(config: Config) -> Tokenizer | None:
+def decoder(data: Data) -> Tokenizer | None:
     """The tokenizer of the run's text, if the config names it. Only token shards know theirs."""
-    data = config.data
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
     try:
@@ -189,13 +189,12 @@ def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> st
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
 
 
-def first_not_finite(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
+def first_not_finite(trace: Trace, work: StepWork) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what it found first.
 
     All ranks call it together.
     """
-    trainer.drop_gradients()
-    trace = Trace(trainer)
+    trace.passes.drop()
     sums = trace.run(work)
     first_by_rank: list[FirstNotFinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(first_by_rank, trace.earliest())

@@ -1,62 +1,80 @@
-"""The checks of a trainer's numbers that [debug] asks for.
+"""The checks of a run's numbers that [debug] asks for.
 
-torch and the rest are imported only when there is a trainer, so that a refusal does not wait for them.
+torch and the rest are imported only when there is a run, so that a refusal does not wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanmoe import observe
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from titanmoe.train.trainer import StepWork, Sums, Trainer
+    from titanmoe.config.schema import Config, Debug
+    from titanmoe.train.gradients import Gradients, StepWork, Sums
+    from titanmoe.train.run_state import RunState
+    from titanmoe.train.training import Training
+    from titanmoe.watch.culprit import Trace
+    from titanmoe.watch.replicas import Replicas
     from titanmoe.watch.stragglers import Stragglers
 
 
-def checks(trainer: Trainer) -> Checks:
-    return NumberChecks(trainer)
+def checks(config: Config, training: Training) -> Checks:
+    from titanmoe.watch.replicas import Replicas
+
+    def trace() -> Trace:
+        from titanmoe.watch.culprit import Trace
+
+        return Trace(training.gradients, training.loader, config.compile, config.model, config.data)
+
+    replicas = Replicas(training, config.optimizer, config.training.seed) if config.debug.replicas_every else None
+    return NumberChecks(config.debug, replicas, trace, training.gradients, training.state)
 
 
+@dataclass(eq=False)
 class NumberChecks(Checks):
-    def __init__(self, trainer: Trainer):
-        from titanmoe.watch.replicas import Replicas
+    options: Debug
+    replicas: Replicas | None
+    trace: Callable[[], Trace]
+    """Makes what looks into a pass for the first number that is not finite."""
+    passes: Gradients
+    state: RunState
+    stragglers: Stragglers | None = None
+    """While the run is watched."""
+    explanations: list[str] = field(default_factory=list)
+    last_work: StepWork | None = None
 
-        self.trainer, self.options = trainer, trainer.config.debug
-        self.replicas = Replicas(trainer) if self.options.replicas_every else None
-        self.stragglers: Stragglers | None = None
-        """While the run is watched."""
-        self.explanations: list[str] = []
-        self.last_work: StepWork | None = None
-        self.own_losses: Tensor | None = None
+    def gradients(self, step: int, work: StepWork, parameters: dict[str, Any]) -> None:
+        self._remember(work)
 
-    def gradients(self, work: StepWork, own_losses: Tensor) -> None:
+    def _remember(self, work: StepWork) -> None:
         if self.options.rerun:
-            self.last_work, self.own_losses = work, own_losses
+            self.last_work = work
 
-    def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
-        trainer, sums, self.explanations = self.trainer, None, []
-        self._compare(trainer.step - 1)
+    def suspect(self, why: str, work: StepWork, sums: Sums) -> Sums | None:
+        self._remember(work)
+        again, self.explanations = None, []
+        self._compare(self.state.step - 1)
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
-            sums, text = repeat(trainer, work, lambda: self.own_losses)
+            again, text = repeat(self.passes, work, sums.own_losses)
+            sums = again
             same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same_bits}")
-            finite = math.isfinite(sums.scalars.loss + sums.scalars.norm)
-        if not finite and self.options.culprit != "none":
+        if not math.isfinite(sums.scalars.loss + sums.scalars.norm) and self.options.culprit != "none":
             from titanmoe.watch.culprit import first_not_finite
 
-            sums, text = first_not_finite(trainer, work)
+            again, text = first_not_finite(self.trace(), work)
             self._say(text)
-        return sums
+        return again
 
     def after_step(self, saves: bool) -> None:
-        step = self.trainer.step
+        step = self.state.step
         if self.replicas and (saves or step % self.options.replicas_every == 0):
             self._compare(step)
         if self.stragglers is not None:
@@ -78,10 +96,10 @@ class NumberChecks(Checks):
             return ""
         from titanmoe.watch.rerun import repeat
 
-        self.trainer.drop_gradients()
-        self.trainer.sums(self.last_work)
-        _, text = repeat(self.trainer, self.last_work, lambda: self.own_losses)
-        self.trainer.drop_gradients()
+        self.passes.drop()
+        first = self.passes.sums(self.last_work)
+        _, text = repeat(self.passes, self.last_work, first.own_losses)
+        self.passes.drop()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 
     def _stop(self, text: str) -> NoReturn:
@@ -89,4 +107,4 @@ class NumberChecks(Checks):
 
     def _say(self, text: str) -> None:
         self.explanations.append(text)
-        observe.active.event(self.trainer.step, "suspect", text)
+        observe.active.event(self.state.step, "suspect", text)

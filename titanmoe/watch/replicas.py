@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import all_gather, local
+from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.groups import View, group_of, groups
-from titanmoe.train.trainer import Trainer
+from titanmoe.train.training import Training
 from titanmoe.watch.bits import combine_fingerprints, fingerprint
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
@@ -46,11 +47,12 @@ class Difference(NamedTuple):
 
 
 class Replicas:
-    def __init__(self, trainer: Trainer):
-        self.trainer, self.fold = trainer, trainer.fold
+    def __init__(self, training: Training, options: Options, seed: int):
+        self.training, self.fold, self.seed = training, training.fold, seed
+        self.with_moments = not options.offload
         self.kinds = [*self._of_view("experts"), *self._of_view("attention")]  # the last one is the whole stage
-        self.kind_of = {name: self._kind(p) for name, p in trainer.parameters.items()}
-        self.kind_of |= dict.fromkeys(trainer.buffers, self.kinds[-1] if self.fold.stage > 1 else None)
+        self.kind_of = {name: self._kind(p) for name, p in training.parameters.items()}
+        self.kind_of |= dict.fromkeys(training.buffers, self.kinds[-1] if self.fold.stage > 1 else None)
         self.world = ReplicaGroup("attention", ("pp", *chain.from_iterable(AXES["attention"].values())))
         if self.fold.world > 1:
             self.kinds.append(self.world)
@@ -80,11 +82,11 @@ class Replicas:
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
         """The part of the run's state that other ranks hold too, except moments that are in the host's memory."""
-        trainer = self.trainer
-        moments = trainer.optimizer.moments() if not trainer.config.optimizer.offload else {}
+        training = self.training
+        moments = training.optimizer.moments() if self.with_moments else {}
         for name, kind in self.kind_of.items():
             if kind is not None:
-                tensor = trainer.buffers[name] if name in trainer.buffers else local(trainer.parameters[name])
+                tensor = training.buffers[name] if name in training.buffers else local(training.parameters[name])
                 yield name, tensor, kind
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 
@@ -94,17 +96,17 @@ class Replicas:
         for _, tensor, kind in self.replicated_state():
             prints[kind].append(fingerprint(tensor))
         if self.world in prints:
-            prints[self.world].append(torch.full((), self._counters(), device=self.trainer.device))
-        nothing = torch.zeros((), dtype=torch.int64, device=self.trainer.device)
+            prints[self.world].append(torch.full((), self._counters(), device=self.training.device))
+        nothing = torch.zeros((), dtype=torch.int64, device=self.training.device)
         return torch.stack(
             [combine_fingerprints(kind_prints) if kind_prints else nothing for kind_prints in prints.values()]
         )
 
     def _counters(self) -> int:
         """How far the run is. Seed and step are the whole state of its random numbers."""
-        trainer = self.trainer
-        state = trainer.step, trainer.tokens, trainer.config.training.seed, trainer.skips.state_dict()
-        text = repr((*state, trainer.loader.state_dict()))
+        state = self.training.state
+        counts = state.step, state.tokens, self.seed, state.skips.state_dict()
+        text = repr((*counts, self.training.loader.state_dict()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def compare(self, step: int) -> str:
@@ -114,7 +116,7 @@ class Replicas:
         """
         if not self.kinds:
             return ""
-        table = all_gather(self.table(), 0, self.trainer.meshes.world).view(self.fold.world, -1).tolist()
+        table = all_gather(self.table(), 0, self.training.meshes.world).view(self.fold.world, -1).tolist()
         differences = [
             Difference(kind, group, ranks)
             for column, kind in enumerate(self.kinds)

@@ -7,39 +7,37 @@ layer that came out differently shows where the fault is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.trainer import StepWork, Sums, Trainer
+from titanmoe.train.gradients import Gradients, StepWork, Sums
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.replicas import first_few
 
 
-def pass_fingerprints(trainer: Trainer, own_losses: Tensor) -> dict[str, int]:
+def pass_fingerprints(gradients: Gradients, own_losses: Tensor) -> dict[str, int]:
     """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
     prints: dict[str, Tensor] = {}
-    for number, moe in sorted(trainer.moe_layers.items()):
+    for number, moe in sorted(gradients.moe_layers.items()):
         routing = torch.cat((moe.balance.count_ME, moe.balance.statistics_MX), 1)
         prints[f"the router of layer {number}"] = fingerprint(routing)
     prints["the loss"] = fingerprint(own_losses)
-    for name, parameter in trainer.parameters.items():
+    for name, parameter in gradients.parameters.items():
         prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat(trainer: Trainer, work: StepWork, own_losses: Callable[[], Tensor]) -> tuple[Sums, str]:
+def repeat(gradients: Gradients, work: StepWork, own_losses: Tensor) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what differs.
 
-    All ranks call it together. own_losses: those of the pass that was last (`Observer.gradients`).
+    All ranks call it together. own_losses: those of the first pass.
     """
-    first = pass_fingerprints(trainer, own_losses())
-    trainer.drop_gradients()
-    sums = trainer.sums(work)
-    second = pass_fingerprints(trainer, own_losses())
+    first = pass_fingerprints(gradients, own_losses)
+    gradients.drop()
+    sums = gradients.sums(work)
+    second = pass_fingerprints(gradients, sums.own_losses)
     own_differences = [name for name in first if first[name] != second[name]]
     differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(differences, own_differences)

@@ -25,7 +25,7 @@ from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
 from titanmoe.watch.step_times import COMPUTE, StepTimes
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.training import Training
 
 WINDOW = 16
 """Steps."""
@@ -57,8 +57,8 @@ class Blamed(NamedTuple):
 
 
 class Stragglers:
-    def __init__(self, trainer: Trainer, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
-        self.trainer, self.times, self.groups = trainer, times, groups
+    def __init__(self, training: Training, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
+        self.training, self.times, self.groups = training, times, groups
         self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
         self.coming: tuple[list[int], ToHost] | None = None
         """Times on their way to the host, which on a GPU reads them after the next step, where it waits anyway."""
@@ -82,18 +82,18 @@ class Stragglers:
         """All ranks call it together."""
         if self.coming is not None:
             (steps, gathered), self.coming = self.coming, None
-            world = self.trainer.fold.world
+            world = self.training.fold.world
             self.judge(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
-        if self.trainer.step % WINDOW == 0:
+        if self.training.state.step % WINDOW == 0:
             steps, rows = self.times.take()
             if steps:
-                mine = to_device(torch.tensor(rows, dtype=torch.float32), self.trainer.device)
-                self.coming = steps, ToHost(all_gather(mine, 0, self.trainer.meshes.world))
+                mine = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
+                self.coming = steps, ToHost(all_gather(mine, 0, self.training.meshes.world))
 
     def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
-        found, before = slowest(times_NRK, self.trainer.fold.stage, usual), self.latest
+        found, before = slowest(times_NRK, self.training.fold.stage, usual), self.latest
         self.latest = found
         if found.slow:
             self.slow, self.calm = self.slow + 1 if self.slow and before.rank == found.rank else 1, 0
@@ -141,10 +141,10 @@ class Stragglers:
             self.link = link
 
     def _pairs(self) -> slow_links.Pairs:
-        trainer = self.trainer
-        mine = slow_links.probe(self.groups, list(trainer.meshes.lanes.groups.values()), trainer.device)
-        row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), trainer.device)
-        table = ToHost(all_gather(row, 0, trainer.meshes.world)).tensor().numpy()
+        training = self.training
+        mine = slow_links.probe(self.groups, list(training.meshes.lanes.groups.values()), training.device)
+        row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), training.device)
+        table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))
         return slow_links.pairs(table, self.groups)
 
@@ -179,7 +179,7 @@ class Stragglers:
             more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
         concerned = {rank for pair in self.link.pairs for rank in pair} if found.cause == "link" else self.host_of
         advice = ON_ONE_HOST if len({self.host_of[rank] for rank in concerned}) == 1 else ADVICE
-        observe.active.event(self.trainer.step, "straggler", f"{text}: {advice[found.cause]}", **more)
+        observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[found.cause]}", **more)
 
     def report(self) -> dict[str, float]:
         """The last window's result, for the step's line."""
@@ -193,6 +193,6 @@ class Stragglers:
                 values |= {"excess_s": self._excess(self.link)}
             if self.named.other is not None:
                 values |= {"other_rank": self.named.other}
-        if self.trainer.fold.pp > 1:
+        if self.training.fold.pp > 1:
             values |= {"stage": found.stage, "stage_excess_s": found.stage_excess_s}
         return {f"straggler.{name}": value for name, value in values.items()}

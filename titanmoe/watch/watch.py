@@ -1,4 +1,4 @@
-"""The watch over a Trainer: its heartbeat, what writes into it, and the watchdog thread."""
+"""The watch over a run: its heartbeat, what writes into it, and the watchdog thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Checkpoint
+from titanmoe.config.schema import Training as Options
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import device
 from titanmoe.train import failure
@@ -26,7 +27,7 @@ from titanmoe.watch.stragglers import Stragglers
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.training import Training
 
 EARLY_S = 2.0
 """How long before the time-out of torch's messages the report comes, or a fifth of that time-out if that is less. Else
@@ -37,37 +38,37 @@ DUMPS = "flight_recorder"
 """A folder in the run folder."""
 
 
-def limits(config: Config, gpu: bool) -> Limits:
-    training, checkpoint = config.training, config.checkpoint
-    between = checkpoint.timeout_s if checkpoint.enable else training.first_step_timeout_s
+def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
+    between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
-        step=training.timeout_s - min(EARLY_S, training.timeout_s / 5),
-        first=training.first_step_timeout_s - EARLY_S,
-        between=between + training.timeout_s,
-        thread=training.timeout_s,
+        step=options.timeout_s - min(EARLY_S, options.timeout_s / 5),
+        first=options.first_step_timeout_s - EARLY_S,
+        between=between + options.timeout_s,
+        thread=options.timeout_s,
         by_age=gpu,
     )
 
 
 class Watch:
-    def __init__(self, trainer: Trainer):
-        self.trainer, runtime = trainer, trainer.runtime
+    def __init__(self, options: Options, checkpoint: Checkpoint, training: Training):
+        runtime, checks = training.runtime, training.guard.checks
+        self.folder, self.rank = training.folder, runtime.rank
         self.hosts = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.hosts.own_heart
-        lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
-        groups, own = name_groups(lanes, trainer.fold), own_groups(lanes)
+        lanes, gpu = training.meshes.lanes, device.kind(training.device) == "cuda"
+        groups, own = name_groups(lanes, training.fold), own_groups(lanes)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
-        if trainer.config.training.stragglers and isinstance(trainer.checks, NumberChecks):
+        if options.stragglers and isinstance(checks, NumberChecks):
             times = StepTimes([group.axes for group in groups], own, StreamMarks() if gpu else HostMarks())
-            trainer.checks.stragglers = Stragglers(trainer, times, self.hosts, groups)
+            checks.stragglers = Stragglers(training, times, self.hosts, groups)
             self.observers.append(times)
         self.watchdog = Watchdog(
             runtime.rank,
             self.hosts,
             groups,
-            trainer.fold.stage,
-            limits(trainer.config, gpu),
-            lambda: trainer.folder,
+            training.fold.stage,
+            limits(options, checkpoint, gpu),
+            lambda: training.folder.path,
             self._dump if gpu else lambda: "",
             lambda: flight_recorder.read_recorder(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
         )
@@ -101,10 +102,10 @@ class Watch:
         return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
 
     def _dump(self) -> str:
-        if self.trainer.folder is None:
+        if self.folder.path is None:
             return ""
-        folder = Path(self.trainer.folder, DUMPS)
-        if not flight_recorder.save(folder, self.trainer.runtime.rank):
+        folder = Path(self.folder.path, DUMPS)
+        if not flight_recorder.save(folder, self.rank):
             return ""
         return f"the messages it sent are in {folder}: torchfrtrace {folder} compares the ranks"
 

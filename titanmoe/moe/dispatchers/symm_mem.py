@@ -4,7 +4,7 @@
 and `all_to_all_vdev_2d_offset` sends them back; each is the other's backward. Both read their sizes on the device. An
 over-subscription factor sets the size of the receive buffer, and the ops do not check where it ends. So the ranks of a
 group first sum their counts, and if any of them would receive more than fits, no rank sends anything and a flag is set:
-the step is then repeated without the buffers, which is exact (`Trainer.train_step`).
+the step is then repeated without the buffers, which is exact (`Gradients.sums`).
 
 Shapes as in titanmoe.moe.dispatchers.protocol, and: H rows of the send buffer, T * K * etp, the unused ones last; A
 rows of the receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins

@@ -1,0 +1,145 @@
+"""From a config to the finished parts of a run: each gets its own table of it, and only here is it seen whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from titanmoe.checkpoint.state import about_run, persistent_buffers
+from titanmoe.config.data_laws import steps_in
+from titanmoe.config.fields import nested, to_toml
+from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as OptimizerOptions
+from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.fold.degrees import Fold, derive
+from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.protocol import SharedBuffers
+from titanmoe.parallel.apply import build, make_engine, make_meshes
+from titanmoe.parallel.context import placement
+from titanmoe.parallel.expert import reserve_buffers
+from titanmoe.parallel.tied import TiedEnds
+from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.checks import Checks
+from titanmoe.train.clock import Clock
+from titanmoe.train.console import Shown
+from titanmoe.train.divergence import Expected
+from titanmoe.train.gradients import Gradients, Slicer
+from titanmoe.train.guard import Guard
+from titanmoe.train.header import header, set_up
+from titanmoe.train.learning_rate import LearningRate
+from titanmoe.train.metrics import Metrics, device_name, peak_flops
+from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.run_folder import RunFolder
+from titanmoe.train.run_state import RunState
+from titanmoe.train.runtime import GarbageCollection, Runtime
+from titanmoe.train.skips import Skips
+from titanmoe.train.step_report import StepReport
+from titanmoe.train.training import Training
+from titanmoe.train.validation import Validation
+
+
+def build_training(
+    config: Config,
+    runtime: Runtime,
+    loader: Callable[[Config, int, int], Loader] = Loader,
+    garbage: Callable[[int], GarbageCollection] = GarbageCollection,
+    optimizer: Callable[[dict[str, nn.Parameter], OptimizerOptions], Optimizer] = Optimizer,
+    checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
+    build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
+    reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
+) -> Training:
+    """All ranks call it together. What follows `runtime` puts something else in a part's place.
+
+    loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
+    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its dispatchers.
+    """
+    device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
+    fold = derive(runtime.world, config.parallelism)
+    meshes = make_meshes(fold, config.parallelism, config.moe, training, device)
+    batches = loader(config, meshes.data.rank, meshes.data.size)
+
+    stages = build(config, meshes, batches.microbatches, device)
+    engine = make_engine(stages, config, meshes, batches.microbatches, device)
+    tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
+    buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
+    shared_buffers = reserve_buffers(config, meshes, device)
+
+    state = RunState(Skips(config.optimizer))
+    place = placement(config.parallelism)
+    gradients = Gradients(
+        stages, engine, tied, shared_buffers, meshes, config.model, batches.global_batch_size, state, device
+    )
+    weights = gradients.parameters
+    update = optimizer(weights, config.optimizer)
+    rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
+    validation = None
+    if config.validation.interval:
+        documents = batches.held_out if config.validation.held_out else ()
+        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
+        slicer = Slicer(meshes, place, device, with_mtp=False)
+        validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
+    passed_over = steps_in(config.data.skip_steps)
+    guard = Guard(config.optimizer, passed_over, state, gradients, update, buffers, batches)
+    about = about_run(config, fold)
+    checkpoints = Checkpoints(
+        config.checkpoint, config.model, about, runtime, state, batches, validation, update, weights, buffers, rate
+    )
+    gradients.wants_to_stop = checkpoints.wants_to_stop
+    clock = Clock(device)
+    made = Training(
+        runtime=runtime,
+        fold=fold,
+        meshes=meshes,
+        stages=stages,
+        parameters=weights,
+        buffers=buffers,
+        moe_layers=gradients.moe_layers,
+        loader=batches,
+        slicer=Slicer(meshes, place, device, with_mtp),
+        gradients=gradients,
+        guard=guard,
+        optimizer=update,
+        rate=rate,
+        report=StepReport(config.moe, with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        bias_update_rate=config.moe.bias_update_rate,
+        steps=training.steps,
+        timeout_s=training.timeout_s,
+        state=state,
+        folder=RunFolder(config.job, config.checkpoint, runtime.rank),
+        checkpoints=checkpoints,
+        validation=validation,
+        set_up=set_up(config, fold.pp, batches.microbatches, engine),
+        metrics=build_metrics(config, runtime, fold, clock),
+        clock=clock,
+        profile=config.profile,
+        garbage=garbage(training.gc_every),
+    )
+    guard.checks = checks(config, made)
+    return made
+
+
+def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
+    name, count = device_name(runtime.device), parameters(config.model)
+    peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
+    guess = math.log(config.model.vocab_size) if config.data.source != "synthetic" else math.inf
+    return Metrics(
+        config.metrics,
+        config.model,
+        Expected(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
+        Shown(config.training.steps, config.compile.enable, config.moe.force_balance),
+        header(config, fold, count, name, peak),
+        to_toml(config),
+        nested(config),
+        runtime,
+        fold,
+        clock,
+        flops_per_token(config.model, config.training.seq_len),
+        peak,
+    )

@@ -1,0 +1,175 @@
+"""The gradients of a step, pipelined or not, and the one transfer in which the host learns of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe import observe
+from titanmoe.comm.collectives import all_reduce
+from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.schema import Model
+from titanmoe.data.batch import Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.protocol import SharedBuffers
+from titanmoe.moe.layer import MoE, sum_statistics
+from titanmoe.observe import named
+from titanmoe.parallel.batch_slice import Slice, take_slice, to_device
+from titanmoe.parallel.context import Placement
+from titanmoe.parallel.norm import grad_norm
+from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
+from titanmoe.parallel.tensor import sum_replicated
+from titanmoe.parallel.tied import TiedEnds
+from titanmoe.tokens import IGNORE
+from titanmoe.train.run_state import RunState
+
+
+@dataclass
+class Totals:
+    """Counts of a step's batch over all ranks."""
+
+    labels: Tensor  # tokens with a loss
+    tokens: Tensor  # tokens that are not padding
+
+
+@dataclass
+class StepWork:
+    """What a rank's forward and backward of a step are made of."""
+
+    batches: list[Batch]
+    slices: list[Slice]
+    totals: Totals
+
+
+@dataclass
+class StepScalars:
+    """What the host learns of a step, between its gradients and its update."""
+
+    loss: float
+    mtp_loss: float
+    stop: float
+    overflowed: float
+    norm: float
+    tokens: float
+    layers: dict[int, list[float]]
+    """Of each MoE layer: rows per expert, then its STATISTICS."""
+
+
+class Sums(NamedTuple):
+    scalars: StepScalars
+    norm: Tensor
+    experts: dict[int, Tensor]
+    """Each MoE layer's row of statistics."""
+    own_losses: Tensor
+    """What this rank added to the losses."""
+
+
+class Slicer:
+    """From a data rank's batches to what this rank works on."""
+
+    def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool):
+        self.meshes, self.placement, self.device, self.with_mtp = meshes, placement, device, with_mtp
+
+    def count(self, batches: list[Batch]) -> Totals:
+        mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
+        total = to_device(torch.stack(mine).sum(0).double(), self.device)
+        labels, tokens = all_reduce(total, self.meshes.data)
+        return Totals(labels, tokens)
+
+    def slices(self, batches: list[Batch]) -> list[Slice]:
+        where = (self.meshes, self.placement, self.device)
+        return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
+
+
+@dataclass(eq=False)
+class Gradients:
+    stages: list[Transformer]
+    engine: WithoutPipeline | Pipeline
+    tied: TiedEnds
+    shared_buffers: SharedBuffers | None
+    """What a step attaches to its dispatchers."""
+    meshes: Meshes
+    model: Model
+    global_batch_size: int
+    state: RunState
+    device: torch.device
+    wants_to_stop: Callable[[], bool] = lambda: False
+    """Whether this rank does; all stop together once one does."""
+    overflow_reruns: int = 0
+
+    def __post_init__(self) -> None:
+        self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
+        self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
+        self.blocks, self.num_experts = moe_blocks(self.model), self.model.num_experts
+
+    def sums(self, work: StepWork) -> Sums:
+        """Sums the gradients of a step over the ranks, and returns what is known of it."""
+        sums = self._sums(work, self.shared_buffers)
+        if self.shared_buffers and self.shared_buffers.were_too_small(sums.scalars.overflowed):  # the pass is void
+            self.overflow_reruns += 1
+            self.drop()
+            sums = self._sums(work, None)
+        return sums
+
+    def _sums(self, work: StepWork, symmetric: SharedBuffers | None) -> Sums:
+        """What the host has to know of a step comes in one transfer, the only one of a step outside its dispatchers;
+        the norm and each MoE layer's row of statistics are returned as tensors too.
+        """
+        observe.active.phase("forward_backward", self.state.step)
+        own, sums = self.forward_backward(work.slices, work.totals, symmetric)
+        self.finish_gradients()
+        observe.active.phase("optimizer", self.state.step)
+        norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
+        experts = sum_statistics(self.moe_layers, self.blocks, self.num_experts, self.meshes.world, self.device)
+        loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
+            (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten())
+        ).tolist()
+        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
+        loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
+        width = experts.shape[1]
+        layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
+        scalars = StepScalars(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own)
+
+    def begin_step(self, totals: Totals) -> None:
+        for moe in self.moe_layers.values():
+            moe.begin_step(self.state.step, totals.tokens, self.global_batch_size)
+
+    @named("forward backward")
+    def forward_backward(
+        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, and
+        whether a receive buffer was too small.
+
+        symmetric: what to attach to the layers' dispatchers, which are exact without it.
+        """
+        self.begin_step(totals)
+        # The only division: sums over labels by their global count. Every reduction is a sum.
+        labels = totals.labels.clamp(min=1)
+        dispatchers = [moe.dispatcher for moe in self.moe_layers.values()]
+        with symmetric.attach(dispatchers) if symmetric else nullcontext():
+            loss = self.engine.run(slices, labels)
+        mtp_loss = sum(
+            (mtp.loss_M.sum() / labels for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
+        )
+        stop = torch.full_like(loss, self.wants_to_stop())
+        overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
+        mine = torch.stack((loss, mtp_loss, stop, overflowed))
+        return mine[:2], all_reduce(mine, self.meshes.world)
+
+    @named("finish gradients")
+    def finish_gradients(self) -> None:
+        """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
+        sum_replicated(self.parameters.values(), (self.meshes.sequence, self.meshes.data), self.meshes.tp)
+        self.tied.add_gradients()
+
+    def drop(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None

@@ -1,0 +1,127 @@
+"""Whether a step's numbers may become an update, and what happens if not.
+
+A batch that the recipe names is passed over. A step whose loss or gradient norm is unusual is first repeated, if the
+checks do so, then skipped, if the recipe says so. Numbers that are not finite end the run and are named. Ranks that
+differ send it back to the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe import observe
+from titanmoe.checkpoint.finite import first_nonfinite
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
+from titanmoe.parallel.norm import local_grad
+from titanmoe.train.checks import Checks, NumericalFault, Restore
+from titanmoe.train.gradients import Gradients, StepScalars, StepWork, Sums
+from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.run_state import RunState
+from titanmoe.train.skips import USUAL
+
+RESTORES = 3
+"""How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""
+
+
+class NonFinite(NumericalFault):
+    """Loss or gradient norm is not a finite number."""
+
+
+class StepVerdict(NamedTuple):
+    update: bool
+    """Whether the gradients become an update; if not, they are gone."""
+    sums: Sums
+    """Those of the last pass."""
+
+
+@dataclass(eq=False)
+class Guard:
+    options: Options
+    pass_over: list[range]
+    """Steps whose batch is not used."""
+    state: RunState
+    gradients: Gradients
+    optimizer: Optimizer
+    buffers: dict[str, Tensor]
+    loader: Loader
+    checks: Checks = field(default_factory=Checks)
+
+    def passes_over(self) -> bool:
+        step = self.state.step
+        if not any(step in steps for steps in self.pass_over):
+            return False
+        self.state.skips.skipped += 1
+        observe.active.event(step, "skip", "its batch is passed over (data.skip_steps)")
+        return True
+
+    def __call__(self, work: StepWork, sums: Sums) -> StepVerdict:
+        """Raises on all ranks if the run cannot go on."""
+        why = self._why(sums.scalars)
+        if why and (again := self.checks.suspect(why, work, sums)):
+            sums, why = again, self._why(again.scalars)
+        if why and self.options.skip_spikes:
+            self._skip(why, work.batches)
+            return StepVerdict(False, sums)
+        self.check_finite(sums.scalars.loss, sums.scalars.norm)
+        self.state.skips.accept(sums.scalars.loss, sums.scalars.norm)
+        return StepVerdict(True, sums)
+
+    def _why(self, scalars: StepScalars) -> str:
+        return self.state.skips.why(scalars.loss, scalars.norm, self.options.skip_spikes or USUAL)
+
+    def _skip(self, why: str, batches: list[Batch]) -> None:
+        """Make no update, and write down whose step it was."""
+        self.gradients.drop()
+        self.state.skips.skip()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, self.loader.identify(batches))
+        samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
+        text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
+        observe.active.event(self.state.step, "skip", text, samples=[list(sample) for sample in samples])
+        self.state.skips.check_limit(self.state.step, why)
+
+    def check_finite(self, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        step = self.state.step
+        grads = first_nonfinite({name: local_grad(p) for name, p in self.gradients.parameters.items()})
+        weights = first_nonfinite(self.optimizer.local_shards | self.buffers)
+        names: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names, (grads, weights))
+        grads = next((name for name, _ in names if name), "")
+        culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
+        rank, weights = next(((rank, name) for rank, (_, name) in enumerate(names) if name), (0, ""))
+        before = f"The weights are still those of step {step - 1}"
+        if weights:
+            before = f"The weights were already not finite after step {step - 1}: on rank {rank} {weights}"
+        raise NonFinite(
+            f"step {step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. {self.checks.explained()}"
+            "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
+        )
+
+    # ---- going back
+
+    def restoring(self, train: Callable[[], int]) -> int:
+        """Trains, again from the newest checkpoint whenever ranks differ and there is one."""
+        for _ in range(RESTORES):
+            try:
+                return train()
+            except Restore:
+                self.gradients.drop()
+        return train()
+
+    def last_word(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
+        """Writes down that training ends here, or goes back to a checkpoint; returns what to raise."""
+        restores = isinstance(error, Restore) and has_saved
+        observe.active.event(self.state.step, "restore" if restores else "stop", str(error))
+        if isinstance(error, Restore) and not restores:
+            return NumericalFault(f"{error}. There is no checkpoint to restore")
+        return error

@@ -1,0 +1,71 @@
+"""The finished parts of a run on one rank, as `build_training` makes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.config.schema import Profile
+from titanmoe.data.loader import Loader
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.layer import MoE
+from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.clock import Clock
+from titanmoe.train.gradients import Gradients, Slicer
+from titanmoe.train.guard import Guard
+from titanmoe.train.learning_rate import LearningRate
+from titanmoe.train.metrics import Metrics
+from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.run_folder import RunFolder
+from titanmoe.train.run_state import RunState
+from titanmoe.train.runtime import GarbageCollection, Runtime
+from titanmoe.train.step_report import StepReport
+from titanmoe.train.validation import Validation
+
+
+@dataclass
+class Training:
+    runtime: Runtime
+    fold: Fold
+    meshes: Meshes
+
+    # The model, as far as it is on this rank.
+    stages: list[Transformer]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    moe_layers: dict[int, MoE]
+
+    # A step.
+    loader: Loader
+    slicer: Slicer
+    gradients: Gradients
+    guard: Guard
+    optimizer: Optimizer
+    rate: LearningRate
+    report: StepReport
+    max_grad_norm: float
+    """Gradients are clipped to it; 0 for no limit."""
+    bias_update_rate: float
+
+    # A run.
+    steps: int
+    timeout_s: int
+    """Of messages, once the first step is done."""
+    state: RunState
+    folder: RunFolder
+    checkpoints: Checkpoints
+    validation: Validation | None
+    set_up: dict[str, str]
+    """Rows of the header."""
+    metrics: Metrics
+    clock: Clock
+    profile: Profile
+    garbage: GarbageCollection
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
