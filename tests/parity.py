@@ -278,7 +278,7 @@ def measure(
 
     try:
         trainer = make_trainer(changes, loader=samples(documents))
-        parts = trainer.parts
+        parts = trainer.training
         places = blame.held(parts.parameters)
         prepare(trainer)
         with frozen(choices), listening(Capture()):
@@ -316,7 +316,7 @@ def train(argv: list[str]) -> None:
 
 def places(changes: dict[str, Any]) -> dict[str, blame.Held]:
     """On a rank: where its pieces of the parameters are."""
-    return blame.held(make_trainer(changes, loader=samples()).parts.parameters)
+    return blame.held(make_trainer(changes, loader=samples()).training.parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -415,7 +415,7 @@ def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
     """`measure`, with every router's selection bias set."""
 
     def set_bias(trainer: Any) -> None:
-        for moe in trainer.parts.moe_layers.values():
+        for moe in trainer.training.moe_layers.values():
             moe.router.expert_bias.copy_(torch.tensor(bias))
 
     return measure(changes, steps=1, prepare=set_bias)

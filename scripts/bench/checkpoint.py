@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    checkpoints = trainer.parts.checkpoints.inside(folder)
+    checkpoints = trainer.training.checkpoints.inside(folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES
@@ -100,7 +100,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
             "step": statistics.median(quiet),
             "check": check,
             "gb": size / 1e9,
-            "ranks": trainer.parts.runtime.world,
+            "ranks": trainer.training.runtime.world,
         }
     }
 

@@ -42,7 +42,7 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
     """Start as the config says, train until a step, and save as the config says up to step `saves`."""
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)
     went = Went()
-    with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
+    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
         went.notes = checkpoints.begin()
         while trainer.step < until:
             report = trainer.train_step()
@@ -50,8 +50,8 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
             if trainer.step <= saves:
                 checkpoints.after_step()
         checkpoints.wait()
-    went.loader = trainer.parts.loader.state_dict()
-    went.state = parity.whole(everything(trainer), dist.get_rank(), trainer.parts.fold)
+    went.loader = trainer.training.loader.state_dict()
+    went.state = parity.whole(everything(trainer), dist.get_rank(), trainer.training.fold)
     copies = ("head.weight",) * changes.get("model.tie_embeddings", False) + ("embed_copy.weight",)
     went.state = {name: tensor for name, tensor in went.state.items() if not name.endswith(copies)}
     return went
@@ -60,9 +60,9 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
 def everything(trainer: Any) -> dict[str, torch.Tensor]:
     from torch.distributed.tensor import DTensor
 
-    out = dict(trainer.parts.parameters) | trainer.parts.buffers
-    for name, moments in trainer.parts.optimizer.moments().items():
-        like = trainer.parts.parameters[name]
+    out = dict(trainer.training.parameters) | trainer.training.buffers
+    for name, moments in trainer.training.optimizer.moments().items():
+        like = trainer.training.parameters[name]
         for moment in ("exp_avg", "exp_avg_sq"):
             out[f"{moment}.{name}"] = DTensor.from_local(
                 moments[moment], like.device_mesh, like.placements, shape=like.shape, stride=like.stride()

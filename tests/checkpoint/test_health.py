@@ -51,7 +51,7 @@ def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
     class Poison(Observer):
         def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
             if step == 2 and dist.get_rank() == 1:
-                trainer.parts.buffers["layers.1.moe.router.expert_bias"][3] = NAN
+                trainer.training.buffers["layers.1.moe.router.expert_bias"][3] = NAN
 
     changes = runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 9, "training.global_batch_size": 2} | options
     trainer = parity.make_trainer(changes)

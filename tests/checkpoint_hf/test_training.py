@@ -49,7 +49,7 @@ def train(folder: str, hf: str, changes: dict) -> str:
         words | {"training.steps": 1, "optimizer.lr": 0.0, "data.source": "synthetic"} | changes
     )
     trainer.train()
-    return (Path(folder) / "run/metrics.jsonl").read_text() if trainer.parts.runtime.rank == 0 else ""
+    return (Path(folder) / "run/metrics.jsonl").read_text() if trainer.training.runtime.rank == 0 else ""
 
 
 def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(tmp_path):

@@ -136,7 +136,7 @@ def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
     saver = Saver(Path(folder), Checkpoint(save="sync"))
     own = (
         saver.group not in before | by_hand | new_groups
-        and saver.group not in trainer.parts.meshes.lanes.groups.values()
+        and saver.group not in trainer.training.meshes.lanes.groups.values()
     )
     return len(new_groups), more, threads_then - threads_before, own
 

@@ -163,15 +163,17 @@ def gathers_of_the_head(chunks: int) -> int:
     StraightToPlace.__call__ = counting
     try:
         trainer = parity.make_trainer(changes, loader=parity.samples())
-        batches = trainer.parts.loader.next_step()
-        totals = trainer.parts.slicer.count(batches)
-        for moe in trainer.parts.moe_layers.values():
+        batches = trainer.training.loader.next_step()
+        totals = trainer.training.slicer.count(batches)
+        for moe in trainer.training.moe_layers.values():
             moe.begin_step(1, totals.tokens, 1)
-        piece = take_slice(batches[0], 0, trainer.parts.meshes, trainer.parts.slicer.placement, trainer.parts.device)
-        trainer.parts.gradients.engine.run([piece], totals.labels)
+        piece = take_slice(
+            batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
+        )
+        trainer.training.gradients.engine.run([piece], totals.labels)
     finally:
         StraightToPlace.__call__ = gather
-    model = parity.read(changes, trainer.parts.runtime.world).model
+    model = parity.read(changes, trainer.training.runtime.world).model
     head = model.dim * (model.vocab_size + 1)  # the weight and the final norm's
     return sizes.count(head)
 

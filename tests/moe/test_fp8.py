@@ -118,7 +118,7 @@ def steps(keep: bool) -> tuple[list[float], list[float], int]:
         "training.global_batch_size": 2,
     }
     trainer = parity.make_trainer(eight, loader=parity.samples())
-    layers = trainer.parts.moe_layers.values()
+    layers = trainer.training.moe_layers.values()
     assert all(moe.experts.rounded.keep for moe in layers), "no rank shares these weights, so they stay as they are"
     for moe in layers:
         moe.experts.rounded.keep = keep

@@ -207,7 +207,7 @@ def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
 def reductions(changes: dict[str, Any]) -> list[str]:
     """The units of the last layers in the order in which backward reduces their gradients; 2 data ranks each."""
     trainer = parity.make_trainer({"data.source": "synthetic", "parallelism.experts.ep": 2} | changes)
-    (part,) = trainer.stages
+    (part,) = trainer.training.stages
 
     def elements(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))

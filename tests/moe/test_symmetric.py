@@ -192,11 +192,11 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
     flags, before = [], len(emulated_symmetric.calls)
 
     def forced(trainer: Any) -> dict[str, float]:
-        layers = trainer.parts.moe_layers
+        layers = trainer.training.moe_layers
         if layer in layers:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
-        flags.append(bool(trainer.parts.gradients.shared_buffers.overflowed))
+        flags.append(bool(trainer.training.gradients.shared_buffers.overflowed))
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 

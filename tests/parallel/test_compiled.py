@@ -57,7 +57,7 @@ def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
     made: list[int] = []
 
     def train_step(trainer: Any) -> dict[str, Any]:
-        for moe in trainer.parts.moe_layers.values():
+        for moe in trainer.training.moe_layers.values():
             moe.router.expert_bias[: parity.TINY["model.top_k"]] = 1e6 if trainer.step + 1 == CROWDED else 0.0
         report = trainer.train_step()
         made.append(len(_graphs))

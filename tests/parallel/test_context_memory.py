@@ -20,13 +20,15 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     from titanmoe.parallel.batch_slice import take_slice
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    batches = trainer.parts.loader.next_step()
-    totals = trainer.parts.slicer.count(batches)
-    for moe in trainer.parts.moe_layers.values():
+    batches = trainer.training.loader.next_step()
+    totals = trainer.training.slicer.count(batches)
+    for moe in trainer.training.moe_layers.values():
         moe.begin_step(1, totals.tokens, 1)
-    piece = take_slice(batches[0], 0, trainer.parts.meshes, trainer.parts.slicer.placement, trainer.parts.device)
+    piece = take_slice(
+        batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
+    )
     with Live() as live:
-        trainer.parts.gradients.engine.run([piece], totals.labels)
+        trainer.training.gradients.engine.run([piece], totals.labels)
     return live.peak
 
 

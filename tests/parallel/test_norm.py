@@ -33,14 +33,16 @@ def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, floa
     from titanmoe.parallel.norm import clip, grad_norm
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    for parameter in trainer.parts.parameters.values():
+    for parameter in trainer.training.parameters.values():
         parameter.grad = torch.ones_like(parameter)
 
     def norm() -> torch.Tensor:
-        return grad_norm(trainer.parts.parameters, trainer.parts.meshes.world, trainer.parts.gradients.tied.names)
+        return grad_norm(
+            trainer.training.parameters, trainer.training.meshes.world, trainer.training.gradients.tied.names
+        )
 
     before = norm()
-    clip(trainer.parts.parameters.values(), before, max_norm)
+    clip(trainer.training.parameters.values(), before, max_norm)
     return before.item(), norm().item()
 
 

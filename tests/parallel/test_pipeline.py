@@ -95,24 +95,26 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     from titanmoe.comm.collectives import all_reduce
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    batches = trainer.parts.loader.next_step()
-    totals = trainer.parts.slicer.count(batches)
-    for moe in trainer.parts.moe_layers.values():
-        moe.begin_step(1, totals.tokens, trainer.parts.loader.global_batch_size)
-    slices = trainer.parts.slicer.slices(batches)
+    batches = trainer.training.loader.next_step()
+    totals = trainer.training.slicer.count(batches)
+    for moe in trainer.training.moe_layers.values():
+        moe.begin_step(1, totals.tokens, trainer.training.loader.global_batch_size)
+    slices = trainer.training.slicer.slices(batches)
     losses = []
     for _ in range(2):
-        losses.append(trainer.parts.gradients.engine.run(slices, totals.labels, backward=False))
+        losses.append(trainer.training.gradients.engine.run(slices, totals.labels, backward=False))
         assert not losses[-1].requires_grad
-        assert all(p.grad is None for p in trainer.parts.parameters.values()), "a gradient without backward"
-    alone, again = (all_reduce(loss, trainer.parts.meshes.world) / trainer.parts.meshes.tp.size for loss in losses)
-    assert torch.equal(alone, again)
-    training = trainer.parts.gradients.forward_backward(slices, totals, None)[1][0] / trainer.parts.meshes.tp.size
-    trainer.parts.gradients.finish_gradients()
-    grads = parity.whole(
-        {name: p.grad for name, p in trainer.parts.parameters.items()}, dist.get_rank(), trainer.parts.fold
+        assert all(p.grad is None for p in trainer.training.parameters.values()), "a gradient without backward"
+    alone, again = (
+        all_reduce(loss, trainer.training.meshes.world) / trainer.training.meshes.tp.size for loss in losses
     )
-    return alone.item(), training.item(), grads, trainer.parts.gradients.engine.bubble
+    assert torch.equal(alone, again)
+    training = trainer.training.gradients.forward_backward(slices, totals, None)[1][0] / trainer.training.meshes.tp.size
+    trainer.training.gradients.finish_gradients()
+    grads = parity.whole(
+        {name: p.grad for name, p in trainer.training.parameters.items()}, dist.get_rank(), trainer.training.fold
+    )
+    return alone.item(), training.item(), grads, trainer.training.gradients.engine.bubble
 
 
 SCHEDULES = {

@@ -52,7 +52,7 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     from torch.distributed.tensor import DTensor
 
     trainer = parity.make_trainer(MAPPING | changes)
-    (part,) = trainer.parts.stages
+    (part,) = trainer.training.stages
 
     def elements(module: Any) -> int:
         return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))
@@ -61,21 +61,21 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     experts, router = elements(block.moe.experts), elements(block.moe.router)
     rest = elements(block) - experts - router
     wholes = {elements(part.embed): "embed", elements(part.head): "head", rest: "block"}
-    names = {whole // trainer.parts.fold.dp_shard: name for whole, name in wholes.items()}
-    names[experts // trainer.parts.fold.ep // trainer.parts.fold.edp] = "experts"
+    names = {whole // trainer.training.fold.dp_shard: name for whole, name in wholes.items()}
+    names[experts // trainer.training.fold.ep // trainer.training.fold.edp] = "experts"
     assert len(names) == 4
-    found, run = [], trainer.parts.gradients.engine.run
+    found, run = [], trainer.training.gradients.engine.run
 
     def split(slices: Any, divisor: Any) -> Any:
         (first, *others) = slices
         with _Order() as forward:
-            loss = trainer.parts.gradients.engine.model(*first) / divisor
+            loss = trainer.training.gradients.engine.model(*first) / divisor
         with _Order() as backward:
             loss.backward()
         found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (forward, backward)])
         return run(others, divisor) + loss.detach()
 
-    trainer.parts.gradients.engine.run = split
+    trainer.training.gradients.engine.run = split
     trainer.train_step()
     trainer.train_step()
     return found

@@ -30,7 +30,7 @@ def operations_of_a_step(changes: dict[str, Any]) -> tuple[Counter[str], int]:
     trainer.train_step()
     with _Counted() as counted:
         trainer.train_step()
-    return counted.operations, len(trainer.parts.parameters) * trainer.parts.loader.microbatches
+    return counted.operations, len(trainer.training.parameters) * trainer.training.loader.microbatches
 
 
 def test_a_step_asks_dtensor_for_nothing_but_its_local_part() -> None:

@@ -80,17 +80,17 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine):
         runtime = parity.runtime_here()
         trainer = parity.build_trainer(config, runtime, loader=Varied, garbage=parity.no_collection)
-        layers = {id(block): f"layers.{i}" for part in trainer.parts.stages for i, block in part.blocks().items()}
+        layers = {id(block): f"layers.{i}" for part in trainer.training.stages for i, block in part.blocks().items()}
         for _ in range(steps - 1):
             trainer.train_step()
         mine.clear()
         recorder = Recorder(layers, hardware != "cpu")
         with recorder.recording(), listening(CountBytes()):
             trainer.train_step()
-    state = trainer.parts.optimizer.on_device
+    state = trainer.training.optimizer.on_device
     return Real(
-        comparable(recorder.log, name_groups(trainer.parts.meshes.lanes, trainer.parts.fold, rank, 8)),
-        sum(p.numel() * p.element_size() for p in trainer.parts.optimizer.local_shards.values()),
+        comparable(recorder.log, name_groups(trainer.training.meshes.lanes, trainer.training.fold, rank, 8)),
+        sum(p.numel() * p.element_size() for p in trainer.training.optimizer.local_shards.values()),
         gradients[-1],
         sum(x.numel() * x.element_size() for x in state),
         {layer: (torch.tensor(list(of)), torch.stack(list(of.values()))) for layer, of in mine.items()},

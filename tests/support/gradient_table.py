@@ -110,19 +110,19 @@ def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
 def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    fold, rank, batches = trainer.parts.fold, dist.get_rank(), trainer.parts.loader.next_step()
-    with probed((module for part in trainer.parts.stages for module in part.modules()), float(BASE**rank)):
-        trainer.parts.gradients.forward_backward(
-            trainer.parts.slicer.slices(batches), trainer.parts.slicer.count(batches), None
+    fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
+    with probed((module for part in trainer.training.stages for module in part.modules()), float(BASE**rank)):
+        trainer.training.gradients.forward_backward(
+            trainer.training.slicer.slices(batches), trainer.training.slicer.count(batches), None
         )
-    microbatches = trainer.parts.loader.microbatches
-    in_backward = summed(trainer.parts.parameters, microbatches)
-    trainer.parts.gradients.finish_gradients()
-    in_all = summed(trainer.parts.parameters, microbatches)
+    microbatches = trainer.training.loader.microbatches
+    in_backward = summed(trainer.training.parameters, microbatches)
+    trainer.training.gradients.finish_gradients()
+    in_all = summed(trainer.training.parameters, microbatches)
 
     table = {}
     for name in in_all:
-        parameter, seen = trainer.parts.parameters[name], view(trainer.parts.parameters[name])
+        parameter, seen = trainer.training.parameters[name], view(trainer.training.parameters[name])
         sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
         during, after = (along(fold, seen, found[name], rank) for found in (in_backward, in_all))
         cut = cuts(parameter)

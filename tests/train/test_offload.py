@@ -96,17 +96,17 @@ def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
     try:
         for start, offloaded in enumerate(on):
             trainer = parity.make_trainer(changes | {"optimizer.offload": offloaded})
-            with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
+            with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
                 checkpoints.begin()
                 assert trainer.step == start
                 losses.append(trainer.train_step()["loss"])
                 checkpoints.finish()
-            assert (trainer.parts.optimizer.offload is not None) == offloaded
+            assert (trainer.training.optimizer.offload is not None) == offloaded
     finally:
         offload.TURN = before
-    moments = trainer.parts.optimizer.moments()
+    moments = trainer.training.optimizer.moments()
     found = {f"{name} {key}": x.clone() for name, both in moments.items() for key, x in both.items()}
-    return losses, found | {name: x.detach().clone() for name, x in trainer.parts.optimizer.local_shards.items()}
+    return losses, found | {name: x.detach().clone() for name, x in trainer.training.optimizer.local_shards.items()}
 
 
 def test_checkpoints_do_not_know_of_it(tmp_path: Path) -> None:

@@ -36,10 +36,10 @@ class BadBatches(Loader):
 
 def state(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's pieces of weights and buffers, and what the optimizer keeps."""
-    held = {name: tensor.detach() for name, tensor in (trainer.parts.parameters | trainer.parts.buffers).items()}
+    held = {name: tensor.detach() for name, tensor in (trainer.training.parameters | trainer.training.buffers).items()}
     kept = {
         f"{key}.{name}": tensor
-        for name, tensors in trainer.parts.optimizer._states().items()
+        for name, tensors in trainer.training.optimizer._states().items()
         for key, tensor in tensors.items()
     }
     return {name: (x.to_local() if isinstance(x, DTensor) else x).clone() for name, x in (held | kept).items()}
@@ -55,7 +55,7 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
             if kind == "skip":
                 events.append((step, kind, text, more))
 
-    with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints, listening(Events()):
+    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints, listening(Events()):
         checkpoints.begin()
         before = state(trainer)
         while trainer.step < until:
@@ -71,7 +71,7 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
         "events": events,
         "reports": reports,
         "state": state(trainer),
-        "skips": trainer.parts.state.skips,
+        "skips": trainer.training.state.skips,
     }
 
 

@@ -92,7 +92,7 @@ def _with_nan(changes: dict[str, Any]) -> str:
     from titanmoe.train.guard import NonFinite
 
     def poison(trainer: Any) -> None:
-        if (router := trainer.parts.parameters.get("layers.1.moe.router.weight")) is not None:
+        if (router := trainer.training.parameters.get("layers.1.moe.router.weight")) is not None:
             router.data.to_local().fill_(float("nan"))
 
     try:
@@ -116,12 +116,12 @@ def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
 
     trainer = parity.make_trainer(changes)
     trainer.train_step()
-    trainer.parts.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
-    for parameter in trainer.parts.parameters.values():
+    trainer.training.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
+    for parameter in trainer.training.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    trainer.parts.state.step, nothing = 2, float("nan")
+    trainer.training.state.step, nothing = 2, float("nan")
     try:
-        trainer.parts.guard.check_finite(nothing, nothing)
+        trainer.training.guard.check_finite(nothing, nothing)
     except NonFinite as error:
         return str(error)
     return ""
@@ -176,7 +176,7 @@ def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:
 
 def notes_under(version: str) -> dict[str, str]:
     with replaced(torch, "__version__", version):
-        return parity.make_trainer({"model.vocab_size": 320}).parts.set_up
+        return parity.make_trainer({"model.vocab_size": 320}).training.set_up
 
 
 def test_a_version_of_torch_that_was_not_tried_is_named() -> None:

@@ -57,22 +57,24 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     trainer = parity.make_trainer(changes)
     reported: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
     for _ in range(steps):
-        with listening(trainer.parts.clock):
+        with listening(trainer.training.clock):
             report = trainer.train_step()
             observe.active.phase("validation", trainer.step)
         reported["loss"].append(report["loss"])
         reported["norm"].append(report["grad_norm"])
         reported["tokens"] = report["tokens"]
-        if trainer.parts.validation:
-            trainer.parts.clock.take(1)
-            with listening(trainer.parts.clock):
-                reported["validation"].append(trainer.parts.validation.after_step())
-            assert not trainer.parts.clock.take(1), "validation's dispatch is none of training's"
-    trainer.parts.loader.close()
-    buffers = {name: b.clone() for part in trainer.parts.stages for name, b in part.named_buffers() if "bias" in name}
+        if trainer.training.validation:
+            trainer.training.clock.take(1)
+            with listening(trainer.training.clock):
+                reported["validation"].append(trainer.training.validation.after_step())
+            assert not trainer.training.clock.take(1), "validation's dispatch is none of training's"
+    trainer.training.loader.close()
+    buffers = {
+        name: b.clone() for part in trainer.training.stages for name, b in part.named_buffers() if "bias" in name
+    }
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
-    reported["weights"] = parity.whole(trainer.parts.parameters, dist.get_rank(), trainer.parts.fold)
+    reported["weights"] = parity.whole(trainer.training.parameters, dist.get_rank(), trainer.training.fold)
     reported["bias"] = {name: b for part in gathered for name, b in part.items()}
     return reported
 
@@ -139,15 +141,15 @@ def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, f
     best = []
     for until in (1, 1):
         trainer = parity.make_trainer(changes | own)
-        with trainer.parts.checkpoints.inside(Path(folder) / "run") as checkpoints:
+        with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
             checkpoints.begin()
             while trainer.step < until:
                 trainer.train_step()
-                trainer.parts.validation.after_step()
+                trainer.training.validation.after_step()
                 checkpoints.after_step()
             checkpoints.wait()
-        trainer.parts.loader.close()
-        best.append(trainer.parts.validation.best)
+        trainer.training.loader.close()
+        best.append(trainer.training.validation.best)
     return best[0], best[1]
 
 

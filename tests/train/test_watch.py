@@ -99,7 +99,9 @@ def named(changes: dict[str, Any]) -> Any:
 
     def watch(trainer: Any) -> None:
         profilers.append(
-            Profiler(trainer.parts.profile, Path(changes["job.dump_folder"]), trainer.parts.runtime, all_threads=False)
+            Profiler(
+                trainer.training.profile, Path(changes["job.dump_folder"]), trainer.training.runtime, all_threads=False
+            )
         )
 
     def watched(trainer: Any) -> dict[str, Any]:

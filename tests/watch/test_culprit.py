@@ -65,7 +65,7 @@ def test_bad_data_are_named_by_their_number(name: str) -> None:
 def with_a_bad_weight(changes: dict[str, Any], name: str, rank: int) -> str:
     trainer = parity.make_trainer(RUN | changes, checks=checks)
     if dist.get_rank() == rank:
-        trainer.parts.optimizer.local_shards[name].data.view(-1)[0] = float("inf")
+        trainer.training.optimizer.local_shards[name].data.view(-1)[0] = float("inf")
     return train(trainer)
 
 
@@ -84,7 +84,7 @@ def with_a_bad_gradient(changes: dict[str, Any], rank: int) -> str:
 
     trainer = parity.make_trainer(RUN | changes, checks=checks)
     if dist.get_rank() == rank:
-        trainer.parts.stages[0].get_submodule("layers.0.attention_norm").register_forward_hook(spoil)
+        trainer.training.stages[0].get_submodule("layers.0.attention_norm").register_forward_hook(spoil)
     return train(trainer)
 
 
@@ -102,7 +102,7 @@ def with_a_bad_weight_gradient(changes: dict[str, Any], rank: int) -> str:
     def spoil(grad: torch.Tensor) -> torch.Tensor | None:
         nonlocal arrived
         arrived += 1
-        return grad * NAN if arrived % trainer.parts.loader.microbatches == 2 else None
+        return grad * NAN if arrived % trainer.training.loader.microbatches == 2 else None
 
     def hook(module: Any, args: Any) -> None:
         if not arrived:
@@ -110,7 +110,7 @@ def with_a_bad_weight_gradient(changes: dict[str, Any], rank: int) -> str:
             before.remove()
 
     trainer = parity.make_trainer(RUN | changes, checks=checks)
-    module = trainer.parts.stages[-1].get_submodule("layers.1.attention.wq")
+    module = trainer.training.stages[-1].get_submodule("layers.1.attention.wq")
     before = module.register_forward_pre_hook(hook)
     if dist.get_rank() != rank:
         before.remove()

@@ -33,7 +33,7 @@ def watched_trainer(changes: dict[str, Any]) -> tuple[Any, Watch]:
     runtime = parity.runtime_here()
     config = parity.read(parity.TINY | CHANGES | changes, runtime.world)
     trainer = parity.build_trainer(config, runtime, garbage=parity.no_collection)
-    return trainer, Watch(config.training, config.checkpoint, trainer.parts)
+    return trainer, Watch(config.training, config.checkpoint, trainer.training)
 
 
 def step(changes: dict[str, Any]) -> tuple[list[Position], int]:
@@ -41,7 +41,7 @@ def step(changes: dict[str, Any]) -> tuple[list[Position], int]:
     listener = next(one for one in watch.observers if isinstance(one, HeartbeatListener))
     with listening(listener), listening(places := Places(listener)):
         trainer.train_step()
-    return places.seen, trainer.parts.loader.microbatches
+    return places.seen, trainer.training.loader.microbatches
 
 
 def test_the_heartbeat_follows_microbatch_layer_and_direction() -> None:
@@ -83,8 +83,8 @@ def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
             trainer.train_step()
         finally:
             module.all_reduce = real
-    axes = [group.axes for group in name_groups(trainer.parts.meshes.lanes, trainer.parts.fold)]
-    return read_recorder(own_groups(trainer.parts.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
+    axes = [group.axes for group in name_groups(trainer.training.meshes.lanes, trainer.training.fold)]
+    return read_recorder(own_groups(trainer.training.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
 
 
 def test_what_the_flight_recorder_has_of_a_step() -> None:

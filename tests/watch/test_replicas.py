@@ -56,23 +56,27 @@ def flips(changes: dict[str, Any]) -> list[str]:
     draw, results = random.Random(0), []
     trainer.train_step()
     for _ in range(TRIALS):
-        trainer.parts.state.step = 1
-        sound = {name: x.clone() for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state()}
-        name, x, _ = draw.choice(list(trainer.parts.guard.checks.replicas.replicated_state()))
-        victim, place, bit = draw.randrange(trainer.parts.runtime.world), draw.randrange(x.numel()), draw.randrange(64)
+        trainer.training.state.step = 1
+        sound = {name: x.clone() for name, x, _ in trainer.training.guard.checks.replicas.replicated_state()}
+        name, x, _ = draw.choice(list(trainer.training.guard.checks.replicas.replicated_state()))
+        victim, place, bit = (
+            draw.randrange(trainer.training.runtime.world),
+            draw.randrange(x.numel()),
+            draw.randrange(64),
+        )
         if dist.get_rank() == victim:
             flip(x.detach(), place, bit % (8 * x.element_size()))
         text = ""
         try:
             for _ in range(EVERY):
                 trainer.train_step()
-                trainer.parts.guard.checks.after_step(saves=False)
+                trainer.training.guard.checks.after_step(saves=False)
         except NumericalFault as error:
             text = str(error)
         results.append((victim, name, bit, text))
-        for name, x, _ in trainer.parts.guard.checks.replicas.replicated_state():
+        for name, x, _ in trainer.training.guard.checks.replicas.replicated_state():
             x.detach().copy_(sound[name])
-        trainer.parts.gradients.drop()
+        trainer.training.gradients.drop()
     return results
 
 
@@ -93,7 +97,7 @@ def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, t
             if pending == [step] and dist.get_rank() == 1:
                 pending.clear()  # not again after it was restored
                 full = next(n for n in parameters if n.endswith(name))
-                flip(trainer.parts.optimizer.local_shards[full].data, 3, 30)
+                flip(trainer.training.optimizer.local_shards[full].data, 3, 30)
 
     changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
     trainer = parity.make_trainer(changes, checks=checks)

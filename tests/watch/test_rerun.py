@@ -39,12 +39,12 @@ def go(changes: dict[str, Any], faulty: int, module: str, value: float, rank: in
         def event(self, step: int, kind: str, text: str, **more: Any) -> None:
             events.append((step, kind, text))
 
-    named = {name: part for whole in trainer.parts.stages for name, part in whole.named_modules()}
+    named = {name: part for whole in trainer.training.stages for name, part in whole.named_modules()}
     if module in named and dist.get_rank() == rank:
         named[module].register_forward_hook(spoil)
-    with listening(trainer.parts.guard.checks), listening(Events()):
+    with listening(trainer.training.guard.checks), listening(Events()):
         losses = [trainer.train_step()["loss"] for _ in range(faulty + 1)]
-    return losses, events, parity.whole(runs.everything(trainer), dist.get_rank(), trainer.parts.fold)
+    return losses, events, parity.whole(runs.everything(trainer), dist.get_rank(), trainer.training.fold)
 
 
 CASES = {
@@ -71,7 +71,7 @@ def test_a_passing_fault_is_blamed_on_its_rank_and_leaves_no_trace(name: str) ->
 def with_bad_data(changes: dict[str, Any]) -> str:
     trainer = parity.make_trainer(RUN | changes, loader=parity.NaNPositions, checks=checks)
     try:
-        with listening(trainer.parts.guard.checks):
+        with listening(trainer.training.guard.checks):
             trainer.train_step(), trainer.train_step()
     except NumericalFault as error:
         return str(error)

@@ -233,17 +233,17 @@ def train(changes: dict[str, Any]) -> list[int]:
 
     config, runtime = parity.read(changes, 4), parity.runtime_here()
     trainer = parity.build_trainer(config, runtime, checks=checks, garbage=pause)
-    slices = trainer.parts.slicer.slices
+    slices = trainer.training.slicer.slices
 
     def slowly(batches: list) -> list:
         time.sleep(0.3 * (rank == SLOW))
         return slices(batches)
 
-    trainer.parts.slicer.slices = slowly
+    trainer.training.slicer.slices = slowly
     often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1)
-    with often[0], often[1], watched(config, trainer.parts):
+    with often[0], often[1], watched(config, trainer.training):
         trainer.train()
-    return trainer.parts.guard.checks.stragglers.times.messages
+    return trainer.training.guard.checks.stragglers.times.messages
 
 
 def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ LATE_S = 0.3
 def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
     """Rank SLOW is late in the only step; returns what this rank spent its time on."""
     trainer = parity.make_trainer(changes)
-    parts, slices = trainer.parts, trainer.parts.slicer.slices
+    parts, slices = trainer.training, trainer.training.slicer.slices
     groups, own = name_groups(parts.meshes.lanes, parts.fold), own_groups(parts.meshes.lanes)
     times = StepTimes([group.axes for group in groups], own, HostMarks())
     times.phase("data", 0)  # the first step of a process is not measured

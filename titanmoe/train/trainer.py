@@ -19,41 +19,41 @@ from titanmoe.train.training import Training
 
 class Trainer:
     def __init__(self, training: Training):
-        self.parts = training
+        self.training = training
         self.stopping = False
         """Whether a rank has wanted to in the last step."""
 
     @property
     def step(self) -> int:
-        return self.parts.state.step
+        return self.training.state.step
 
     @property
     def ends(self) -> bool:
-        return self.step >= self.parts.steps or self.stopping
+        return self.step >= self.training.steps or self.stopping
 
     def train(self) -> int:
         """Train until the last step or a signal; returns the signal, or 0."""
-        return self.parts.guard.restoring(self._train)
+        return self.training.guard.restoring(self._train)
 
     def _train(self) -> int:
-        parts, checks = self.parts, self.parts.guard.checks
-        check_alike(parts.loader.peek(), parts.meshes, parts.device)
-        run = parts.folder.claim()
-        refused = parts.folder.removed_if_refused()
-        with refused, parts.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | parts.loader.notes() | parts.set_up
-            if parts.metrics.writes:
+        training, checks = self.training, self.training.guard.checks
+        check_alike(training.loader.peek(), training.meshes, training.device)
+        run = training.folder.claim()
+        refused = training.folder.removed_if_refused()
+        with refused, training.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
+            notes = checkpoints.begin() | training.loader.notes() | training.set_up
+            if training.metrics.writes:
                 rewind(run, self.step)
-            parts.metrics.begin(run, self.step, notes)
-            for observer in (checks, *((parts.metrics, parts.clock) if parts.metrics.writes else ())):
+            training.metrics.begin(run, self.step, notes)
+            for observer in (checks, *((training.metrics, training.clock) if training.metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))
-            all_threads = parts.gradients.engine.pairs is not None
-            profiler = Profiler(parts.profile, run, parts.runtime, all_threads)
+            all_threads = training.gradients.engine.pairs is not None
+            profiler = Profiler(training.profile, run, training.runtime, all_threads)
             first, paused = self.step + 1, {}
-            if self.step >= parts.steps:
+            if self.step >= training.steps:
                 say(
                     f"nothing is left to do: the run in {run} has made {self.step} steps, and training.steps = "
-                    f"{parts.steps}\n"
+                    f"{training.steps}\n"
                     f"  to go on:       {command('--training.steps')} --training.steps {2 * self.step}\n"
                     f"  to begin anew:  {command()} --checkpoint.load none   (in a folder of its own)"
                 )
@@ -61,61 +61,61 @@ class Trainer:
                 while not self.ends:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
-                    observe.active.phase("validation" if parts.validation else "checkpoint", self.step)
-                    for line in parts.loader.epoch_messages:
+                    observe.active.phase("validation" if training.validation else "checkpoint", self.step)
+                    for line in training.loader.epoch_messages:
                         say(line)
                     if report:
-                        report |= parts.loader.report() | checks.report()
-                        if parts.validation:
-                            report |= parts.validation.after_step()
+                        report |= training.loader.report() | checks.report()
+                        if training.validation:
+                            report |= training.validation.after_step()
                             observe.active.phase("checkpoint", self.step)
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
-                        parts.metrics.log(self.step, report | paused)
+                        training.metrics.log(self.step, report | paused)
                         paused = {}
                     checks.after_step(saves=self.ends or checkpoints.due)
                     paused |= checkpoints.after_step()
                     observe.active.phase("other", self.step)
-                    parts.garbage.collect(self.step)
+                    training.garbage.collect(self.step)
                     if self.step == first:
-                        parts.runtime.steady_timeout(parts.timeout_s, checkpoints.patient)
+                        training.runtime.steady_timeout(training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
             except NumericalFault as error:
-                ending = parts.guard.last_word(error, checkpoints.has_saved)
+                ending = training.guard.last_word(error, checkpoints.has_saved)
                 checkpoints.wait()
                 if ending is error:
                     raise
                 raise ending from None
             finally:
-                parts.loader.close()
-                parts.metrics.close()
-                parts.folder.unlock()
+                training.loader.close()
+                training.metrics.close()
+                training.folder.unlock()
 
     def train_step(self) -> dict[str, Any]:
         """What to report of the step; nothing if its batch is passed over."""
-        parts, state = self.parts, self.parts.state
+        training, state = self.training, self.training.state
 
         state.step += 1
         observe.active.phase("data", state.step)
-        batches = parts.loader.next_step()
-        if parts.guard.passes_over():
+        batches = training.loader.next_step()
+        if training.guard.passes_over():
             return {}
-        totals = parts.slicer.count(batches)
+        totals = training.slicer.count(batches)
 
         observe.active.phase("forward_backward", state.step)
-        work = StepWork(batches, parts.slicer.slices(batches), totals)
-        sums = parts.gradients.sums(work)
+        work = StepWork(batches, training.slicer.slices(batches), totals)
+        sums = training.gradients.sums(work)
         self.stopping = bool(sums.scalars.stop)
 
-        verdict = parts.guard(work, sums)
+        verdict = training.guard(work, sums)
 
-        rate, scalars = parts.rate(state.step), verdict.sums.scalars
+        rate, scalars = training.rate(state.step), verdict.sums.scalars
         if verdict.update:
-            observe.active.gradients(state.step, work, parts.parameters)
-            if parts.max_grad_norm > 0:
-                clip(parts.parameters.values(), verdict.sums.norm, parts.max_grad_norm)
-            parts.optimizer.step(rate)
-            num_experts = parts.gradients.num_experts
-            move_biases(parts.moe_layers, verdict.sums.experts, num_experts, parts.bias_update_rate)
+            observe.active.gradients(state.step, work, training.parameters)
+            if training.max_grad_norm > 0:
+                clip(training.parameters.values(), verdict.sums.norm, training.max_grad_norm)
+            training.optimizer.step(rate)
+            num_experts = training.gradients.num_experts
+            move_biases(training.moe_layers, verdict.sums.experts, num_experts, training.bias_update_rate)
             state.tokens += scalars.tokens
             observe.active.updated(state.step)
-        return parts.report(scalars, rate)
+        return training.report(scalars, rate)
