@@ -23,7 +23,7 @@ from titanmoe.models.families import names, preset
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-LATENT = dict(qk_norm="none", qkv_bias=False)
+LATENT = dict(qk_norm="none", qkv_bias=False, out_bias=False, attention_sinks=False)
 LATENT |= dict(kv_lora_rank=40, qk_nope_head_dim=6, qk_rope_head_dim=2, head_dim=8, v_head_dim=10)
 GROUPED_QUERIES = dict(kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0, head_dim=8)
 
