@@ -18,7 +18,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.models.mixers.rules import Share
+from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
@@ -71,7 +71,7 @@ class Widths:
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
         self.mixers = ModelKey.of(model).mixers
-        self.share = Share(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
+        self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:

@@ -12,8 +12,13 @@ from titanmoe.models.mixers.rules import MixerRules
 FAMILIES = Kind(
     "model.family",
     {  # in the order in which they are listed
-        name: f"titanmoe.models.families.{name}:FAMILY"
-        for name in ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+        "mixtral": "titanmoe.models.families.mixtral:FAMILY",
+        "qwen2_moe": "titanmoe.models.families.qwen2_moe:FAMILY",
+        "qwen3_moe": "titanmoe.models.families.qwen3_moe:FAMILY",
+        "llama3_moe": "titanmoe.models.families.llama3_moe:FAMILY",
+        "deepseek_v3": "titanmoe.models.families.deepseek_v3:FAMILY",
+        "olmoe": "titanmoe.models.families.olmoe:FAMILY",
+        "gpt_oss": "titanmoe.models.families.gpt_oss:FAMILY",
     },
     Family,
 )

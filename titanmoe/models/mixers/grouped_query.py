@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import MixerRules, Product, Share, Split, Work
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, Work
 
 
-def attention_output_bytes(heads: int, value: int, share: Share, sinks: bool) -> int:
+def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
     """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
     is copied for the product that follows."""
     output, sums = share.positions * heads * value * share.width, share.positions * heads * 4
@@ -54,7 +54,7 @@ class GroupedQuery(MixerRules):
             normed=(query + key) * (model.qk_norm != "none"),
         )
 
-    def kept_bytes(self, model: Model, share: Share, selective: bool) -> int:
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         X, w = share.positions, share.width
         heads, kv_heads = model.num_heads // share.tp, model.num_kv_heads // share.tp
         query, key = heads * model.head_dim, kv_heads * model.head_dim

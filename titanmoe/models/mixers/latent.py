@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import MixerRules, Product, Share, Split, Work
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, Work
 
 
 class Latent(MixerRules):
@@ -47,7 +47,7 @@ class Latent(MixerRules):
             copied=2 * query,
         )
 
-    def kept_bytes(self, model: Model, share: Share, selective: bool) -> int:
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         X, T, w, heads = share.positions, share.tokens, share.width, model.num_heads // share.tp
         output = attention_output_bytes(heads, model.v_head_dim, share, sinks=False)
         latents = T * (model.q_lora_rank + model.kv_lora_rank) * w

@@ -54,7 +54,7 @@ class Work(NamedTuple):
     """What other kernels read and write, in forward and in backward."""
 
 
-class Share(NamedTuple):
+class BatchShare(NamedTuple):
     """A microbatch as one rank has it."""
 
     tokens: int
@@ -110,19 +110,21 @@ class MixerRules(Rules, ABC):
         return Work(products, model.dim)
 
     @abstractmethod
-    def kept_bytes(self, model: Model, share: Share, selective: bool) -> int:
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
         activation_checkpoint.mode = "selective"."""
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model
         tensors = self.matrices(model) + self.vectors(model) + self.norms(model)
-        return {"tp": {f"the width of {self.name}": gcd(*(shape[dim] for shape, dim in tensors if dim is not None))}}
+        return {
+            "tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in tensors if dim is not None))}
+        }
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         if degrees.get("cp", 1) > 1 and not self.attends:
             yield (
-                f"parallelism.cp = {degrees['cp']} splits sequences, and {self.name} of model.family = "
+                f"parallelism.cp = {degrees['cp']} splits sequences, and the {self.name} of model.family = "
                 f'"{config.model.family}" needs whole ones: use cp = 1'
             )
 
