@@ -18,7 +18,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import Work
+from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
@@ -139,7 +139,7 @@ class BlockCosts:
         regrouped = 2 * arrived * REGROUP[part] * exchanged
         return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
-    def _mixer_bytes(self, work: Work, part: int) -> float:
+    def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
         return (
             work.rotated * ROPE[part] + work.normed * NORM[part] + work.copied * RESIDUAL[part] + 2 * work.moved[part]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, Work
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, MixerWork
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
@@ -43,9 +43,9 @@ class GroupedQuery(MixerRules):
     def pair_flops(self, model: Model) -> int:
         return 4 * model.num_heads * model.head_dim
 
-    def work(self, model: Model, tp: int) -> Work:
+    def work(self, model: Model, tp: int) -> MixerWork:
         query, key = (width / tp for width in _widths(model))
-        return Work(
+        return MixerWork(
             [Product(query + 2 * key, model.dim), Product(model.dim, query)],
             gathered=model.dim,
             queries=query,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, Work
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, MixerWork
 
 
 class Latent(MixerRules):
@@ -29,7 +29,7 @@ class Latent(MixerRules):
     def pair_flops(self, model: Model) -> int:
         return 2 * model.num_heads * (model.head_dim + model.v_head_dim)
 
-    def work(self, model: Model, tp: int) -> Work:
+    def work(self, model: Model, tp: int) -> MixerWork:
         heads, rank = model.num_heads / tp, model.q_lora_rank
         query, latents = heads * model.head_dim, model.kv_lora_rank + model.qk_rope_head_dim
         products = [
@@ -38,7 +38,7 @@ class Latent(MixerRules):
         ]
         products += [Product(rank, model.dim, own_tokens=True)] if rank else []
         products += [Product(query, rank or model.dim), Product(model.dim, heads * model.v_head_dim)]
-        return Work(
+        return MixerWork(
             products,
             gathered=latents + (rank or model.dim),
             queries=query,

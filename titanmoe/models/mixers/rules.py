@@ -36,7 +36,7 @@ class Product(NamedTuple):
     """Over the tokens that the rank owns, instead of all positions of its slice."""
 
 
-class Work(NamedTuple):
+class MixerWork(NamedTuple):
     """What a rank does for a position of its slice besides scores and values, for the planner. Numbers of elements."""
 
     products: list[Product]
@@ -101,13 +101,13 @@ class MixerRules(Rules, ABC):
         twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
         return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)
 
-    def work(self, model: Model, tp: int) -> Work:
+    def work(self, model: Model, tp: int) -> MixerWork:
         """For the planner: by default the product of each matrix, and nothing else that takes time."""
         products = []
         for (outputs, inputs), dim in self.matrices(model):
             split_outputs, split_inputs = outputs / tp if dim == 0 else outputs, inputs / tp if dim == 1 else inputs
             products.append(Product(split_outputs, split_inputs, own_tokens=dim is None))
-        return Work(products, model.dim)
+        return MixerWork(products, model.dim)
 
     @abstractmethod
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
