@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, MixerWork
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, Product, Split, MixerWork
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
 
 
 class Latent(MixerRules):
