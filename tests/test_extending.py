@@ -51,8 +51,8 @@ def test_the_examples_work(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=ELSEWHERE)  # with compiled files, which stay valid
     page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    blocks, commands = BLOCK.findall(page), re.findall(r"^\$ python (.*)$", page, re.MULTILINE)
-    assert len(blocks) + page.count("```console") == page.count("```") // 2, "a block has no path above it"
+    blocks = BLOCK.findall(page)
+    assert len(blocks) == page.count("```") // 2, "a block has no path above it"
     for path, language, text in blocks:
         file = copy / path
         assert file.exists() == (language == "diff"), path
@@ -61,7 +61,6 @@ def test_the_examples_work(tmp_path: Path) -> None:
     (copy / "README.md").write_text(
         readme.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1)
     )
-    assert len(commands) == 1 and all(run(copy, *command.split()).returncode == 0 for command in commands)
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
     assert len(tests) == 6
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
