@@ -17,6 +17,7 @@ from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Pip
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
+from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.plan.block_costs import RESIDUAL, ROPE, Cost
 from titanmoe.plan.devices import Device, read_device
 from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
@@ -288,9 +289,9 @@ class RunPricer(Pricer):
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
         return self._move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
 
-    def _rope_and_norm_bytes(self, query: float, key: float, part: int) -> float:
-        turned = 4 * query if self.model.kv_lora_rank else query + key
-        return turned * ROPE[part] * (1 + 2 * (self.model.qk_norm != "none"))
+    def _mixer_bytes(self, work: MixerWork, part: int) -> float:
+        turned = 2 * work.copied or work.rotated
+        return turned * ROPE[part] * (1 + 2 * (work.normed > 0))
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
         return super()._attention_rate(cp, ring=False)

@@ -81,7 +81,11 @@ def arguments(changes: dict[str, Any]) -> list[str]:
             return [str(value).lower()]
         return [str(v) for v in value] if isinstance(value, list) else [str(value)]
 
-    return [word for key, value in changes.items() for word in (f"--{key}", *text(value))]
+    words = []
+    for key, value in changes.items():
+        inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {}
+        words += arguments(inner) if isinstance(value, dict) else [f"--{key}", *text(value)]
+    return words
 
 
 @functools.cache

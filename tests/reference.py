@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,6 +74,29 @@ class Run:
     bias: dict[str, Tensor]
 
 
+# ------------------------------------------------------------------------------------- a family's own layer
+
+
+class OwnLayer(NamedTuple):
+    """What a family has in the place of attention, as plain as everything here."""
+
+    has: Callable[[Model, int], bool]
+    """Whether a block has it, by its number."""
+    shapes: Callable[[Model], dict[str, tuple[int, ...]]]
+    """Of its parameters."""
+    mix: Callable[[Model, dict[str, Tensor], Tensor, Tensor | None], Tensor]
+    """From its parameters, the block's normed input (G, S, D) and each position's document, if there are several."""
+
+
+OWN_LAYERS: dict[str, OwnLayer] = {}
+"""By family. The test that brings a layer adds it."""
+
+
+def own_layer(model: Model, layer: int) -> OwnLayer | None:
+    own = OWN_LAYERS.get(model.family)
+    return own if own and own.has(model, min(layer, model.num_layers - 1)) else None
+
+
 # ---------------------------------------------------------------------------------------------------- weights
 
 
@@ -96,7 +119,10 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     for i, block in blocks(model).items():
         attention = f"{block}.attention"
         out[f"{block}.attention_norm.weight"] = (dim,)
-        if model.kv_lora_rank:
+        own = own_layer(model, i)
+        if own:
+            out |= {f"{attention}.{name}": shape for name, shape in own.shapes(model).items()}
+        elif model.kv_lora_rank:
             out |= {f"{attention}.{name}.weight": shape for name, shape in _latent_shapes(model).items()}
         else:
             for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
@@ -104,11 +130,11 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
                 if model.qkv_bias:
                     out[f"{attention}.{name}.bias"] = (width,)
             out[f"{attention}.wo.weight"] = (dim, query)
-        if model.out_bias:
+        if model.out_bias and not own:
             out[f"{attention}.wo.bias"] = (dim,)
-        if model.attention_sinks:
+        if model.attention_sinks and not own:
             out[f"{attention}.sinks"] = (model.num_heads,)
-        if model.qk_norm != "none":
+        if model.qk_norm != "none" and not own:
             whole = model.qk_norm == "full"
             out[f"{attention}.q_norm.weight"] = (query if whole else model.head_dim,)
             out[f"{attention}.k_norm.weight"] = (key_value if whole else model.head_dim,)
@@ -639,7 +665,12 @@ def forward(
         block = blocks(model)[i]
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
         given = model, weights, f"{block}.attention", normed_GSD, tokens.document_GS
-        if model.kv_lora_rank:
+        own = own_layer(model, i)
+        if own:
+            prefix = f"{block}.attention."
+            mine = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
+            out_GSD = own.mix(model, mine, normed_GSD, tokens.document_GS)
+        elif model.kv_lora_rank:
             out_GSD = latent_attention(*given, tokens.place_GS)
         else:
             out_GSD = attention(*given, window(model, i), tokens.place_GS)

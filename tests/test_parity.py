@@ -15,7 +15,9 @@ from tests import parity, world
 from tests.support import case_features, planted_faults, processes
 from tests.support.case_features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, changes
 from tests.support.covering_mappings import all_folds, cover, named, one_or_more
+from tests.support.families import attends
 from titanmoe.fold.degrees import Fold
+from titanmoe.models.families import names
 
 
 def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
@@ -117,12 +119,10 @@ def test_each_axis_alone(axis: str) -> None:
     parity.check(2, in_few(2, {f"parallelism.{axis}": 2, "moe.aux_loss_sequence": 0.02}), steps=1)
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in names() if attends(name)])
 def test_debug_sizes_of_every_family(family: str) -> None:
-    """Unchanged, except for the vocabulary and depth that the test's samples need."""
+    """Unchanged, except for the vocabulary and depth that the test's samples need. One with a layer of its own has its
+    own test, with a plain model of that layer."""
     shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
     own = parity.preset_of(family)
     changes = {key: own[key.removeprefix("model.")] for key in shape} | {"model.num_layers": 2}

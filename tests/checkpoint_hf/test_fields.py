@@ -107,6 +107,11 @@ def without(config: Any) -> Any:
     return {k: without(v) for k, v in config.items() if v is not OUT} if isinstance(config, dict) else config
 
 
+def hf_of(model_type: str) -> Any:
+    maps = [*(family.hf for family in shipped().values() if family.hf), *DENSE]
+    return next(hf for hf in maps if hf.model_type == model_type)
+
+
 class Family:
     """A model as transformers saves it, and what both sides compute after a change of its config.json."""
 
@@ -116,7 +121,7 @@ class Family:
         models.save(model, folder)
         self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
         self.config = json.loads((folder / "config.json").read_text())
-        self.hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
+        self.hf = hf_of(name)
         with torch.no_grad():
             self.plain = model.eval()(IDS).logits
         self.logits_of: dict[str, Tensor] = {}
@@ -297,7 +302,7 @@ def test_no_key_that_transformers_reads_is_unknown(name: str) -> None:
     read = re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", text) + re.findall(r'getattr\([\w.]*config, "(\w+)"', text)
     keys = set(read) - {"default_theta", "json"}  # of the class; of a comment
     assert keys >= {"is_causal", "rms_norm_eps", "rope_parameters"}
-    hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
+    hf = hf_of(name)
     assert keys - known_keys(hf) == set()
 
 

@@ -9,7 +9,7 @@ from titanmoe.config.fields import build, fields, flat
 from titanmoe.config.laws import contradictions
 from titanmoe.config.ranges import RANGES, Range, out_of_range
 from titanmoe.config.schema import Config
-from titanmoe.models.families import names, preset
+from titanmoe.models.families import family_of, names
 from titanmoe.moe.dispatchers.rules import in_chunks_quoted
 from titanmoe.parts import PARTS
 
@@ -34,7 +34,8 @@ def test_defaults_and_every_size_of_every_family_are_lawful():
     assert contradictions(Config()) == []
     for family, sizes in names().items():
         for size in sizes:
-            values = {f"model.{name}": value for name, value in preset(family, size).items()}
+            named = {"model.family": family, "model.size": size}
+            values = named | family_of(family).preset(named)
             assert out_of_range(values) == contradictions(build(values, PARTS)) == [], (family, size)
 
 

@@ -26,9 +26,14 @@ ROOT = Path(__file__).parents[2]
 SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": "head"}}
 
 
+OWN = {"taps": 4, "scale": 1.0, "gate": False, "kind": "a"}
+
+
 class ThreeSizes(Rules):
     def preset(self, values):
-        if (size := values["model.size"]) not in SHAPES | {"debug": {}}:
+        if (size := values["model.size"]) == "own":
+            return {f"model.own.{name}": value for name, value in OWN.items()}
+        if size not in SHAPES | {"debug": {}}:
             text = f"model.size = {size!r} is not a size of mixtral: known are debug, small"
             raise PartError(("model.family", "model.size"), text)
         return {f"model.{name}": value for name, value in SHAPES.get(size, {}).items()}
@@ -152,7 +157,7 @@ def test_problems_of_every_source_come_together(recipe):
     ("text", "line", "says"),
     [
         ("[trainning]\nsteps = 3\nseq_len = 4\n", 1, "unknown table trainning: did you mean training?"),
-        ("[nonsense]\n", 1, "unknown table nonsense: the tables are job, model, data"),
+        ("[nonsense]\n", 1, "unknown table nonsense: the tables are job, model, model.own, data"),
         ("[training]\nxyzzy = 3\n", 2, "unknown key training.xyzzy: [training] has steps, seq_len"),
         ("[training]\nlr = 3\n", 2, "unknown key training.lr: did you mean optimizer.lr?"),
         ("[training]\nseq-len = 3\n", 2, "unknown key training.seq-len: did you mean training.seq_len?"),
@@ -294,9 +299,53 @@ def test_checks_run_on_stand_ins_and_say_so(recipe):
 
 
 def test_laws_do_not_check_the_default_model_if_the_size_is_unknown(recipe):
-    argv = recipe('[model]\nsize = "tiny"\nnum_kv_heads = 3\ntop_k = 9\n')
+    argv = recipe('[model]\nsize = "tiny"\nnum_dense_layers = 9\ndense_hidden = 8\ntop_k = 9\n')
     assert len(problems(*argv)) == 1
-    assert len(problems(*argv, "--model.num_heads", "8")) == 2
+    assert len(problems(*argv, "--model.num_layers", "8")) == 2
+
+
+# ---- a family's own fields
+
+
+def test_own_fields_have_their_familys_defaults_and_can_be_set(recipe):
+    assert read().model.own == {}
+    assert read("--model.size", "own").model.own == OWN
+    argv = recipe('[model]\nsize = "own"\n[model.own]\ntaps = 5\nscale = 2\n')
+    assert read(*argv).model.own == {"taps": 5, "scale": 2.0, "gate": False, "kind": "a"}
+    words = ["--model.own.taps", "6", "--model.own.gate", "--model.own.kind=b"]
+    assert read(*argv, *words).model.own == {"taps": 6, "scale": 2.0, "gate": True, "kind": "b"}
+
+
+def test_own_fields_are_printed_and_read_again(recipe, capsys):
+    argv = ("--model.size", "own", "--model.own.kind", "b")
+    printed = output(capsys, *argv, "--print-config")
+    assert '\n[model.own]\ntaps = 4\nscale = 1.0\ngate = false\nkind = "b"\n' in printed
+    assert read(*recipe(printed)) == read(*argv, "--job.name", "mixtral_own")
+    assert '  --model.own.kind STR = "b"   (command line)\n' in output(capsys, *argv, "--help")
+    assert "[model.own]\n" not in output(capsys, "--print-config")
+
+
+@pytest.mark.parametrize(
+    ("size", "text", "says"),
+    [
+        ("own", "tops = 5", "my.toml:4: unknown key model.own.tops: did you mean model.own.taps?"),
+        ("own", "x = 5", "my.toml:4: unknown key model.own.x: the family's are model.own.taps, model.own.scale, "),
+        ("own", 'taps = "5"', 'my.toml:4: model.own.taps = "5" is not an integer: write 5, without quotes'),
+        ("own", "taps = {a = 1}", "my.toml:4: model.own.taps = {a = 1} is not an integer, such as 4"),
+        ("small", "taps = 5", "my.toml:4: unknown key model.own.taps: the family has none of its own"),
+        ("tiny", "taps = 5", "my.toml:2: model.size = 'tiny' is not a size of mixtral"),
+    ],
+)
+def test_problem_of_an_own_field(recipe, size, text, says):
+    (problem,) = problems(*recipe(f'[model]\nsize = "{size}"\n[model.own]\n{text}\n'))
+    assert problem.startswith(says)
+
+
+def test_problem_of_an_own_field_on_the_command_line():
+    (problem,) = problems("--model.size", "own", "--model.own.taps", "many")
+    assert problem == "command line: model.own.taps = many is not an integer, such as 4"
+    (problem,) = problems("--model.size", "own", "--model.own.tabs", "4")
+    assert problem == "command line: unknown key model.own.tabs: did you mean model.own.taps?"
 
 
 # ---- files

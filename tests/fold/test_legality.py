@@ -21,6 +21,7 @@ def broken(world: int, parallelism: Parallelism | None = None, training: Trainin
         model=replace(MODEL, **model),
         parallelism=parallelism or Parallelism(),
         training=training or Training(seq_len=64),
+        parts=PARTS,
     )
     return violations(config, world)
 

@@ -64,7 +64,7 @@ def test_equals_transformers(model: Model) -> None:
     torch.manual_seed(0)
     theirs = theirs_module.DeepseekV3Attention(config, 0).double()
     turn = theirs_module.DeepseekV3RotaryEmbedding(config)
-    ours = LatentAttention(model, torch.float64)
+    ours = LatentAttention(model, 0, torch.float64)
     names = {"wkv_a": "kv_a_proj_with_mqa", "kv_norm": "kv_a_layernorm", "wkv_b": "kv_b_proj", "wo": "o_proj"}
     names |= {"wq_a": "q_a_proj", "q_norm": "q_a_layernorm", "wq_b": "q_b_proj"} if model.q_lora_rank else {}
     names |= {} if model.q_lora_rank else {"wq": "q_proj"}

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.families import attends
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.count import parameters
-from titanmoe.models.families import names, preset
+from titanmoe.models.families import mixers, names, preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import cross_entropy_sum
 from titanmoe.tokens import IGNORE
@@ -103,9 +104,26 @@ def check(model: Model) -> None:
     assert saved == biases | ({"head.weight"} if model.tie_embeddings else set())
 
 
-@pytest.mark.parametrize("family, size", SIZES)
+@pytest.mark.parametrize("family, size", [(family, size) for family, size in SIZES if attends(family)])
 def test_every_size_is_built_as_counted(family: str, size: str) -> None:
     check(Model(**preset(family, size)))
+
+
+@pytest.mark.parametrize("family, size", SIZES)
+def test_mixers_are_built_as_their_rules_say(family: str, size: str) -> None:
+    """The shapes, and the dims that tp splits, of those with any."""
+    model = Model(**preset(family, size))
+    built = build(model)
+    assert sum(p.numel() for p in built.parameters()) == parameters(model).total
+    for rules, block in zip(mixers(model), built.blocks().values(), strict=True):
+        said = rules.matrices(model) + rules.vectors(model) + rules.norms(model)
+        made = []
+        for path, module in block.attention.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                full = f"{path}.{name}".removeprefix(".")
+                dims = getattr(module, "tp_dims", {}) if path else {}
+                made.append((tuple(parameter.shape), dims.get(name, block.attention.tp_dims.get(full))))
+        assert sorted(made, key=str) == sorted(said, key=str)
 
 
 @pytest.mark.parametrize("changes", ODD.values(), ids=ODD)

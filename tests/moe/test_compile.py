@@ -149,7 +149,7 @@ def test_attention_is_one_graph(name: str) -> None:
     given = {key.removeprefix("model."): value for key, value in (TINY | MODELS[name]).items() if "model." in key}
     shape = Model(**given)
     latent = shape.kv_lora_rank > 0
-    attention = filled(LatentAttention(shape, torch.float32) if latent else Attention(shape, 0, torch.float32))
+    attention = filled((LatentAttention if latent else Attention)(shape, 0, torch.float32))
     rope = rope_angles(
         torch.arange(8).expand(2, 8), shape, shape.qk_rope_head_dim if latent else shape.head_dim, torch.float32
     )

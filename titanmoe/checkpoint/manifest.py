@@ -12,7 +12,7 @@ from typing import Any
 
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.field_values import WrongType, fit, shown
-from titanmoe.config.fields import fields
+from titanmoe.config.fields import fields, own_fields
 from titanmoe.config.parse_json import parse_json
 
 FORMAT = 2
@@ -152,8 +152,9 @@ def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type."""
-    known_fields = fields()
-    values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known_fields}
+    recorded = flat_record(record.get("config", {}))
+    known_fields = fields() | own_fields(recorded)
+    values = {path: value for path, value in recorded.items() if path in known_fields}
     fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}
     problems = [
         f"{path} = {shown(values[path])} is not {known_fields[path].expected}"

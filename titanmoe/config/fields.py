@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 from titanmoe.config import ranges, schema
 from titanmoe.config.parts import Parts
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
 """What stands for the parts of a field on the page, which then need not change with them."""
@@ -48,6 +48,10 @@ hints = cache(get_type_hints)
 """The kinds of a table's fields by name. To work them out takes longer than the rest of reading a recipe."""
 
 
+def _is_table(kind: Any) -> bool:
+    return is_dataclass(kind) or kind is Own
+
+
 @cache
 def tables() -> dict[str, type]:
     """Every table by its path, in the schema's order, outer tables before nested ones."""
@@ -55,7 +59,7 @@ def tables() -> dict[str, type]:
     def walk(cls: type, prefix: str) -> dict[str, type]:
         found = {}
         for name, kind in hints(cls).items():
-            if is_dataclass(kind):
+            if _is_table(kind):
                 found |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
         return found
 
@@ -69,7 +73,16 @@ def fields() -> dict[str, Field]:
         f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
         for table, cls in tables().items()
         for name, kind in hints(cls).items()
-        if not is_dataclass(kind)
+        if not _is_table(kind)
+    }
+
+
+def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
+    """The fields of [model.own] among the values, as the family has them."""
+    return {
+        path: Field(path, OWN, path.removeprefix(f"{OWN}."), type(value), value)
+        for path, value in values.items()
+        if path.startswith(f"{OWN}.")
     }
 
 
@@ -81,7 +94,7 @@ def flat(config: Config) -> dict[str, Any]:
         for name in path.split("."):
             at = getattr(at, name)
         values[path] = at
-    return values
+    return values | {f"{OWN}.{name}": value for name, value in config.model.own.items()}
 
 
 def nested(config: Config) -> dict[str, dict[str, Any]]:
@@ -93,9 +106,11 @@ def build(values: Mapping[str, Any], parts: Parts | None = None) -> Config:
     """The config with those values; a field left out keeps its default."""
 
     def table(cls: type, prefix: str) -> Any:
+        if cls is Own:
+            return Own({field.name: values[path] for path, field in own_fields(values).items()})
         given = {}
         for name, kind in hints(cls).items():
-            if is_dataclass(kind):
+            if _is_table(kind):
                 given[name] = table(kind, f"{prefix}{name}.")
             elif prefix + name in values:
                 given[name] = values[prefix + name]
@@ -122,10 +137,11 @@ def toml_value(value: Any) -> str:
 def to_toml(config: Config) -> str:
     """Every field, as a recipe that loads back to the same config."""
     values = flat(config)
+    known = [*fields().values(), *own_fields(values).values()]
     parts = []
     for table in tables():
-        lines = [f"{f.name} = {toml_value(values[f.path])}" for f in fields().values() if f.table == table]
-        parts.append("\n".join([f"[{table}]", *lines]) + "\n")
+        lines = [f"{f.name} = {toml_value(values[f.path])}" for f in known if f.table == table]
+        parts += ["\n".join([f"[{table}]", *lines]) + "\n"] if lines else []
     return "\n".join(parts)
 
 
@@ -172,16 +188,17 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
             "In names, - and _ mean the same."
         ),
     ]
+    known = [*fields().values(), *own_fields(values).values()]
     for table, cls in tables().items():
         lines += ["", paragraph(f"[{table}] {cls.__doc__}"), ""]
-        for field in fields().values():
+        for field in known:
             if field.table == table:
                 origin = f"   ({origins[field.path]})" if field.path in origins else ""
                 kind = parts.of(field.path)
                 placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if kind else _placeholder(field)
                 lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
-                text = docstrings()[field.path]
-                lines.append(paragraph(text.replace("{parts}", kind.summary()) if kind else text, " " * 6))
+                text = docstrings().get(field.path, "")
+                lines += [paragraph(text.replace("{parts}", kind.summary()) if kind else text, " " * 6)] if text else []
     return "\n".join(lines) + "\n"
 
 
@@ -197,11 +214,10 @@ def markdown() -> str:
     """The same for docs/config.md, one table of fields per TOML table, with the defaults."""
     lines = []
     for table, cls in tables().items():
+        lines += [f"### `[{table}]`", "", cls.__doc__, ""]
+        if cls is Own:
+            continue
         lines += [
-            f"### `[{table}]`",
-            "",
-            cls.__doc__,
-            "",
             "| key | type | default | what it does |",
             "| --- | --- | --- | --- |",
         ]

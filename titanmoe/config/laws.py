@@ -22,7 +22,6 @@ def contradictions(config: Config) -> list[Violation]:
     return [
         *_job(config.job),
         *_shape(config.model),
-        *(_latent(config.model) if config.model.kv_lora_rank else _not_latent(config.model)),
         *_window(config.model),
         *_rope(config.model),
         *_routing(config.model),
@@ -73,20 +72,7 @@ def _debug(config: Config) -> Iterator[Violation]:
 
 
 def _shape(model: Model) -> Iterator[Violation]:
-    heads, kv_heads, layers, dense = model.num_heads, model.num_kv_heads, model.num_layers, model.num_dense_layers
-    if heads % kv_heads:
-        yield Violation(
-            ("model.num_heads", "model.num_kv_heads"),
-            f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
-            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads "
-            f"{nearest_values(divisors(heads), kv_heads)}",
-        )
-    if model.head_dim % 2 and not model.kv_lora_rank:
-        yield Violation(
-            ("model.head_dim",),
-            f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
-            f"use {model.head_dim - 1} or {model.head_dim + 1}",
-        )
+    layers, dense = model.num_layers, model.num_dense_layers
     if dense > layers:
         yield Violation(
             ("model.num_dense_layers", "model.num_layers"),
@@ -111,53 +97,6 @@ def _shape(model: Model) -> Iterator[Violation]:
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
             f"set its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
         )
-
-
-def _latent(model: Model) -> Iterator[Violation]:
-    nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
-    if model.num_kv_heads != model.num_heads:
-        yield Violation(
-            ("model.num_kv_heads", "model.num_heads", "model.kv_lora_rank"),
-            f"model.num_kv_heads = {model.num_kv_heads} is not model.num_heads = {model.num_heads}, but latent "
-            f"attention (model.kv_lora_rank = {model.kv_lora_rank}) makes a key and a value for every head: "
-            f"use num_kv_heads = {model.num_heads}",
-        )
-    if not rope or rope % 2:
-        yield Violation(
-            ("model.qk_rope_head_dim", "model.kv_lora_rank"),
-            f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
-            f"use an even number, such as {rope + 1 if rope else 64}",
-        )
-    if model.head_dim != nope + rope:
-        yield Violation(
-            ("model.head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
-            f"model.head_dim = {model.head_dim} is not the width of latent attention's queries and keys, "
-            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {nope} + {rope}: use head_dim = {nope + rope}",
-        )
-    if not model.v_head_dim:
-        yield Violation(
-            ("model.v_head_dim", "model.kv_lora_rank"),
-            "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
-            f"v_head_dim = {nope or model.head_dim}",
-        )
-    for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm"):
-        value, without = (json.dumps(getattr(m, name)) for m in (model, Model()))
-        if value != without:
-            yield Violation(
-                (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is for grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
-                f"asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
-            )
-
-
-def _not_latent(model: Model) -> Iterator[Violation]:
-    for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-        if value := getattr(model, name):
-            yield Violation(
-                (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is for latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
-                f"attention: set kv_lora_rank, such as 512, or {name} = 0",
-            )
 
 
 def _window(model: Model) -> Iterator[Violation]:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanmoe.config import laws, other_names, ranges
-from titanmoe.config.field_values import WrongType, fit, fit_texts, nearest_field, shortened, shown
-from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
+from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shortened, shown
+from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find_recipe, names
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import OWN, Config
 
 _OPTION = re.compile(r"--|-[A-Za-z]")
 """How an option begins; a value may be negative."""
@@ -88,9 +88,14 @@ def load(
         raise ConfigError([str(error), *asked.problems], source) from None
     given.problems += asked.problems
     for path, texts in asked.overrides.items():
-        given.put(path, fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""', on_command_line=True)
+        given.on_command_line.add(path)
+        if path in fields():
+            given.put(fields()[path], fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""')
+        else:
+            given.own[path] = texts
 
     fallback = _fallback(given, parts)
+    _take_own(given, own_fields(fallback))
     values = fallback | given.values
     if not values["job.name"]:
         size = f"{values['model.family']}_{values['model.size']}"
@@ -151,13 +156,14 @@ class _Given:
     """Fields whose value here replaces one that cannot be used: conclusions from it may be wrong."""
     on_command_line: set[str] = field(default_factory=set)
     recipe: Recipe | None = None
+    own: dict[str, Any] = field(default_factory=dict)
+    """What is said of [model.own], whose fields are known when the family is: values, or words of the command line."""
 
-    def put(self, path: str, value: Any, text: str, on_command_line: bool = False) -> None:
-        if on_command_line:
-            self.on_command_line.add(path)
+    def put(self, target: Field, value: Any, text: str) -> None:
+        path = target.path
         if isinstance(value, WrongType):
             self.unsound.add(path)
-            self.blame((path,), f"{path} = {text} is not {fields()[path].expected}{value.correction}")
+            self.blame((path,), f"{path} = {text} is not {target.expected}{value.correction}")
         else:
             self.unsound.discard(path)
             self.values[path] = value
@@ -215,7 +221,7 @@ def _split(argv: Sequence[str]) -> _Asked:
         following = next((i for i, text in enumerate(rest) if _OPTION.match(text)), len(rest))
         if attached or name in ("help", "print_config"):
             following = 0
-        elif name == "config" or (known and not known.item):
+        elif name == "config" or (known and not known.item) or name.startswith(f"{OWN}."):
             following = min(following, 1)
         texts, rest = [value] if attached else rest[:following], rest[following:]
 
@@ -225,12 +231,12 @@ def _split(argv: Sequence[str]) -> _Asked:
             asked.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
         elif name == "config":
             asked.take_recipe(texts[0])
-        elif known and (texts or known.kind is bool):
+        elif name.startswith(f"{OWN}.") or (known and (texts or known.kind is bool)):
             asked.overrides[name] = texts or ["true"]
         elif known:
             asked.problems.append(f"command line: --{name} needs a value, {known.expected}")
         elif name in tables():
-            members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name)
+            members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name) or "the family's own"
             asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
         else:
             near = nearest_field(name) if len(asked.problems) < HINTS else ""
@@ -247,7 +253,9 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
-            given.put(path, fit(value, fields()[path]), shown(value))
+            given.put(fields()[path], fit(value, fields()[path]), shown(value))
+        elif prefix == f"{OWN}.":
+            given.own[path] = value
         elif path in tables() and isinstance(value, dict):
             _take(value, f"{path}.", given)
         elif path in tables():
@@ -256,6 +264,21 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
             kind = "table" if isinstance(value, dict) else "key"
             hint = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
             given.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
+
+
+def _take_own(given: _Given, own: dict[str, Field]) -> None:
+    """own: the fields of [model.own] that the family has."""
+    family_known = given.unsound.isdisjoint(("model.family", "model.size"))
+    for path, value in given.own.items():
+        if path in own and path in given.on_command_line:
+            given.put(own[path], fit_texts(value, own[path]), shortened(" ".join(value)) or '""')
+        elif path in own:
+            given.put(own[path], fit(value, own[path]), shown(value))
+        elif family_known:
+            near = closest(path.removeprefix(f"{OWN}."), [it.name for it in own.values()])
+            known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
+            hint = f"did you mean {OWN}.{near}?" if near else known
+            given.blame((path,), f"unknown key {shortened(path)}: {hint}")
 
 
 def _hint(path: str) -> str:
@@ -295,7 +318,7 @@ def _fallback(given: _Given, parts: Parts) -> dict[str, Any]:
 
 def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:
     """Names the fields in a problem whose values are not the user's, because those were refused."""
-    stand_ins = [path for path in fields() if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
+    stand_ins = [path for path in values if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem
     taken = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)

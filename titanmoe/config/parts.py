@@ -52,8 +52,12 @@ class Rules:
         """Fields that do not fit this part."""
         yield from ()
 
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        """What a degree has to split into equal parts: numbers by degree and name."""
+        return {}
+
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        """Mappings that do not fit this part. degrees: those that are known."""
+        """Other mappings that do not fit this part. degrees: those that are known."""
         yield from ()
 
 

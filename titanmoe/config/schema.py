@@ -16,6 +16,13 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 """No float16: its small range needs loss scaling, which is not implemented."""
 
 
+OWN = "model.own"
+
+
+class Own(dict[str, int | float | bool | str]):
+    """What only the layers of one family need: each family says which fields there are (docs/extending.md)."""
+
+
 @dataclass
 class Job:
     """Where the run is stored."""
@@ -128,6 +135,7 @@ class Model:
     """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
+    own: Own = field(default_factory=Own)
 
 
 @dataclass

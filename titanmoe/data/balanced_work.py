@@ -16,18 +16,19 @@ import numpy as np
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
+from titanmoe.models.families import mixers
 
 
 class DocumentWork:
     """Forward FLOPs of documents, with the arithmetic of titanmoe.models.count."""
 
     def __init__(self, model: Model):
-        blocks = [window(model, i) for i in range(model.num_layers + model.mtp_depth)]
-        # For a query and a key: one product for the score and one for the weighted value.
-        per_pair = 2 * model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
-        self.per_pair = {width: per_pair * blocks.count(width) for width in set(blocks)}
+        self.per_pair: dict[int, int] = {}
+        for i, mixer in enumerate(mixers(model)):
+            width = window(model, i)
+            self.per_pair[width] = self.per_pair.get(width, 0) + mixer.pair_flops(model)
         layers, rest = layer_flops(model, 1)  # where a token sees half a pair
-        self.per_token = sum(layers) + rest - per_pair // 2 * len(blocks)
+        self.per_token = sum(layers) + rest - sum(self.per_pair.values()) // 2
 
     def __call__(self, length_P: np.ndarray) -> float:
         n = length_P.astype(np.float64)

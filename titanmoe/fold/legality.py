@@ -51,7 +51,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     """The laws that tie degrees to the shapes of model and batch."""
     model, training = config.model, config.training
-    for name, fields in divided_fields(model).items():
+    for name, fields in divided_fields(config).items():
         yield from _divides(degrees, name, fields)
 
     if {"cp", "tp"} <= degrees.keys():
@@ -137,23 +137,21 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
         yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
 
-def divided_fields(model: Model) -> dict[str, dict[str, int]]:
+def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     """What each degree splits into equal parts."""
-    divided = {
-        "tp": {
-            "model.num_heads": model.num_heads,
-            "model.num_kv_heads": 0 if model.kv_lora_rank else model.num_kv_heads,  # latent: that is num_heads
-            "model.vocab_size": model.vocab_size,
-        }
-    }
+    model, divided = config.model, {"tp": {}}
+    for rules in config.parts.rules(config):
+        for degree, fields in rules.divided(config).items():
+            divided.setdefault(degree, {}).update(fields)
+    divided["tp"]["model.vocab_size"] = model.vocab_size
     moe = moe_layers(model)
     if moe < model.num_layers:
         divided["tp"]["model.dense_hidden"] = model.dense_hidden
     if moe > 0:
         divided["tp"]["model.shared_hidden"] = model.shared_hidden
-        divided["ep"] = {"model.num_experts": model.num_experts}
+        divided.setdefault("ep", {})["model.num_experts"] = model.num_experts
         dim = model.dim if model.expert_biases else 0
-        divided["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": dim}
+        divided.setdefault("etp", {}).update({"model.expert_hidden": model.expert_hidden, "model.dim": dim})
     return divided
 
 

@@ -16,11 +16,13 @@ from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build as build_config
+from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations
+from titanmoe.models.families import FAMILIES, mixers
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,17 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     plain_choices = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
-    config = Config(model=replace(trained_config.model, mtp_depth=0), training=training, moe=moe)
+    model = replace(trained_config.model, mtp_depth=0)
+    config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES,)))
+    try:
+        without_cache = {mixer.name for mixer in mixers(model) if not mixer.attends}
+    except PartError as error:
+        raise ConfigError([str(error)]) from None
+    problems += [
+        f'model.family = "{model.family}" has {name}, and only the keys and values of attention are cached: it cannot '
+        "generate"
+        for name in sorted(without_cache)
+    ]
     resolved, mapping_problems = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += mapping_problems
     edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here

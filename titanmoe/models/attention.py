@@ -68,6 +68,9 @@ def plain_attention(
 
 
 class Attention(nn.Module):
+    tp_dims = {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
+    tp_dims |= {"wo.weight": 1, "sinks": 0}
+
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

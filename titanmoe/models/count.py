@@ -15,16 +15,17 @@ in latent attention), S the sequence length. The second term is causal attention
 window of W. In N, norms and biases (less than 0.1 % of a real model) are counted like matrix rows. Softmax, RoPE and
 activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
 multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
-counted as if they were computed.
+counted as if they were computed. What a mixer of another kind computes instead of scores and values, it says itself.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
-from titanmoe.config.blocks import has_experts, moe_blocks, window
+from titanmoe.config.blocks import has_experts, moe_blocks
 from titanmoe.config.schema import Model
+from titanmoe.models.families import mixers
+from titanmoe.models.mixers.rules import elements
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Parameters:
     embedding: int
     """Both ends: embedding and head; one matrix when tied."""
     attention: int
-    """Projections, their biases, and sinks."""
+    """Mixers: projections, their biases, sinks, or whatever a family has in their place."""
     dense: int
     """Feed-forward networks of the blocks without experts."""
     router: int
@@ -57,53 +58,8 @@ class Parameters:
         return self.total - self.experts + self.active_experts
 
 
-Shape = tuple[int, ...]
-Split = tuple[Shape, int | None]
-"""A tensor's shape, and the dim that tp divides, if any."""
-
-
-def attention_matrices(model: Model) -> list[Split]:
-    """Of one block."""
-    dim, heads = model.dim, model.num_heads
-    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
-    if not model.kv_lora_rank:
-        return [((query, dim), 0), ((key, dim), 0), ((key, dim), 0), ((dim, query), 1)]
-    latent, up, rank = model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), model.q_lora_rank
-    to_query: list[Split] = [((rank, dim), None), ((query, rank), 0)] if rank else [((query, dim), 0)]
-    down: Split = ((latent + model.qk_rope_head_dim, dim), None)
-    return [*to_query, down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
-
-
-def attention_vectors(model: Model) -> list[Split]:
-    """Biases and sinks of one block."""
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    vectors: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
-    vectors += [((model.dim,), None)] * model.out_bias
-    return vectors + [((model.num_heads,), 0)] * model.attention_sinks
-
-
-def attention_norms(model: Model) -> list[Split]:
-    """Those of queries and keys of one block, or of their latents."""
-    if model.qk_norm == "head":
-        return [((model.head_dim,), None)] * 2
-    if model.qk_norm == "full":
-        return [((heads * model.head_dim,), 0) for heads in (model.num_heads, model.num_kv_heads)]
-    return [((rank,), None) for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
-
-
-def elements(tensors: list[Split]) -> int:
-    return sum(prod(shape) for shape, _ in tensors)
-
-
-def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
-    """Forward FLOPs per token of one block's attention without its projections."""
-    width = min(window(model, layer) or seq_len, seq_len)
-    twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
-    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * twice_visible
-
-
 def parameters(model: Model) -> Parameters:
-    layers, dim = model.num_layers + model.mtp_depth, model.dim
+    layers, dim, of_blocks = model.num_layers + model.mtp_depth, model.dim, mixers(model)
     moe = len(moe_blocks(model))
 
     def swiglu(hidden: int) -> int:
@@ -113,13 +69,13 @@ def parameters(model: Model) -> Parameters:
 
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
-        attention=layers * elements(attention_matrices(model) + attention_vectors(model)),
+        attention=sum(elements(mixer.matrices(model) + mixer.vectors(model)) for mixer in of_blocks),
         dense=(layers - moe) * swiglu(model.dense_hidden),
         router=moe * model.num_experts * (dim + model.router_bias),
         experts=moe * model.num_experts * expert,
         active_experts=moe * model.top_k * expert,
         shared=moe * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
-        norms=layers * (2 * dim + elements(attention_norms(model))) + (1 + 3 * model.mtp_depth) * dim,
+        norms=sum(2 * dim + elements(mixer.norms(model)) for mixer in of_blocks) + (1 + 3 * model.mtp_depth) * dim,
         mtp=model.mtp_depth * 2 * dim * dim,
     )
 
@@ -128,10 +84,11 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
     """Forward FLOPs per token of each block, and of what comes after them: what a pipeline stage costs."""
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
-    projections = 2 * elements(attention_matrices(model))
     blocks = [
-        projections + _scores_and_values(model, i, seq_len) + (experts if has_experts(model, i) else dense)
-        for i in range(model.num_layers + model.mtp_depth)
+        2 * elements(mixer.matrices(model))
+        + mixer.flops(model, i, seq_len)
+        + (experts if has_experts(model, i) else dense)
+        for i, mixer in enumerate(mixers(model))
     ]
     layers, mtp = blocks[: model.num_layers], blocks[model.num_layers :]
     head = (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
@@ -142,8 +99,7 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
     """FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
     count = parameters(model)
     multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
-    blocks = range(model.num_layers + model.mtp_depth)
-    return 2 * multiplied + sum(_scores_and_values(model, i, seq_len) for i in blocks)
+    return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:

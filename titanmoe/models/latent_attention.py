@@ -18,6 +18,8 @@ H heads of this rank, h query and key width, n its part without positions, p its
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,14 @@ LATENT_EPS = 1e-6
 """The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
 
 
+def use_made(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+    return use(*make())
+
+
 class LatentAttention(nn.Module):
-    def __init__(self, model: Model, dtype: torch.dtype, kernels: str = "auto"):
+    tp_dims = {"wq.weight": 0, "wq_b.weight": 0, "wkv_b.weight": 0, "wo.weight": 1}
+
+    def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         heads, latent = model.num_heads, model.kv_lora_rank
         queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
@@ -53,6 +61,8 @@ class LatentAttention(nn.Module):
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
         self.kernels, self.tp = kernels, NO_GROUP
         self.attend = causal_attention
+        # Recomputation replaces it with one that does not keep what is made.
+        self.use_made = use_made
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
@@ -62,20 +72,18 @@ class LatentAttention(nn.Module):
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
         source_BSr = gather(source_Bsr, 1, self.tp)
-        out_BSHv = self.core(source_BSr, latent_BSr, key_BSp, rope, document_BL)
+        if self.wq is None:
+            out_BSHv = self.use_made(
+                lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
+                lambda q, k, v: self.attend(q, k, v, document_BL),
+            )
+        else:  # queries are a product of the full width: not recomputed
+            q_BSHh = self.queries(source_BSr, rope)
+            out_BSHv = self.use_made(
+                lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
+                lambda k, v: self.attend(q_BSHh, k, v, document_BL),
+            )
         return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
-
-    # A method, so that recomputation can replace it.
-    def core(
-        self,
-        source_BSr: Tensor,
-        latent_BSr: Tensor,
-        key_BSp: Tensor,
-        rope: tuple[Tensor, Tensor],
-        document_BL: Tensor | None,
-    ) -> Tensor:
-        queries = self.queries(source_BSr, rope)
-        return self.attend(queries, *self.keys_and_values(latent_BSr, key_BSp, rope), document_BL)
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         if self.sharpen != 1:  # here, because it is narrower than all queries

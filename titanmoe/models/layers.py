@@ -1,7 +1,8 @@
 """The plain parts: linear, norm, feed-forward, rotary positions.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
-A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width.
+A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width;
+`tp_dims` says which dim of which of its parameters is split.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) ->
 class SplitRMSNorm(RMSNorm):
     """Over a width that is split over tp, as the heads are."""
 
+    tp_dims = {"weight": 0}
+
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__(dim, eps, dtype)
         self.tp = NO_GROUP
@@ -72,6 +75,8 @@ class SplitRMSNorm(RMSNorm):
 
 class FeedForward(nn.Module):
     """SwiGLU."""
+
+    tp_dims = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
 
     def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):
         super().__init__()

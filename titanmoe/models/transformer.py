@@ -15,9 +15,9 @@ from titanmoe import observe
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.models.attention import Attention
-from titanmoe.models.latent_attention import LatentAttention
+from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
+from titanmoe.models.mixers.rules import MixerRules
 from titanmoe.models.multi_token import MultiToken
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
@@ -26,13 +26,19 @@ from titanmoe.tokens import Tokens
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, microbatches: int, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: Model,
+        mixer: MixerRules,
+        options: MoEOptions,
+        seed: int,
+        layer: int,
+        microbatches: int,
+        dtype: torch.dtype,
+    ):
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
-        kernels = options.kernels
-        self.attention = (
-            LatentAttention(model, dtype, kernels) if model.kv_lora_rank else Attention(model, layer, dtype, kernels)
-        )
+        self.attention = mixer.build(model, layer, dtype, options.kernels)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.moe = self.ffn = None
         if has_experts(model, layer):
@@ -76,20 +82,20 @@ class Transformer(nn.Module):
     ):
         super().__init__()
         self.shape = model = config.model
+        of_blocks = mixers(model)
+
+        def block(layer: int) -> Block:
+            return Block(model, of_blocks[layer], config.moe, config.training.seed, layer, microbatches, dtype)
+
         self.embed = Embedding(model.vocab_size, model.dim, dtype) if first else None
         # Keyed by the layer's global number, so that names do not depend on the stage.
-        self.layers = nn.ModuleDict(
-            {
-                str(i): Block(model, config.moe, config.training.seed, i, microbatches, dtype)
-                for i in (range(model.num_layers) if layers is None else layers)
-            }
-        )
+        self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
         self.head = Head(model.vocab_size, model.dim, model.norm_eps, chunks, dtype, kernels) if last else None
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
-            block = Block(model, config.moe, config.training.seed, model.num_layers, microbatches, dtype)
-            self.mtp = nn.ModuleList([MultiToken(model, config.training.mtp_weight, block, microbatches, dtype)])
+            extra = block(model.num_layers)
+            self.mtp = nn.ModuleList([MultiToken(model, config.training.mtp_weight, extra, microbatches, dtype)])
             if not first:
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()

@@ -26,6 +26,8 @@ def _own(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
 
 
 class Embedding(nn.Module):
+    tp_dims = {"weight": 0}
+
     def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
@@ -171,6 +173,8 @@ class Head(nn.Module):
     mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their loss comes
     second.
     """
+
+    tp_dims = {"weight": 0}
 
     def __init__(
         self,

@@ -63,6 +63,8 @@ def context_parallel(
     split = cp.size > 1 and options.cp_kind != "ulysses"
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
     for block in model.blocks().values():
+        if not hasattr(block.attention, "attend"):
+            continue
         block.attention.attend = partial(
             attend,
             backend=options.attention_backend,

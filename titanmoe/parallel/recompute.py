@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titanmoe.config.schema import ActivationCheckpoint
-from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward
 from titanmoe.models.transformer import Block, Transformer
 
@@ -65,39 +64,19 @@ class _Recomputed:
 
 def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
     tensors = make()
+    if torch.compiler.is_compiling():  # the compiler chooses what to save
+        return use(*tensors)
     recomputed = _Recomputed(make, tensors)
     with torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack):
         return use(*tensors)
-
-
-def _from_latents(
-    attention: LatentAttention,
-    source_BSr: Tensor,
-    latent_BSr: Tensor,
-    key_BSp: Tensor,
-    rope: tuple[Tensor, Tensor],
-    document_BL: Tensor | None,
-) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler chooses what to save
-        return LatentAttention.core(attention, source_BSr, latent_BSr, key_BSp, rope, document_BL)
-    if attention.wq is None:
-        return _use_and_drop(
-            lambda: (attention.queries(source_BSr, rope), *attention.keys_and_values(latent_BSr, key_BSp, rope)),
-            lambda q, k, v: attention.attend(q, k, v, document_BL),
-        )
-    q_BSHh = attention.queries(source_BSr, rope)  # without a latent this is a product of the full width: not recomputed
-    return _use_and_drop(
-        lambda: attention.keys_and_values(latent_BSr, key_BSp, rope),
-        lambda k, v: attention.attend(q_BSHh, k, v, document_BL),
-    )
 
 
 def _selective(block: Block) -> None:
     for module in block.modules():
         if isinstance(module, FeedForward):
             _checkpointed(module, "down")
-        elif isinstance(module, LatentAttention):
-            module.core = partial(_from_latents, module)
+        elif hasattr(module, "use_made"):
+            module.use_made = _use_and_drop
 
 
 def recompute(model: Transformer, options: ActivationCheckpoint) -> None:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallel: which dim of which parameter is split over tp.
+"""Tensor and sequence parallel: parameters are split over tp as the `tp_dims` of their module say.
 
 Column-wise then row-wise, as usual: heads, hidden width and vocabulary are split, and between them the sequence is. The
 modules gather and scatter in their own forward (`gather(x, 1, self.tp)`); here they get their group. All other
@@ -16,24 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanmoe.comm.collectives import Group, all_reduce
-from titanmoe.models.attention import Attention
-from titanmoe.models.latent_attention import LatentAttention
-from titanmoe.models.layers import FeedForward, SharedExpert, SplitRMSNorm
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.parallel.norm import local_grad
-
-FFN = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
-SPLIT_DIM: dict[type[nn.Module], dict[str, int]] = {
-    Embedding: {"weight": 0},
-    Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
-    | {"wo.weight": 1, "sinks": 0},
-    LatentAttention: {"wq.weight": 0, "wq_b.weight": 0, "wkv_b.weight": 0, "wo.weight": 1},
-    SplitRMSNorm: {"weight": 0},
-    FeedForward: FFN,
-    SharedExpert: FFN,
-    Head: {"weight": 0},
-}
 
 
 def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
@@ -50,9 +34,9 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
         return
     shard = {}
     for path, module in model.named_modules():
-        if type(module) in SPLIT_DIM:
+        if hasattr(module, "tp_dims"):
             module.tp = tp
-            shard |= {f"{path}.{name}": dim for name, dim in SPLIT_DIM[type(module)].items()}
+            shard |= {f"{path}.{name}": dim for name, dim in module.tp_dims.items()}
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name and ".router." not in name:
             put_on_mesh(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])

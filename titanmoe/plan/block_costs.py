@@ -17,6 +17,8 @@ from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.models.families import mixers
+from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
@@ -109,7 +111,11 @@ class BlockCosts:
         self.head = cache(self._head)
         self.dense = cache(self._dense)
         self.experts = cache(self._experts)
-        self.kinds = Counter((has_experts(self.model, i), window(self.model, i)) for i in range(self.model.num_layers))
+        self.mixers = mixers(self.model)
+        ways = [(mixer, window(self.model, i)) for i, mixer in enumerate(self.mixers)]
+        self.like = [ways.index(way) for way in ways]
+        """By block: the first one that mixes tokens in the same way."""
+        self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
     # ---- parts of a half
 
@@ -133,54 +139,37 @@ class BlockCosts:
         regrouped = 2 * arrived * REGROUP[part] * exchanged
         return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
-    def _rope_and_norm_bytes(self, query: float, key: float, part: int) -> float:
-        """Bytes moved per position between the projections and attention: norms of heads, rotation, joins."""
-        model, normed = self.model, self.model.qk_norm != "none"
-        if model.kv_lora_rank:
-            joined = 2 * query
-            rotated = (query / model.head_dim + 1) * model.qk_rope_head_dim
-            return rotated * ROPE[part] + joined * RESIDUAL[part]
-        return (query + key) * (ROPE[part] + normed * NORM[part])
+    def _mixer_bytes(self, work: MixerWork, part: int) -> float:
+        """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
+        return (
+            work.rotated * ROPE[part] + work.normed * NORM[part] + work.copied * RESIDUAL[part] + 2 * work.moved[part]
+        )
 
     # ---- halves: forward and backward of one microbatch
 
-    def _attention(self, tp: int, cp: int, samples: int, window_size: int) -> tuple[Cost, Cost]:
-        model, D, seq = self.model, self.model.dim, self.config.training.seq_len
+    def _attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
+        """Of a block that is the first of its kind of mixer."""
+        model, mixer, seq = self.model, self.mixers[layer], self.config.training.seq_len
         X = samples * seq / cp
         T = X / tp
-        heads, value = model.num_heads / tp, model.v_head_dim or model.head_dim
-        query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim / tp
-        if model.kv_lora_rank:
-            latents = model.kv_lora_rank + model.qk_rope_head_dim
-            up = heads * (model.qk_nope_head_dim + model.v_head_dim)
-            products = self.product(T, latents, D) + self.product(X, up, model.kv_lora_rank)
-            if model.q_lora_rank:
-                products += self.product(T, model.q_lora_rank, D) + self.product(X, query, model.q_lora_rank)
-            else:
-                products += self.product(X, query, D)
-            gathered = latents + (model.q_lora_rank or D)
-            keys = query + heads * value
-        else:
-            products = self.product(X, query + 2 * key, D)
-            gathered, keys = D, 2 * key
-        products += self.product(X, D, heads * value)
-        width = min(window_size or seq, seq)
-        flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
+        work = mixer.work(model, tp)
+        products = sum(self.product(T if p.own_tokens else X, p.outputs, p.inputs) for p in work.products)
+        flops = mixer.flops(model, layer, seq) / tp * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
         ring = cp > 1 and self.config.parallelism.cp_kind == "ring"
         core = flops / (self._attention_rate(cp, ring) * narrow)
         tp_group = LinkGroup(tp, 1)
-        tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
+        tp_time = sum(self.links.gather(tp_group, X * sent * self.w) for sent in (work.gathered, model.dim))
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._move_seconds(X * self._rope_and_norm_bytes(query, key, part))
+            memory = self._norms(T * model.dim, part) + self._move_seconds(X * self._mixer_bytes(work, part))
             attention = core * (1.0, ATTENTION_BACKWARD)[part]
             cost = Cost(products * factor, attention, memory, host * factor, tp_time)
             if ring:
-                cost = cost + self._ring(group, X * query, X * keys, attention, part)
+                cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
             elif cp > 1:
-                cost = cost._replace(cp=self._context(group, X, keys, query) * factor)
+                cost = cost._replace(cp=self._context(group, X, work.keys, work.queries) * factor)
             parts.append(cost)
         return parts[0], parts[1]
 
@@ -314,7 +303,7 @@ class BlockCosts:
     def halves(self, fold: Fold, samples: int, layer: int, dispatcher: str) -> tuple[tuple[Cost, Cost], ...]:
         """Attention, and the feed-forward network or experts."""
         model = self.model
-        attention = self.attention(fold.tp, fold.cp, samples, window(model, layer))
+        attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
         if has_experts(model, layer):
             return attention, self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
@@ -333,8 +322,8 @@ class BlockCosts:
     def non_expert_seconds(self, tp: int, cp: int, samples: int) -> SecondsByMode:
         """Seconds of everything that the experts' mapping does not touch, added up, by mode of recomputation."""
         totals = [sum(self.head(tp, cp, samples))] * len(MODES)
-        for (experts, window_size), count in self.kinds.items():
-            totals = _add_half(totals, count, *self.attention(tp, cp, samples, window_size))
+        for (experts, like), count in self.kinds.items():
+            totals = _add_half(totals, count, *self.attention(tp, cp, samples, like))
             if not experts:
                 dense = self.dense(tp, cp, samples, self.model.dense_hidden)
                 totals = _add_half(totals, count, *dense, recomputed_in="full")

@@ -18,6 +18,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
@@ -69,51 +70,8 @@ class Widths:
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
-
-
-def _core(s: Widths) -> int:
-    """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
-    is copied for the product that follows."""
-    heads = s.model.num_heads // s.fold.tp
-    output, sums = s.X * heads * (s.model.v_head_dim or s.model.head_dim) * s.w, s.X * heads * 4
-    if s.fold.cp > 1 and s.config.parallelism.cp_kind == "ring":
-        return 2 * output + sums
-    return (output + sums) * (2 if s.model.attention_sinks else 1)
-
-
-def _attention(s: Widths) -> int:
-    """What attention keeps after its norm."""
-    model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
-    heads = model.num_heads // tp
-    value = model.v_head_dim or model.head_dim
-    query, key = heads * model.head_dim, model.num_kv_heads // tp * model.head_dim
-    core = _core(s)
-    if model.kv_lora_rank:
-        latents = model.q_lora_rank + model.kv_lora_rank
-        normed = s.T * latents * w + 2 * s.T * W
-        gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
-        return core + normed + gathered + X * (2 * query + heads * value) * w
-    inner = 0
-    if model.qk_norm == "head":
-        inner = X * (query + key) * w + X * (query + key) // model.head_dim * W
-    elif model.qk_norm == "full":
-        inner = 2 * X * (query + key) * W
-    return core + X * (query + 2 * key) * w + inner
-
-
-def _attention_selective(s: Widths) -> int:
-    model, X, w = s.model, s.X, s.w
-    heads = model.num_heads // s.fold.tp
-    core = _core(s)
-    if model.kv_lora_rank:
-        latents = s.T * (model.q_lora_rank + model.kv_lora_rank) * w
-        queries = 0 if model.q_lora_rank else X * heads * model.head_dim * w
-        return core + queries + latents + X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
-    query, key = heads * model.head_dim, model.num_kv_heads // s.fold.tp * model.head_dim
-    inner = (
-        s.X * (query + key) * w if model.qk_norm == "head" else 2 * X * (query + key) * s.W * (model.qk_norm == "full")
-    )
-    return core + X * (query + 2 * key) * w + inner
+        self.mixers = ModelKey.of(model).mixers
+        self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:
@@ -137,7 +95,7 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         mode = "none"
     selective = mode == "selective"
     norm = T * D * w + T * W  # its input, and one scale per token
-    attention = norm + X * D * w + (_attention_selective(s) if selective else _attention(s))
+    attention = norm + X * D * w + s.mixers[layer].kept_bytes(model, s.share, selective)
     if not experts:
         ffn, rows = norm + X * D * w + _dense(s, model.dense_hidden, selective), 0
     else:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, window
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -55,7 +55,8 @@ class BlockKind(NamedTuple):
     """All that the price of a block depends on, apart from the mapping."""
 
     experts: bool
-    window: int
+    like: int
+    """The first block that mixes tokens in the same way."""
     recomputed: bool
 
 
@@ -89,7 +90,7 @@ class Pricer(BlockCosts):
         for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
-                kind = BlockKind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
+                kind = BlockKind(has_experts(self.model, layer), self.like[layer], layer % every == 0)
                 stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
             stage_counts.append(stage)
         return stage_counts
@@ -146,14 +147,15 @@ class Pricer(BlockCosts):
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
-        first_rank_blocks = {}  # blocks of the first rank, with experts and without
+        first_rank_blocks = {}  # blocks of the first rank, with experts and without, by mixer
         for kind, count in blocks_of_rank(stages, owners, 0).items():
-            first_rank_blocks[kind.experts] = first_rank_blocks.get(kind.experts, (0, 0))[0] + count, layers[kind]
+            key = kind.experts, self.mixers[kind.like]
+            first_rank_blocks[key] = first_rank_blocks.get(key, (0, 0))[0] + count, layers[kind]
         weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)
         sharded_weights = sum(
             count * (sizes.block(layer).piece(data) + (sizes.experts.piece(fold.edp) if experts else 0))
-            for experts, (count, layer) in first_rank_blocks.items()
+            for (experts, _), (count, layer) in first_rank_blocks.items()
         )
         edges = (sizes.embedding.piece(data) + sizes.head.piece(data)) // (1 if fold.pp == 1 else 2)
         optimizer = (sharded_weights + edges) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)

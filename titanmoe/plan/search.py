@@ -8,6 +8,7 @@ recomputation and dispatcher are shown. Of replicas of the experts only the defa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
@@ -185,8 +186,8 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
 
 def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
     model, training = config.model, config.training
-    batch, fields, layers = training.global_batch_size, divided_fields(model), model.num_layers
-    moe, deep = moe_layers(model) > 0, model.num_layers - 1
+    batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
+    moe, deep, ways = moe_layers(model) > 0, model.num_layers - 1, Counter(pricer.like[:layers])
     stored, count = WIDTHS[training.dtype], parameters(model)
     state = 4 * stored * count.total / world
 
@@ -227,7 +228,10 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                 state_bytes = state + (6 * whole / pp if pp > 1 else 0.0)
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
-                    attention_bytes = [kept_bytes(widths, deep, mode).attention for mode in MODES]
+                    attention_bytes = [
+                        sum(count * kept_bytes(widths, like, mode).attention for like, count in ways.items()) / layers
+                        for mode in MODES
+                    ]
                     attention[tp, cp, samples] = attention_bytes, pricer.non_expert_seconds(tp, cp, samples)
                 experts_key = tp * cp, samples, tp if local else 1, ep, etp
                 if experts_key not in experts:

@@ -12,7 +12,8 @@ from math import prod
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
-from titanmoe.models.count import Shape, Split, attention_matrices, attention_norms, attention_vectors
+from titanmoe.models.families import mixers
+from titanmoe.models.mixers.rules import MixerRules, Shape, Split
 
 
 @dataclass(frozen=True)
@@ -69,16 +70,21 @@ class ModelKey:
     def __init__(self, model: Model):
         self.model = model
 
+    @cached_property
+    def mixers(self) -> list[MixerRules]:
+        return mixers(self.model)
+
     @classmethod
     def of(cls, model: Model) -> ModelKey:
-        return cls._cache.setdefault(tuple(vars(model).values()), cls(model))
+        values = vars(model) | {"own": tuple(model.own.items())}
+        return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 
 @lru_cache(maxsize=4096)
-def _block(key: ModelKey, tp: int, experts: bool) -> WeightUnit:
+def _block(key: ModelKey, tp: int, mixer: MixerRules, experts: bool) -> WeightUnit:
     model = key.model
-    parts = [((model.dim,), None), ((model.dim,), None), *attention_matrices(model)]
-    parts += attention_vectors(model) + attention_norms(model)
+    parts = [((model.dim,), None), ((model.dim,), None), *mixer.matrices(model)]
+    parts += mixer.vectors(model) + mixer.norms(model)
     if not experts:
         return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
     router = (model.num_experts * model.dim, *([model.num_experts] * model.router_bias))
@@ -107,13 +113,13 @@ class Sizes:
         self.model = model
         self._key = ModelKey.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
-        self._tp = tp
+        self._tp, self._mixers = tp, self._key.mixers
         dim, split = model.dim, model.vocab_size // tp
         self.embedding = WeightUnit(((split, dim),), (0,))
         self.head = WeightUnit(((dim,), (split, dim)), (0, 0))
 
     def block(self, layer: int) -> WeightUnit:
-        return _block(self._key, self._tp, has_experts(self.model, layer))
+        return _block(self._key, self._tp, self._mixers[layer], has_experts(self.model, layer))
 
     @property
     def multi_token(self) -> WeightUnit:

@@ -14,8 +14,9 @@ from titanmoe.config.field_values import closest
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
+from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import family_of, preset, shipped
+from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 
@@ -143,7 +144,7 @@ def known_keys(hf: HuggingFace) -> set[str]:
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
-    types = {family.hf.model_type: family.hf for family in reversed(shipped().values())}
+    types = {family.hf.model_type: family.hf for family in reversed(shipped().values()) if family.hf}
     plain = {hf.model_type: hf for hf in DENSE}
     accepted_types, other_kind_types = (plain, types) if dense else (types, plain)
     if kind in accepted_types:
@@ -193,7 +194,7 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
     if not has_dense(model):
         model = replace(model, dense_hidden=0)
     violations = ranges.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    violations = violations or list(laws.contradictions(Config(model=model)))
+    violations = violations or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES,)))))
     if violations:
         raise ConfigError([violation.text for violation in violations], source)
     return replace(model, size=nearest_size(model))
@@ -257,13 +258,24 @@ def table(model: Model) -> str:
 # ---- [model] to config.json
 
 
+def written_as(family: str) -> HuggingFace:
+    """How Hugging Face stores a family; ConfigError if it does not."""
+    try:
+        hf = family_of(family).hf
+    except PartError as error:
+        raise ConfigError([str(error)]) from None
+    if hf is None:
+        raise ConfigError([f"model.family = {family!r} has no Hugging Face format: its Family has no hf"])
+    return hf
+
+
 def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
     """A config.json that transformers loads; ConfigError if no such file says the same.
 
     carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
     kept.
     """
-    hf = family_of(model.family).hf
+    hf = written_as(model.family)
     source_config = carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None

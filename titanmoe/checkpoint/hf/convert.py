@@ -38,7 +38,6 @@ from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import family_of
 
 T = TypeVar("T")
 MODEL = "model."
@@ -120,7 +119,7 @@ class Export:
         self.carried = {
             name: file for name, file in layout.carried(path).items() if any(fnmatch(name, kind) for kind in CARRIED)
         }
-        self.map = Map(self.model, family_of(self.model.family).hf)
+        self.map = Map(self.model, configs.written_as(self.model.family))
         self.stored = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
         self.dtype = dtype
         self._whole: dict[str, Tensor] = {}

@@ -18,7 +18,6 @@ from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import family_of
 from titanmoe.parallel.materialize import stored_name
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -75,7 +74,7 @@ class HuggingFaceSource:
     def _model_problems(self) -> list[str]:
         """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
         file, file_model = self.path / configs.CONFIG, self.parsed.model
-        if family_of(self.model.family).hf.model_type != family_of(file_model.family).hf.model_type:
+        if configs.written_as(self.model.family).model_type != configs.written_as(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
         return [
             f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}: use that"

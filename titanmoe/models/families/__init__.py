@@ -5,13 +5,20 @@ from __future__ import annotations
 from typing import cast
 
 from titanmoe.config.parts import Kind
+from titanmoe.config.schema import OWN, Model, Own
 from titanmoe.models.families.family import Family
+from titanmoe.models.mixers.rules import MixerRules
 
 FAMILIES = Kind(
     "model.family",
     {  # in the order in which they are listed
-        name: f"titanmoe.models.families.{name}:FAMILY"
-        for name in ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
+        "mixtral": "titanmoe.models.families.mixtral:FAMILY",
+        "qwen2_moe": "titanmoe.models.families.qwen2_moe:FAMILY",
+        "qwen3_moe": "titanmoe.models.families.qwen3_moe:FAMILY",
+        "llama3_moe": "titanmoe.models.families.llama3_moe:FAMILY",
+        "deepseek_v3": "titanmoe.models.families.deepseek_v3:FAMILY",
+        "olmoe": "titanmoe.models.families.olmoe:FAMILY",
+        "gpt_oss": "titanmoe.models.families.gpt_oss:FAMILY",
     },
     Family,
 )
@@ -32,5 +39,13 @@ def names() -> dict[str, list[str]]:
 
 def preset(family: str, size: str) -> dict[str, object]:
     """The [model] fields that a family and a size stand for; PartError if there are none such."""
-    fields = family_of(family).preset({"model.family": family, "model.size": size})
-    return {"family": family, "size": size, **{path.removeprefix("model."): value for path, value in fields.items()}}
+    values = family_of(family).preset({"model.family": family, "model.size": size})
+    own = Own({path.removeprefix(f"{OWN}."): value for path, value in values.items() if path.startswith(f"{OWN}.")})
+    fields = {path.removeprefix("model."): value for path, value in values.items() if not path.startswith(f"{OWN}.")}
+    return {"family": family, "size": size, **fields, **({"own": own} if own else {})}
+
+
+def mixers(model: Model) -> list[MixerRules]:
+    """Of each block, including that of multi-token prediction."""
+    family = family_of(model.family)
+    return [family.mixer_of(model, layer) for layer in range(model.num_layers + model.mtp_depth)]

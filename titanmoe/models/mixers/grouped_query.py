@@ -1,0 +1,103 @@
+"""Grouped-query attention (arXiv 2305.13245), with windows, sinks, biases and norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titanmoe.config.divisors import divisors, nearest_values
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config, Model
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
+
+
+def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
+    """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
+    is copied for the product that follows."""
+    output, sums = share.positions * heads * value * share.width, share.positions * heads * 4
+    if share.ring:
+        return 2 * output + sums
+    return (output + sums) * (2 if sinks else 1)
+
+
+class GroupedQuery(MixerRules):
+    name = "grouped-query attention"
+    implementation = "titanmoe.models.attention:Attention"
+    attends = True
+
+    def matrices(self, model: Model) -> list[Split]:
+        query, key = _widths(model)
+        return [((query, model.dim), 0), ((key, model.dim), 0), ((key, model.dim), 0), ((model.dim, query), 1)]
+
+    def vectors(self, model: Model) -> list[Split]:
+        """Biases and sinks."""
+        query, key = _widths(model)
+        vectors: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
+        vectors += [((model.dim,), None)] * model.out_bias
+        return vectors + [((model.num_heads,), 0)] * model.attention_sinks
+
+    def norms(self, model: Model) -> list[Split]:
+        if model.qk_norm == "head":
+            return [((model.head_dim,), None)] * 2
+        return [((width,), 0) for width in _widths(model)] if model.qk_norm == "full" else []
+
+    def pair_flops(self, model: Model) -> int:
+        return 4 * model.num_heads * model.head_dim
+
+    def work(self, model: Model, tp: int) -> MixerWork:
+        query, key = (width / tp for width in _widths(model))
+        return MixerWork(
+            [Product(query + 2 * key, model.dim), Product(model.dim, query)],
+            gathered=model.dim,
+            queries=query,
+            keys=2 * key,
+            rotated=query + key,
+            normed=(query + key) * (model.qk_norm != "none"),
+        )
+
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
+        X, w = share.positions, share.width
+        heads, kv_heads = model.num_heads // share.tp, model.num_kv_heads // share.tp
+        query, key = heads * model.head_dim, kv_heads * model.head_dim
+        inner = 0
+        if model.qk_norm == "head":
+            inner = X * (query + key) * w + X * (heads + kv_heads) * max(4, w) * (not selective)
+        elif model.qk_norm == "full":
+            inner = 2 * X * (query + key) * max(4, w)
+        output = attention_output_bytes(heads, model.head_dim, share, model.attention_sinks)
+        return output + X * (query + 2 * key) * w + inner
+
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        model = config.model
+        return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": model.num_kv_heads}}
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        model = config.model
+        heads, kv_heads = model.num_heads, model.num_kv_heads
+        if heads % kv_heads:
+            yield Violation(
+                ("model.num_heads", "model.num_kv_heads"),
+                f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
+                f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads "
+                f"{nearest_values(divisors(heads), kv_heads)}",
+            )
+        if model.head_dim % 2:
+            yield Violation(
+                ("model.head_dim",),
+                f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
+                f"use {model.head_dim - 1} or {model.head_dim + 1}",
+            )
+        for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if value := getattr(model, name):
+                yield Violation(
+                    (f"model.{name}", "model.kv_lora_rank"),
+                    f"model.{name} = {value} is for latent attention, and model.kv_lora_rank = 0 asks for "
+                    f"grouped-query attention: set kv_lora_rank, such as 512, or {name} = 0",
+                )
+
+
+def _widths(model: Model) -> tuple[int, int]:
+    """Of all queries, and of all keys."""
+    return model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+
+
+GROUPED_QUERY = GroupedQuery()

@@ -1,0 +1,101 @@
+"""Latent attention: keys and values of all heads come from one narrow vector per token (arXiv 2405.04434)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config, Model
+from titanmoe.models.mixers.grouped_query import attention_output_bytes
+from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
+
+
+class Latent(MixerRules):
+    name = "latent attention"
+    implementation = "titanmoe.models.latent_attention:LatentAttention"
+    attends = True
+
+    def matrices(self, model: Model) -> list[Split]:
+        dim, heads, latent, rank = model.dim, model.num_heads, model.kv_lora_rank, model.q_lora_rank
+        query, up = heads * model.head_dim, heads * (model.qk_nope_head_dim + model.v_head_dim)
+        to_query: list[Split] = [((rank, dim), None), ((query, rank), 0)] if rank else [((query, dim), 0)]
+        down: Split = ((latent + model.qk_rope_head_dim, dim), None)
+        return [*to_query, down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
+
+    def norms(self, model: Model) -> list[Split]:
+        return [((rank,), None) for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+
+    def pair_flops(self, model: Model) -> int:
+        return 2 * model.num_heads * (model.head_dim + model.v_head_dim)
+
+    def work(self, model: Model, tp: int) -> MixerWork:
+        heads, rank = model.num_heads / tp, model.q_lora_rank
+        query, latents = heads * model.head_dim, model.kv_lora_rank + model.qk_rope_head_dim
+        products = [
+            Product(latents, model.dim, own_tokens=True),
+            Product(heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
+        ]
+        products += [Product(rank, model.dim, own_tokens=True)] if rank else []
+        products += [Product(query, rank or model.dim), Product(model.dim, heads * model.v_head_dim)]
+        return MixerWork(
+            products,
+            gathered=latents + (rank or model.dim),
+            queries=query,
+            keys=query + heads * model.v_head_dim,
+            rotated=(heads + 1) * model.qk_rope_head_dim,
+            copied=2 * query,
+        )
+
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
+        X, T, w, heads = share.positions, share.tokens, share.width, model.num_heads // share.tp
+        output = attention_output_bytes(heads, model.v_head_dim, share, sinks=False)
+        latents = T * (model.q_lora_rank + model.kv_lora_rank) * w
+        gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
+        query = heads * model.head_dim
+        if selective:
+            return output + X * query * w * (not model.q_lora_rank) + latents + gathered
+        return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + heads * model.v_head_dim) * w
+
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        return {"tp": {"model.num_heads": config.model.num_heads}}
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        model = config.model
+        heads, nope, rope = model.num_heads, model.qk_nope_head_dim, model.qk_rope_head_dim
+        if model.num_kv_heads != heads:
+            yield Violation(
+                ("model.num_kv_heads", "model.num_heads", "model.kv_lora_rank"),
+                f"model.num_kv_heads = {model.num_kv_heads} is not model.num_heads = {heads}, but latent "
+                f"attention (model.kv_lora_rank = {model.kv_lora_rank}) makes a key and a value for every head: "
+                f"use num_kv_heads = {heads}",
+            )
+        if not rope or rope % 2:
+            yield Violation(
+                ("model.qk_rope_head_dim", "model.kv_lora_rank"),
+                f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
+                f"use an even number, such as {rope + 1 if rope else 64}",
+            )
+        if model.head_dim != nope + rope:
+            yield Violation(
+                ("model.head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+                f"model.head_dim = {model.head_dim} is not the width of latent attention's queries and keys, "
+                f"model.qk_nope_head_dim + model.qk_rope_head_dim = {nope} + {rope}: use head_dim = {nope + rope}",
+            )
+        if not model.v_head_dim:
+            yield Violation(
+                ("model.v_head_dim", "model.kv_lora_rank"),
+                "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
+                f"v_head_dim = {nope or model.head_dim}",
+            )
+        for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm"):
+            value, without = (json.dumps(getattr(m, name)) for m in (model, Model()))
+            if value != without:
+                yield Violation(
+                    (f"model.{name}", "model.kv_lora_rank"),
+                    f"model.{name} = {value} is for grouped-query attention, and model.kv_lora_rank = "
+                    f"{model.kv_lora_rank} asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
+                )
+
+
+LATENT = Latent()

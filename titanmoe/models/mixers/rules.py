@@ -1,0 +1,134 @@
+"""What is known of a mixer without torch: its parameters, its work, the memory that it keeps, and what it refuses.
+
+A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
+and called with the tokens that a rank owns, cos and sin of RoPE, and the document of each position; it returns what is
+added to the residual stream. `tp_dims` of its class says which dims of its parameters tp splits; `tp` is then its
+group.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+from titanmoe.config.blocks import window
+from titanmoe.config.parts import Rules
+from titanmoe.config.schema import Config, Model
+
+Shape = tuple[int, ...]
+Split = tuple[Shape, int | None]
+"""A tensor's shape, and the dim that tp divides, if any."""
+
+
+def elements(tensors: list[Split]) -> int:
+    return sum(prod(shape) for shape, _ in tensors)
+
+
+class Product(NamedTuple):
+    """A matrix product of one rank, for each position."""
+
+    outputs: float
+    inputs: float
+    own_tokens: bool = False
+    """Over the tokens that the rank owns, instead of all positions of its slice."""
+
+
+class MixerWork(NamedTuple):
+    """What a rank does for a position of its slice besides scores and values, for the planner. Numbers of elements."""
+
+    products: list[Product]
+    gathered: float
+    """What tp gathers of a position before the products."""
+    queries: float = 0.0
+    keys: float = 0.0
+    """Keys and values. Context parallelism sends these two."""
+    rotated: float = 0.0
+    """Turned by RoPE."""
+    normed: float = 0.0
+    """What norms of queries and keys read."""
+    copied: float = 0.0
+    moved: tuple[float, float] = (0.0, 0.0)
+    """What other kernels read and write, in forward and in backward."""
+
+
+class BatchShare(NamedTuple):
+    """A microbatch as one rank has it."""
+
+    tokens: int
+    """Those that it owns."""
+    positions: int
+    """Of its slice: tokens times tp."""
+    tp: int
+    width: int
+    """Bytes of a number in the dtype that layers compute in."""
+    ring: bool
+    """Whether keys and values are passed from rank to rank."""
+
+
+class MixerRules(Rules, ABC):
+    name = ""
+    """As messages call it, such as "latent attention"."""
+    attends = False
+    """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
+    that; both refuse a mixer that has none."""
+
+    @abstractmethod
+    def matrices(self, model: Model) -> list[Split]:
+        """What its tokens are multiplied by, of one block. A multiplication by it counts two FLOPs per element."""
+
+    def vectors(self, model: Model) -> list[Split]:
+        """All other parameters but norms."""
+        return []
+
+    def norms(self, model: Model) -> list[Split]:
+        """Weights of norms inside it."""
+        return []
+
+    def pair_flops(self, model: Model) -> int:
+        """Forward FLOPs for a position and one that it sees: score and weighted value."""
+        return 0
+
+    def token_flops(self, model: Model) -> int:
+        """Forward FLOPs of a token besides its products with matrices, however many it sees."""
+        return 0
+
+    def flops(self, model: Model, layer: int, seq_len: int) -> int:
+        """Forward FLOPs of a token besides its products with matrices, averaged over a sequence."""
+        width = min(window(model, layer) or seq_len, seq_len)
+        twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
+        return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)
+
+    def work(self, model: Model, tp: int) -> MixerWork:
+        """For the planner: by default the product of each matrix, and nothing else that takes time."""
+        products = []
+        for (outputs, inputs), dim in self.matrices(model):
+            split_outputs, split_inputs = outputs / tp if dim == 0 else outputs, inputs / tp if dim == 1 else inputs
+            products.append(Product(split_outputs, split_inputs, own_tokens=dim is None))
+        return MixerWork(products, model.dim)
+
+    @abstractmethod
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
+        """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
+        activation_checkpoint.mode = "selective"."""
+
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        model = config.model
+        tensors = self.matrices(model) + self.vectors(model) + self.norms(model)
+        return {
+            "tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in tensors if dim is not None))}
+        }
+
+    def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        if degrees.get("cp", 1) > 1 and not self.attends:
+            yield (
+                f"parallelism.cp = {degrees['cp']} splits sequences, and the {self.name} of model.family = "
+                f'"{config.model.family}" needs whole ones: use cp = 1'
+            )
+
+    def build(self, model: Model, layer: int, dtype: Any, kernels: str) -> Any:
+        """Its module. dtype: a torch.dtype."""
+        module, _, name = self.implementation.partition(":")
+        return getattr(import_module(module), name)(model, layer, dtype, kernels)
