@@ -14,7 +14,8 @@ from titanmoe.data import decompress
 from titanmoe.data.decompress import open_decompressed
 from titanmoe.data.formats import jsonl
 from titanmoe.data.open import open_documents
-from titanmoe.data.read_files import Bad, Reader, find_files, spans
+from titanmoe.data.read_files import documents, find_files, spans
+from titanmoe.data.reader import Bad, Reader
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}
 LINE = json.dumps({"text": "one"}).encode() + b"\n"
@@ -24,7 +25,7 @@ def read(file, most_mb=1, size=1 << 30):
     records = []
     for source in find_files([str(file)], "auto"):
         for span in spans(source, size):
-            records += Reader(span, "text", most_mb)
+            records += documents(Reader(span, "text", most_mb))
     return records
 
 
@@ -58,7 +59,7 @@ def test_a_cut_into_a_long_line_is_refused_by_its_number(tmp_path):
     (source,) = find_files([str(file)], "auto")
     last = list(spans(source, 1 << 20))[1]
     with pytest.raises(ConfigError, match=r"a.jsonl:2: the line has more than 1 MiB"):
-        list(Reader(last, "text", 1))
+        list(documents(Reader(last, "text", 1)))
 
 
 @pytest.mark.parametrize("packed", PACK)
@@ -181,7 +182,8 @@ def test_a_long_value_many_times_over_is_held_few_times(tmp_path):
     parquet(file, ["a" * (1 << 19)] * 64, compression="none", use_dictionary=True, dictionary_pagesize_limit=8 << 20)
     assert file.stat().st_size < 1 << 20
     before = pyarrow.default_memory_pool().max_memory()
-    for record in Reader(next(spans(find_files([str(file)], "auto")[0], 1 << 30)), "text", 1):
+    reader = Reader(next(spans(find_files([str(file)], "auto")[0], 1 << 30)), "text", 1)
+    for record in documents(reader):
         assert len(record.value) == 1 << 19
         assert pyarrow.total_allocated_bytes() < 12 << 20
     assert pyarrow.default_memory_pool().max_memory() <= max(before, 12 << 20)

@@ -22,7 +22,7 @@ from titanmoe.parts import PARTS
 ROOT = Path(__file__).resolve().parents[2]
 OWN = """
 from titanmoe.data.formats.format import Format
-from titanmoe.data.read_files import Record, decode
+from titanmoe.data.reader import Record, decode
 
 
 class Talks(Format):

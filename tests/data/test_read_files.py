@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import ConfigError
-from titanmoe.data.read_files import Bad, Reader, find_files, spans
+from titanmoe.data.read_files import documents, find_files, spans
+from titanmoe.data.reader import Bad, Reader
 
 TEXTS = ["one", "zwei\nlines", "", "drei 日本", "vier " * 50]
 
@@ -40,7 +41,7 @@ def read(paths, format="auto", field="text", size=1 << 20):
     for source in find_files([str(path) for path in paths], format):
         for span in spans(source, size):
             reader = Reader(span, field)
-            entries += list(reader)
+            entries += documents(reader)
             assert 0 <= reader.at <= span.bytes
     return entries
 

@@ -339,7 +339,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):
-    from titanmoe.data.read_files import InputFile
+    from titanmoe.data.reader import InputFile
 
     def shape(sizes, shard_tokens=1 << 27):
         sources = [InputFile(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]

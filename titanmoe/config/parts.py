@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanmoe.config.ranges import Violation
 
-if TYPE_CHECKING:
-    from titanmoe.config.schema import Config
-
+Config = Any
+"""A titanmoe.config.schema.Config, which holds the tables that this file defines."""
 PAGE = "docs/extending.md"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.read_files import json_type_name
+from titanmoe.data.reader import json_type_name
 from titanmoe.data.template import NotText, OverBudget, Template
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 

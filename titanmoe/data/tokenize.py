@@ -26,7 +26,8 @@ from typing import Any
 import titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import open_chat
-from titanmoe.data.read_files import InputFile, Span, find_files, spans
+from titanmoe.data.read_files import find_files, spans
+from titanmoe.data.reader import InputFile, Span
 from titanmoe.data.shards import (
     DTYPES,
     FORMAT,

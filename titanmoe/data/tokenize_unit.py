@@ -20,7 +20,8 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
 from titanmoe.data.formats import FORMATS
-from titanmoe.data.read_files import Bad, Reader, Record, Span, json_type_name
+from titanmoe.data.read_files import documents
+from titanmoe.data.reader import Bad, Reader, Record, Span, json_type_name
 from titanmoe.data.shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import ShardWriter, write_json
@@ -94,7 +95,8 @@ class ShardUnit:
         to_skip = self.progress.items
         for span in spans:
             reader = Reader(span, self.job.column, self.job.max_document_mb)
-            for entry in reader if self.chat else texts_only(reader, self.job.column):
+            entries = documents(reader)
+            for entry in entries if self.chat else texts_only(entries, self.job.column):
                 if to_skip:
                     to_skip -= 1
                     continue

@@ -11,7 +11,8 @@ from pathlib import Path
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.config.parts import PartError
 from titanmoe.data.formats import format_option
-from titanmoe.data.read_files import Bad, Reader, find_files, spans
+from titanmoe.data.read_files import documents, find_files, spans
+from titanmoe.data.reader import Bad, Reader
 from titanmoe.data.tokenize_command import add_format
 from titanmoe.data.tokenize_unit import texts_only
 from titanmoe.data.tokenizer import FILE, SETTINGS
@@ -98,7 +99,7 @@ def _train(args: argparse.Namespace) -> list[str]:
         nonlocal characters
         for source in sources:
             for span in spans(source, source.bytes):
-                for entry in texts_only(Reader(span, args.field), args.field):
+                for entry in texts_only(documents(Reader(span, args.field)), args.field):
                     if isinstance(entry, Bad):
                         raise ConfigError([entry.why])
                     characters += len(entry.value)

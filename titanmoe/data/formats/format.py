@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from titanmoe.config.parts import Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
-
-if TYPE_CHECKING:
-    from titanmoe.data.read_files import Bad, InputFile, Reader, Record, Span
+from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span
 
 
 class Format(Rules):

@@ -8,7 +8,7 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.data.formats.format import Format
-from titanmoe.data.read_files import Bad, InputFile, Reader, Record, Span, no_field
+from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, no_field
 
 MOST_ROWS = 256
 """Held at one time."""

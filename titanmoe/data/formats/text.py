@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanmoe.data.formats.format import Format
-from titanmoe.data.read_files import Bad, Reader, Record
+from titanmoe.data.reader import Bad, Reader, Record
 
 
 class Text(Format):
