@@ -126,7 +126,9 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     import torch
     from torch import Tensor
 
+    from titanmoe.models.families import family_of
     from titanmoe.models.layers import rope_angles
+    from titanmoe.models.mixers.rules import elements
     from titanmoe.models.transformer import Block
     from titanmoe.models.vocabulary import Head
     from titanmoe.moe.assign import assign_all_rows, copy_rows
