@@ -5,9 +5,9 @@ from math import inf, nan
 
 import pytest
 
-from titanmoe.config.fields import build, fields, flat
-from titanmoe.config.laws import contradictions
-from titanmoe.config.ranges import RANGES, Range, out_of_range
+from titanmoe.config.fields import build, fields, flat, ranges
+from titanmoe.config.laws import contradictions, out_of_range
+from titanmoe.config.ranges import Range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import family_of, names
 from titanmoe.moe.dispatchers.rules import in_chunks_quoted
@@ -26,7 +26,7 @@ YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 
 def test_every_number_has_a_range_that_contains_its_default():
     numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
-    assert set(RANGES) == numbers
+    assert set(ranges()) == numbers
     assert out_of_range(flat(Config())) == []
 
 

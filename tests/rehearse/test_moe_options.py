@@ -9,7 +9,7 @@ import pytest
 
 from tests.rehearse.small import config_of
 from titanmoe.config import ConfigError
-from titanmoe.config.ranges import RANGES
+from titanmoe.config.fields import ranges
 from titanmoe.config.schema import MoE
 from titanmoe.ops.kernels import installed
 from titanmoe.parts import PARTS
@@ -49,7 +49,7 @@ def options() -> dict[str, list[Any]]:
         elif get_origin(hint) is Literal:
             values[path] = list(get_args(hint))
         else:
-            values[path] = [False, True] if hint is bool else [n for n in NUMBERS[hint] if n in RANGES[path]]
+            values[path] = [False, True] if hint is bool else [n for n in NUMBERS[hint] if n in ranges()[path]]
     return values
 
 

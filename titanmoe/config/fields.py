@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanmoe.config import ranges, schema
+from titanmoe.config import schema
 from titanmoe.config.parts import Parts
+from titanmoe.config.ranges import Range, digits
 from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
@@ -77,6 +78,17 @@ def fields() -> dict[str, Field]:
     }
 
 
+@cache
+def ranges() -> dict[str, Range]:
+    """That of each number by its path; for a list, that of its items."""
+    return {
+        f"{table}.{name}": kind.__metadata__[0]
+        for table, cls in tables().items()
+        for name, kind in get_type_hints(cls, include_extras=True).items()
+        if get_origin(kind) is Annotated
+    }
+
+
 def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
     """The fields of [model.own] among the values, as the family has them."""
     return {
@@ -131,7 +143,7 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return ranges.digits(value) if isinstance(value, int) else str(value)
+    return digits(value) if isinstance(value, int) else str(value)
 
 
 def to_toml(config: Config) -> str:
@@ -159,7 +171,7 @@ def docstrings() -> dict[str, str]:
     found = {}
     for path, field in fields().items():
         text = said.get((tables()[field.table].__name__, field.name), "")
-        limits = ranges.RANGES.get(path)
+        limits = ranges().get(path)
         bounded = limits and (limits.high is not None or limits.without_low)
         found[path] = f"{text} {str(limits).capitalize()}." if bounded else text
     return found

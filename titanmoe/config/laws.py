@@ -6,15 +6,37 @@ What depends on the world size is checked with the mapping (`titanmoe.fold`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.data_laws import of_samples
 from titanmoe.config.divisors import divisors, nearest_values
-from titanmoe.config.ranges import Violation
+from titanmoe.config.fields import ranges
+from titanmoe.config.ranges import LIMIT, Violation, digits
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
+    """The numbers, of those given by path, that are impossible whatever the others are."""
+    found = []
+    for path, limits in ranges().items():
+        value = values.get(path, [])
+        several = isinstance(value, list)
+        for place, number in enumerate(value if several else [value]):
+            name = f"{path}[{place}]" if several else path
+            if number != number or number in (math.inf, -math.inf):
+                found.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
+            elif number not in limits or not -LIMIT < number < LIMIT:
+                why = f", because {limits.reason}" if limits.reason and number > 0 else ""
+                if number in limits:
+                    why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
+                text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}"
+                found.append(Violation((path,), text))
+    return found
 
 
 def contradictions(config: Config) -> list[Violation]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanmoe.config import laws, other_names, ranges
+from titanmoe.config import laws, other_names
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shortened, shown
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.parts import PartError, Parts
@@ -107,7 +107,7 @@ def load(
         width = min(shutil.get_terminal_size().columns, 120)
         _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, parts))
 
-    for violation in ranges.out_of_range(values):
+    for violation in laws.out_of_range(values):
         given.blame(violation.fields, violation.text)
         given.unsound.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}

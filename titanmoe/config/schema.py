@@ -1,21 +1,36 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of parts where it says {parts}. The laws that tie
-fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the mapping). `train.py
---help` prints this page with the recipe's values.
+A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of parts where it says {parts}.
+The laws that tie fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the
+mapping). `train.py --help` prints this page with the recipe's values.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from titanmoe.config.parts import Parts
+from titanmoe.config.ranges import (
+    BELOW_ONE,
+    COUNT,
+    EXPERTS,
+    FRACTION,
+    LAYERS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RANKS,
+    SECONDS,
+    TOKENS,
+    WIDTH,
+    Range,
+)
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 """No float16: its small range needs loss scaling, which is not implemented."""
 
 
+FAR_BELOW_ONE = "a step of AdamW moves every weight by about lr, and weights are far below 1"
 OWN = "model.own"
 
 
@@ -31,7 +46,7 @@ class Job:
     """Folder that holds one sub-folder per run."""
     name: str = ""
     """Name of the run's folder. Empty: the recipe's file name, or family_size without a recipe."""
-    ranks: int = 0
+    ranks: Annotated[int, Range(0, RANKS)] = 0
     """Ranks on all machines together that the recipe is written for: those of its mapping. train, plan, rehearse and fold take as many unless --ranks N says otherwise; torchrun's own number always wins, also when a run resumes on more or fewer. 0: not said; train then takes one per GPU, or per core without GPUs."""
 
 
@@ -43,17 +58,17 @@ class Model:
     """The architecture. {parts} Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
-    vocab_size: int = 320
+    vocab_size: Annotated[int, Range(2, 2**24)] = 320
     """Rows of the embedding. At least the tokenizer's vocabulary; a multiple of tp."""
-    dim: int = 64
+    dim: Annotated[int, Range(1, WIDTH)] = 64
     """Width of the residual stream."""
-    num_layers: int = 4
+    num_layers: Annotated[int, Range(1, LAYERS)] = 4
     """Transformer blocks."""
-    num_heads: int = 8
+    num_heads: Annotated[int, Range(1, WIDTH)] = 8
     """Query heads; a multiple of tp."""
-    num_kv_heads: int = 8
+    num_kv_heads: Annotated[int, Range(1, WIDTH)] = 8
     """Key and value heads (grouped-query attention); a multiple of tp and a divisor of num_heads."""
-    head_dim: int = 8
+    head_dim: Annotated[int, Range(2, WIDTH)] = 8
     """Width of one head; num_heads * head_dim need not equal dim."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
@@ -61,61 +76,61 @@ class Model:
     """Bias on attention's output projection (gpt-oss)."""
     attention_sinks: bool = False
     """One learned logit per head next to the keys' in the softmax, so that a head may attend to nothing (gpt-oss)."""
-    sliding_window: int = 0
+    sliding_window: Annotated[int, Range(0, TOKENS)] = 0
     """Positions that a block with a window sees, including its own (gpt-oss: 128); 0: no block has a window. full_attention_every says which blocks have one."""
-    full_attention_every: int = 1
+    full_attention_every: Annotated[int, Range(0, LAYERS)] = 1
     """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks have the window."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys before RoPE, which stabilises their products. head: each head by itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two more small messages."""
-    kv_lora_rank: int = 0
+    kv_lora_rank: Annotated[int, Range(0, WIDTH)] = 0
     """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, and head_dim to the sum of qk_nope_head_dim and qk_rope_head_dim."""
-    q_lora_rank: int = 0
+    q_lora_rank: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: queries come from a latent vector of this width too (DeepSeek-V3: 1536). 0: straight from the residual stream (Moonlight)."""
-    qk_nope_head_dim: int = 0
+    qk_nope_head_dim: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: width of the part of a head's query and key that RoPE leaves alone."""
-    qk_rope_head_dim: int = 0
+    qk_rope_head_dim: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: width of the part that RoPE turns; all heads share its key."""
-    v_head_dim: int = 0
+    v_head_dim: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: width of a head's value."""
-    rope_theta: float = 1e6
+    rope_theta: Annotated[float, POSITIVE] = 1e6
     """RoPE base. Larger for longer contexts."""
     rope_scaling: Literal["none", "yarn"] = "none"
     """yarn (arXiv 2309.00071) stretches the slow frequencies: to extend the context of a checkpoint, or for a checkpoint that was published stretched."""
-    rope_factor: float = 1.0
+    rope_factor: Annotated[float, COUNT] = 1.0
     """yarn: how many times longer the context becomes (DeepSeek-V3: 40). Above 1 with yarn, else 1."""
-    rope_original_len: int = 4096
+    rope_original_len: Annotated[int, Range(1, TOKENS)] = 4096
     """yarn: the context the unstretched frequencies were trained for."""
-    rope_beta_fast: float = 32.0
+    rope_beta_fast: Annotated[float, POSITIVE] = 32.0
     """yarn: a pair that turns more often than this in the original context keeps its frequency."""
-    rope_beta_slow: float = 1.0
+    rope_beta_slow: Annotated[float, POSITIVE] = 1.0
     """yarn: a pair that turns less often than this is slowed by the whole factor; those in between, by a part of it."""
     rope_truncate: bool = True
     """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints that were made that way (gpt-oss)."""
-    rope_mscale: float = 0.0
+    rope_mscale: Annotated[float, NOT_NEGATIVE] = 0.0
     """yarn: queries and keys are each scaled by m(rope_mscale) / m(rope_mscale_all_dim), m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
-    rope_mscale_all_dim: float = 0.0
+    rope_mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
     """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
-    norm_eps: float = 1e-5
+    norm_eps: Annotated[float, POSITIVE] = 1e-5
     """Epsilon of every RMSNorm except those of latent attention's latents, which is 1e-6 in all published models."""
     tie_embeddings: bool = False
     """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
-    num_dense_layers: int = 0
+    num_dense_layers: Annotated[int, Range(0, LAYERS)] = 0
     """Leading blocks with a dense FFN instead of experts."""
-    dense_hidden: int = 0
+    dense_hidden: Annotated[int, Range(0, 2**24)] = 0
     """Hidden width of the dense FFN blocks; needed when num_dense_layers or moe_every lead to any."""
-    moe_every: int = 1
+    moe_every: Annotated[int, Range(1, LAYERS)] = 1
     """Of the blocks after the dense ones, every n-th has experts; 1 means all."""
-    num_experts: int = 8
+    num_experts: Annotated[int, Range(1, EXPERTS)] = 8
     """Routed experts per MoE block; a multiple of ep."""
-    top_k: int = 2
+    top_k: Annotated[int, Range(1, EXPERTS)] = 2
     """Experts a token visits."""
-    expert_hidden: int = 128
+    expert_hidden: Annotated[int, Range(1, 2**24)] = 128
     """Hidden width of one expert; a multiple of etp."""
     expert_biases: bool = False
     """Biases on the three projections of every routed expert (gpt-oss). Then dim must be a multiple of etp too."""
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
     """Activation of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7 of 0 (gpt-oss)."""
-    shared_hidden: int = 0
+    shared_hidden: Annotated[int, Range(0, 2**24)] = 0
     """Hidden width of the shared expert that every token visits; 0 for none."""
     shared_gate: bool = False
     """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
@@ -125,15 +140,15 @@ class Model:
     """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and affects the weights."""
     norm_topk: bool = True
     """Scale the chosen weights of a token to sum to one."""
-    route_scale: float = 1.0
+    route_scale: Annotated[float, POSITIVE] = 1.0
     """Factor on the routing weights, after normalisation (DeepSeek-V3: 2.5)."""
-    num_groups: int = 1
+    num_groups: Annotated[int, Range(1, EXPERTS)] = 1
     """Expert groups for group-limited routing; 1 for none."""
-    top_groups: int = 1
+    top_groups: Annotated[int, Range(1, EXPERTS)] = 1
     """Groups a token may choose its experts from."""
-    mtp_depth: int = 0
+    mtp_depth: Annotated[int, Range(0, 1)] = 0
     """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
-    init_std: float = 0.02
+    init_std: Annotated[float, POSITIVE] = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
     own: Own = field(default_factory=Own)
 
@@ -146,7 +161,7 @@ class Data:
     """stdlib: the Python standard library's own source, found on this machine. files: what `paths` names. synthetic: counted random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
     """For source = "files": files, folders, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
-    weights: list[float] = field(default_factory=list)
+    weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
     """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
     format: str = "auto"
     """Format of the paths; another than auto where extensions mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
@@ -156,7 +171,7 @@ class Data:
     """For chats, a Jinja file. Empty: the tokenizer folder's own."""
     bad_lines: Literal["error", "skip"] = "error"
     """What to do with a line that is not UTF-8, not JSON or lacks the field. error: name the line and end. skip: leave it out and say how many there were."""
-    max_document_mb: int = 128
+    max_document_mb: Annotated[int, Range(1, 2**20)] = 128
     """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything longer ends the reading. It keeps a small compressed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
     cache: str = "cache"
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
@@ -164,9 +179,9 @@ class Data:
     """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
     balance_work: bool = False
     """Distribute a step's samples so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
-    workers: int = 0
+    workers: Annotated[int, Range(0, 1024)] = 0
     """Processes per rank that read samples. 0: a thread of the rank does it, which is enough while data_wait_s (docs/metrics.md) is near 0."""
-    prefetch: int = 2
+    prefetch: Annotated[int, Range(1, 2**16)] = 2
     """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
     skip_steps: list[str] = field(default_factory=list)
     """Steps whose batches are passed over, such as ["120", "130-140"]: they make no update, and the run goes on with the next step. For batches that spoiled a run: resume it from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step equals one that skipped it. Empty: none."""
@@ -180,13 +195,13 @@ class Data:
 class Validation:
     """Loss on data that is not trained on, under the run's own mapping. It does not affect training."""
 
-    interval: int = 0
+    interval: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between validations; the last step has one too. 0: none."""
-    steps: int = 10
+    steps: Annotated[int, NOT_NEGATIVE] = 10
     """Batches of global_batch_size samples per validation, the same ones each time. 0: the whole set."""
     paths: list[str] = field(default_factory=list)
     """What to validate on, as in data.paths; each entry has an equal share of `steps`."""
-    held_out: int = 0
+    held_out: Annotated[int, NOT_NEGATIVE] = 0
     """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0; of a source with fewer documents, such as a single file of text, the last n-th of its tokens. 0: keep none; give paths."""
 
 
@@ -194,13 +209,13 @@ class Validation:
 class Training:
     """How long, how much at a time, in which precision."""
 
-    steps: int = 100
+    steps: Annotated[int, COUNT] = 100
     """Optimizer steps of the whole run. The schedule ends with them."""
-    seq_len: int = 256
+    seq_len: Annotated[int, Range(1, TOKENS)] = 256
     """Tokens per sample; a multiple of tp * cp."""
-    local_batch_size: int = 1
+    local_batch_size: Annotated[int, Range(1, TOKENS)] = 1
     """Samples per microbatch on one data rank. As large as memory allows; grouping-dependent terms (see docs/moe.md) see it."""
-    global_batch_size: int = -1
+    global_batch_size: Annotated[int, Range(1, TOKENS, derived=True)] = -1
     """Samples per optimizer step over all data ranks; the number of microbatches follows. -1: one microbatch per data rank."""
     dtype: Dtype = "float32"
     """Dtype that parameters are stored and updated in. float32 for training, float64 to compare mappings."""
@@ -210,19 +225,19 @@ class Training:
     """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
-    mtp_weight: float = 0.3
+    mtp_weight: Annotated[float, NOT_NEGATIVE] = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
-    loss_chunks: int = -1
+    loss_chunks: Annotated[int, Range(0, 2**24, derived=True)] = -1
     """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB on CPUs, 1 GiB on GPUs. More to save memory; 0 keeps the logits, which saves backward one product with the head."""
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     """Weights, data order and router noise are functions of it, the same under every mapping."""
     deterministic: bool = False
     """Two runs of one mapping give the same bits. Slower on GPUs."""
-    gc_every: int = 50
+    gc_every: Annotated[int, COUNT] = 50
     """Steps between garbage collections, which all ranks make together so that none stalls the others."""
-    first_step_timeout_s: int = 600
+    first_step_timeout_s: Annotated[int, Range(1, SECONDS)] = 600
     """How long a collective may take until the first step is done (start-up, compilation)."""
-    timeout_s: int = 120
+    timeout_s: Annotated[int, Range(1, SECONDS)] = 120
     """How long a collective may take after that, before the run is considered hung."""
     watch: bool = True
     """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
@@ -234,25 +249,25 @@ class Training:
 class Optimizer:
     """AdamW."""
 
-    lr: float = 3e-4
+    lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE)] = 3e-4
     """Peak learning rate. Smaller for larger models."""
-    beta1: float = 0.9
+    beta1: Annotated[float, BELOW_ONE] = 0.9
     """Decay of the first moment, AdamW's running mean of gradients. Nearly always 0.9."""
-    beta2: float = 0.95
+    beta2: Annotated[float, BELOW_ONE] = 0.95
     """Decay of the second moment. 0.95 for large batches, 0.999 for small ones."""
-    eps: float = 1e-8
+    eps: Annotated[float, POSITIVE] = 1e-8
     """Added to the root of the second moment. A larger one stabilises steps where gradients are tiny."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay. 0.1 is usual; 0 for none."""
     decay_all: bool = False
     """Also decay norms, biases and router weights. By default they are not decayed, as is usual."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Clip the global gradient norm to this; 0 measures the norm without clipping."""
-    skip_spikes: float = 0.0
+    skip_spikes: Annotated[float, NOT_NEGATIVE] = 0.0
     """Skip the update of a step whose loss or gradient norm is not finite, or more than this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: every step is trained on, and only a number that is not finite ends the run."""
-    skip_window: int = 128
+    skip_window: Annotated[int, Range(4, 2**16)] = 128
     """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
-    skip_limit: int = 10
+    skip_limit: Annotated[int, COUNT] = 10
     """With skip_spikes: this many skips in a row end the run, because then it is not the batch."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
@@ -264,13 +279,13 @@ class Optimizer:
 class LRSchedule:
     """Learning rate over the steps."""
 
-    warmup_steps: int = 10
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 10
     """Steps of linear warm-up from 0. More for larger rates."""
     decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
     """cosine or linear: over all steps after warm-up; wsd: stay at the peak and decay linearly at the end; none: stay at the peak."""
-    decay_fraction: float = 0.2
+    decay_fraction: Annotated[float, FRACTION] = 0.2
     """wsd only: the last part of the steps, in which the rate decays."""
-    min_ratio: float = 0.1
+    min_ratio: Annotated[float, FRACTION] = 0.1
     """Floor, as a fraction of the peak."""
 
 
@@ -278,13 +293,13 @@ class LRSchedule:
 class Experts:
     """How the experts are mapped onto the ranks of a pipeline stage. edp = stage ranks / (ep * etp) data ranks hold the same experts."""
 
-    ep: int = 1
+    ep: Annotated[int, Range(1, RANKS)] = 1
     """Expert parallel: ranks that divide up the experts. May span tp, cp and dp. Raise it first when expert weights do not fit."""
-    etp: int = 1
+    etp: Annotated[int, Range(1, RANKS)] = 1
     """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
-    edp: int = -1
+    edp: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Ranks that shard the state of the same experts. -1: derived; a given value is checked, and adapts as dp_shard does."""
-    edp_replicate: int = -1
+    edp_replicate: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Groups of those that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
 
 
@@ -292,15 +307,15 @@ class Experts:
 class Parallelism:
     """How attention, dense layers and the vocabulary are mapped onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
-    dp_replicate: int = 1
+    dp_replicate: Annotated[int, Range(1, RANKS)] = 1
     """Groups of ranks that replicate the sharded state (HSDP). Use it when one replica fits a node or a few. A run restarted on other ranks lowers it if it has to (docs/multi_node.md)."""
-    dp_shard: int = -1
+    dp_shard: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked, and adapts when a run is restarted on other ranks."""
-    cp: int = 1
+    cp: Annotated[int, Range(1, RANKS)] = 1
     """Context parallel: ranks that split each sequence. For long sequences."""
-    tp: int = 1
+    tp: Annotated[int, Range(1, RANKS)] = 1
     """Tensor parallel with sequence parallel. Keep it inside a node."""
-    pp: int = 1
+    pp: Annotated[int, Range(1, RANKS)] = 1
     """Ranks of a pipeline. For models that do not fit otherwise."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again; all of a rank's stages then stay gathered)."""
@@ -312,7 +327,7 @@ class Parallelism:
     """zigzag gives each cp rank an early and a late piece of the sequence, so that the work of causal attention is even."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
     """Whose attention runs, with cp or without. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
-    node: int = -1
+    node: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical". Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
@@ -327,9 +342,9 @@ class Pipeline:
     """1F1B: the usual. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
     schedule_csv: str = ""
     """A file with one row of actions per pipeline rank (0F0, 0B0, ...), instead of `schedule`."""
-    virtual_stages: int = -1
+    virtual_stages: Annotated[int, Range(1, 1024, derived=True)] = -1
     """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
-    layers_per_stage: list[int] = field(default_factory=list)
+    layers_per_stage: Annotated[list[int], Range(0, LAYERS)] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
     overlap_pairs: bool = False
     """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and a dispatcher whose rows travel in chunks: alltoall or hierarchical."""
@@ -341,11 +356,11 @@ class MoE:
 
     dispatcher: str = "alltoall"
     """How rows get to their experts and back. {parts}"""
-    symm_mem_factor: float = 2.0
+    symm_mem_factor: Annotated[float, COUNT] = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
-    overlap_chunks: int = 1
+    overlap_chunks: Annotated[int, Range(1, 2**16)] = 1
     """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. `scripts/bench/chunks.py` measures both and prints a number. 1: off."""
-    capacity_factor: float = 0.0
+    capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
     """Over capacity, drop the least probable tokens (weights compared in bfloat16, the last of equals first) or simply the last ones."""
@@ -355,19 +370,19 @@ class MoE:
     """Fill every expert's bin up to capacity: static shapes, even splits, no host sync."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Precision of the gating product and scores; it can only widen them."""
-    jitter: float = 0.0
+    jitter: Annotated[float, BELOW_ONE] = 0.0
     """Multiply the router's input by uniform noise of 1 +- jitter (exploration; 0.01 is usual)."""
     force_balance: bool = False
     """Benchmarks only: send tokens round-robin, whatever the router says."""
-    aux_loss: float = 0.0
+    aux_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Load-balance loss per microbatch (Switch). 0.01 to 0.001 is usual."""
-    aux_loss_sequence: float = 0.0
+    aux_loss_sequence: Annotated[float, NOT_NEGATIVE] = 0.0
     """Load-balance loss per sample (DeepSeek-V3: 0.0001)."""
-    aux_loss_global: float = 0.0
+    aux_loss_global: Annotated[float, NOT_NEGATIVE] = 0.0
     """Load-balance loss over the whole step's tokens so far: lets experts specialise by domain."""
-    z_loss: float = 0.0
+    z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Squared log-sum-exp of the router's logits: keeps them small. 0.001 is usual."""
-    bias_update_rate: float = 0.0
+    bias_update_rate: Annotated[float, NOT_NEGATIVE] = 0.0
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
     """How experts multiply. auto uses torch's grouped product where dtype and sizes allow, else the plain loop."""
@@ -383,7 +398,7 @@ class ActivationCheckpoint:
 
     mode: Literal["none", "full", "selective", "moe"] = "none"
     """none: fastest. full: whole blocks, least memory. selective: keeps matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
-    every: int = 1
+    every: Annotated[int, COUNT] = 1
     """Apply to every n-th block."""
 
 
@@ -401,17 +416,17 @@ class Compile:
 class Metrics:
     """What a run reports. The console line and metrics.jsonl have the same numbers."""
 
-    log_every: int = 1
+    log_every: Annotated[int, COUNT] = 1
     """Steps between console lines."""
     console: Literal["auto", "live", "lines"] = "auto"
     """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
-    experts_every: int = -1
+    experts_every: Annotated[int, Range(0, derived=True)] = -1
     """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str = ""
     """Project of Weights & Biases to report to as well; needs its package (pip install "titanmoe[wandb]"). Empty: none."""
-    peak_tflops: float = 0.0
+    peak_tflops: Annotated[float, NOT_NEGATIVE] = 0.0
     """Peak TFLOP/s of one device at the compute dtype, for MFU. 0: known GPUs are looked up, else no MFU is shown."""
 
 
@@ -419,9 +434,9 @@ class Metrics:
 class Profile:
     """A closer look at single steps (docs/watching.md). Files go to profile/ in the run's folder."""
 
-    steps: list[int] = field(default_factory=list)
+    steps: Annotated[list[int], COUNT] = field(default_factory=list)
     """Steps to trace with torch's profiler, such as [10, 11]; one file each. Skip the first few, which are not typical. Empty: none."""
-    ranks: list[int] = field(default_factory=lambda: [0])
+    ranks: Annotated[list[int], Range(0, RANKS)] = field(default_factory=lambda: [0])
     """Ranks that trace. One of each pipeline stage shows a pipeline; all of them make a lot of files."""
     memory: Literal["none", "oom", "steps"] = "none"
     """GPUs only: every allocation with its stack, as a snapshot when memory runs out (oom), or then and after each of `steps`. Costs a few percent of speed while it is on."""
@@ -431,7 +446,7 @@ class Profile:
 class Debug:
     """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
 
-    replicas_every: int = 0
+    replicas_every: Annotated[int, NOT_NEGATIVE] = 0
     """Steps between comparisons of the bits of everything that several ranks hold (replicas of weights and moments, routers, balance biases, counts), so that a bit that flips in one replica is found and its rank is named. They are also compared before each checkpoint. 100 has no noticeable cost. 0: never."""
     on_difference: Literal["stop", "restore"] = "stop"
     """When these bits differ. stop: end the run; a restart by the launcher then resumes from the last checkpoint, which was compared before it was saved. restore: go back to that checkpoint at once, up to three times."""
@@ -449,13 +464,13 @@ class Checkpoint:
     """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then resumes where it stopped. false: save nothing and begin anew each time, for benchmarks and trials."""
     folder: str = "checkpoints"
     """Where checkpoints go: a folder within the run's own, or an absolute path in which every run gets a folder of its own name."""
-    interval: int = 500
+    interval: Annotated[int, NOT_NEGATIVE] = 500
     """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can afford to repeat."""
     save: Literal["async", "sync"] = "async"
     """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
-    keep_last: int = 3
+    keep_last: Annotated[int, NOT_NEGATIVE] = 3
     """How many of the latest to keep; 0 keeps all."""
-    keep_every: int = 0
+    keep_every: Annotated[int, NOT_NEGATIVE] = 0
     """Also keep those of every n-th step, e.g. 10000, for evaluation later; 0 for none."""
     load: str = "auto"
     """auto: the last complete checkpoint of this run, if it has any; if it has some and none can be used, the run is refused. none: start from scratch, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
@@ -465,7 +480,7 @@ class Checkpoint:
     """A folder of Hugging Face safetensors to take the first weights from, while the run has no checkpoint of its own."""
     verify: bool = True
     """Compare every file's checksum before loading. false only where reading twice costs too much."""
-    timeout_s: int = 1800
+    timeout_s: Annotated[int, COUNT] = 1800
     """How long a save may take, on the slowest rank. After that the run ends, naming the rank and the file that it is still writing. Set it to several times what a save usually takes."""
 
 

@@ -11,6 +11,7 @@ from titanmoe.checkpoint import safe_files
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.field_values import closest
+from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
@@ -163,7 +164,7 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     problems = []
     for name, value in numbers.items():
-        limits = ranges.RANGES.get(f"model.{name}")
+        limits = field_ranges().get(f"model.{name}")
         most = limits.high if limits and limits.high is not None else ranges.LIMIT - 1
         if value > most or value < -ranges.LIMIT:
             problems.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the limit is {most:,}")
@@ -193,7 +194,7 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
         model = replace(model, num_dense_layers=model.num_layers)
     if not has_dense(model):
         model = replace(model, dense_hidden=0)
-    violations = ranges.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
+    violations = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
     violations = violations or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES,)))))
     if violations:
         raise ConfigError([violation.text for violation in violations], source)
