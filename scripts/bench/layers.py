@@ -126,19 +126,20 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     import torch
     from torch import Tensor
 
-    from titanmoe.models.count import _scores_and_values, attention_matrices, elements
+    from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
+    from titanmoe.models.mixers.rules import elements
     from titanmoe.models.transformer import Block
     from titanmoe.models.vocabulary import Head
     from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens
     from titanmoe.tokens import Tokens
 
-    model, kernels = config.model, config.moe.kernels
+    model, mixer, kernels = config.model, mixers(config.model)[0], config.moe.kernels
     B, L, D, E, K = SAMPLES, config.training.seq_len, model.dim, model.num_experts, model.top_k
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
     with torch.device(device):
-        block = Block(config.model, config.moe, config.training.seed, 0, 1, torch.bfloat16)
+        block = Block(model, mixer, config.moe, config.training.seed, 0, 1, torch.bfloat16)
         chunks, vocabulary = config.training.loss_chunks, model.vocab_size
         head = Head(vocabulary, D, model.norm_eps, chunks, torch.bfloat16, kernels)
         for weight in (*block.parameters(), *head.parameters()):
@@ -178,13 +179,13 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
     through = 2 * (T + R) * D * size
-    projections = 3 * 2 * T * elements(attention_matrices(model))
+    projections = 3 * 2 * T * elements(mixer.matrices(model))
     fp32 = known(FP32_TFLOPS, device)
     parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = [
         (
             "attention",
             both(lambda: block.attention(x_BLD, rope, None), [x_BLD, *attention]),
-            projections + 3 * T * _scores_and_values(model, 0, L),
+            projections + 3 * T * mixer.flops(model, 0, L),
             0,
             peak,
         ),
