@@ -126,7 +126,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     import torch
     from torch import Tensor
 
-    from titanmoe.models.families import family_of
+    from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.mixers.rules import elements
     from titanmoe.models.transformer import Block
@@ -135,12 +135,11 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     from titanmoe.moe.permute import to_tokens
     from titanmoe.tokens import Tokens
 
-    model, kernels = config.model, config.moe.kernels
-    mixer = family_of(model.family).mixer_of(model, 0)
+    model, mixer, kernels = config.model, mixers(config.model)[0], config.moe.kernels
     B, L, D, E, K = SAMPLES, config.training.seq_len, model.dim, model.num_experts, model.top_k
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
     with torch.device(device):
-        block = Block(config.model, config.moe, config.training.seed, 0, 1, torch.bfloat16)
+        block = Block(model, mixer, config.moe, config.training.seed, 0, 1, torch.bfloat16)
         chunks, vocabulary = config.training.loss_chunks, model.vocab_size
         head = Head(vocabulary, D, model.norm_eps, chunks, torch.bfloat16, kernels)
         for weight in (*block.parameters(), *head.parameters()):
