@@ -2,6 +2,7 @@
 
 from titanmoe.config.parts import Parts
 from titanmoe.models.families import FAMILIES
+from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
-PARTS = Parts((FAMILIES, DISPATCHERS))
+PARTS = Parts((FAMILIES, DISPATCHERS, BALANCE_LOSSES))

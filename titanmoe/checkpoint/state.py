@@ -21,6 +21,7 @@ from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import flat, nested, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.parallel.materialize import piece, stored_name
 
 Targets = dict[str, tuple[str, Piece]]
@@ -121,8 +122,8 @@ def _grouping_notes(old: Mapping[str, Any], config: Config) -> list[str]:
         return any(old_value(path) != new_values[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
-    if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):
-        notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
+    if terms := [term.name for term in switched_on(config.moe) if term.rules.by_microbatch and per_microbatch]:
+        notes.append(f"note: other microbatches than before for {' and '.join(terms)} (docs/moe.md)")
     drops = config.moe.capacity_factor and config.moe.capacity_scope == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
         notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")

@@ -11,6 +11,7 @@ import torch
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.train.sink import Report
 
 GROUPS = {
@@ -19,10 +20,7 @@ GROUPS = {
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),
     "time": ("checkpoint_blocked_s", "data_wait_s", "val_s"),
-    "experts": (
-        *("imbalance", "router_entropy", "dropped_fraction"),
-        *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
-    ),
+    "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
 LOSSES = {"train": ("Loss", "loss"), "smoothed": ("Loss", "smoothed"), "validation": ("Loss", "val_loss")}
@@ -30,12 +28,14 @@ COLUMNS = 200
 """Reports that an image of the load shows; older ones are thinned out."""
 
 
-def tag(name: str) -> str:
+def tag(name: str, config: Config) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
     if name.startswith(("time.", "data.", "straggler.")):
         return name.replace(".", "/", 1)
+    if any(name == term.metric for term in switched_on(config.moe)):
+        return f"experts/{name}"
     return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
 
 
@@ -47,6 +47,7 @@ class Board:
         purge = step + 1 if step else None
         self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
         self.writer.add_text("config", "    " + to_toml(config).replace("\n", "\n    "), step)
+        self.config = config
         self.every = max(1, config.training.steps // 50)
         self.images: int | None = None
         self.loads: dict[int, list[np.ndarray]] = {}
@@ -54,7 +55,7 @@ class Board:
     def log(self, report: Report) -> None:
         for name, value in report.record.items():
             if name != "step":
-                self.writer.add_scalar(tag(name), value, report.step)
+                self.writer.add_scalar(tag(name, self.config), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
         for name, (first, value) in LOSSES.items():
             if (found := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
@@ -91,7 +92,7 @@ class WandB:
     def __init__(self, folder: Path, config: Config):
         import wandb
 
-        self.wandb = wandb
+        self.wandb, self.config = wandb, config
         self.run = wandb.init(
             project=config.metrics.wandb,
             name=folder.name,
@@ -105,7 +106,7 @@ class WandB:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, report: Report) -> None:
-        values = {tag(name): value for name, value in report.record.items() if name != "step"}
+        values = {tag(name, self.config): value for name, value in report.record.items() if name != "step"}
         for layer, load in report.load.items():
             values[f"load/layer {layer}"] = self.wandb.Histogram(load)
         self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})

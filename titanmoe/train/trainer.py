@@ -29,7 +29,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.balance import AUX
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.moe.dispatchers.protocol import Dispatcher, SharedBuffers
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
@@ -82,7 +82,7 @@ class StepScalars:
     norm: float
     tokens: float
     layers: dict[int, list[float]]
-    """Of each MoE layer: rows per expert, then its STATISTICS."""
+    """Of each MoE layer: rows per expert, then its `titanmoe.moe.balance.statistics`."""
 
 
 @dataclass
@@ -323,7 +323,7 @@ class Trainer:
         observe.active.phase("optimizer", self.step)
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         blocks = moe_blocks(self.config.model)
-        experts = sum_statistics(self.moe_layers, blocks, self.config.model.num_experts, self.meshes.world, self.device)
+        experts = sum_statistics(self.moe_layers, blocks, self.config, self.meshes.world, self.device)
         loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
             (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten())
         ).tolist()
@@ -386,15 +386,14 @@ class Trainer:
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = scalars.mtp_loss
-        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in scalars.layers.items()}
+        layers = {number: layer_metrics(row, self.config) for number, row in scalars.layers.items()}
         if self.config.optimizer.skip_spikes:
             values["skipped_steps"] = self.skips.skipped
         if isinstance(self.shared_buffers, SymmetricBuffers):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
-            for name in AUX:
-                if getattr(self.config.moe, name):
-                    values[name] = sum(layer[name] for layer in layers.values())
+            for term in switched_on(self.config.moe):
+                values[term.metric] = sum(layer[term.metric] for layer in layers.values())
             values["imbalance"] = max(layer["imbalance"] for layer in layers.values())
             for name in ("router_entropy", "dropped_fraction"):
                 values[name] = sum(layer[name] for layer in layers.values()) / len(layers)
