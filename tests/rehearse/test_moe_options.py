@@ -36,6 +36,7 @@ CASES = {
     "pads in float32": PADS,
 }
 NUMBERS = {int: (-1, 0, 1, 2, 3), float: (0.0, 0.01, 1.0, 1.2, 4.0)}
+OUTSIDE = "tests.moe.test_balance_losses:Even"
 REFUSED = {"moe.dispatcher": {"deepep"}}
 
 
@@ -46,7 +47,7 @@ def options() -> dict[str, list[Any]]:
         path, hint = f"moe.{option.name}", hints[option.name]
         kind = PARTS.of(path)
         if kind and get_origin(hint) is list:
-            values[path] = [[], *([f"{name} 0.01"] for name in kind.table if name not in hints)]
+            values[path] = [[f"{name} 0.01"] for name in (*kind.table, OUTSIDE) if name not in hints]
         elif kind:
             values[path] = list(kind.table)
         elif get_origin(hint) is Literal:
