@@ -25,6 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import counter_rng
 from titanmoe.tokens import IGNORE
@@ -367,7 +368,7 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
     config = read(changes, size)
     moe, fold = config.moe, config.parallelism
     sub_sequence = moe.capacity_factor > 0 and moe.capacity_scope == "sub_sequence"
-    grouping = sub_sequence or moe.aux_loss or moe.aux_loss_global
+    grouping = sub_sequence or any(term.rules.by_microbatch for term in switched_on(moe))
     neutral = {key: value for key, value in (TINY | changes).items() if not key.startswith(NEUTRAL)}
     neutral |= dict.fromkeys(NUMERICS, "float64")
     dp = fold.dp_replicate * fold.dp_shard if grouping else 1

@@ -23,7 +23,11 @@ from titanmoe.config.schema import Config, LRSchedule, Model
 from titanmoe.ops import counter_rng
 
 IGNORE = -100
-TERMS = ("seq", "mb", "glob", "z")
+KEYS = ("aux_loss_sequence", "aux_loss", "aux_loss_global", "z_loss")
+"""Of [moe]: the coefficients of balance losses."""
+Term = Callable[["Model", "Tokens", "Routing"], Tensor]
+FURTHER: dict[str, Term] = {}
+"""Terms of balance losses that are not here, without coefficients, by the name of a recipe: tests add them."""
 Slices = int | Sequence[int]
 """How a sequence is split over ranks: into that many contiguous pieces, or by the owner of each position."""
 
@@ -47,7 +51,7 @@ class StepResult:
     total: float
     """What is differentiated: loss and balance terms with their coefficients."""
     aux: dict[str, float]
-    """seq, mb, glob and z without their coefficients, summed over layers."""
+    """The terms of balance losses without their coefficients, summed over layers."""
     grads: dict[str, Tensor]
     """Before clipping."""
     grad_norm: float
@@ -590,7 +594,16 @@ def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, T
             glob = glob + (load_E(valid(tokens.microbatch_T <= m)) * share_TE[own].sum(0)).sum()
     z = torch.logsumexp(routing.logits_TE[tokens.valid_T], dim=-1).pow(2).sum()
     routed = tokens.valid_T.sum()
-    return {"seq": seq, "mb": mb / routed, "glob": glob / routed, "z": z / routed}
+    terms = {"aux_loss_sequence": seq, "aux_loss": mb / routed, "aux_loss_global": glob / routed, "z_loss": z / routed}
+    return terms | {name: term(model, tokens, routing) for name, term in FURTHER.items()}
+
+
+def coefficients(config: Config) -> dict[str, float]:
+    """Of the balance losses that are on, by the name of a recipe."""
+    named = [line.split() for line in config.moe.balance_losses]
+    return {name: getattr(config.moe, name) for name in KEYS if getattr(config.moe, name)} | {
+        name: float(coefficient) for name, coefficient in named
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- step
@@ -743,7 +756,6 @@ def step(
     step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
-    moe = config.moe
     weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
@@ -751,15 +763,10 @@ def step(
     loss, mtp = cross_entropy(logits_GSV, tokens.labels_GS), torch.zeros(())
     if further_GSV is not None:
         mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
-    aux = {term: sum((layer.terms[term] for layer in layers.values()), torch.zeros(())) for term in TERMS}
-    total = (
-        loss
-        + config.training.mtp_weight * mtp
-        + moe.aux_loss_sequence * aux["seq"]
-        + moe.aux_loss * aux["mb"]
-        + moe.aux_loss_global * aux["glob"]
-        + moe.z_loss * aux["z"]
-    )
+    of_layers = [layer.terms for layer in layers.values()]
+    aux = {name: sum(terms[name] for terms in of_layers) for name in (of_layers[0] if of_layers else ())}
+    total = loss + config.training.mtp_weight * mtp
+    total = total + sum(coefficient * aux[name] for name, coefficient in coefficients(config).items() if aux)
     grads = {}
     if torch.is_grad_enabled():
         found = torch.autograd.grad(total, list(weights.values()), materialize_grads=True)

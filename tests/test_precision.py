@@ -22,7 +22,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
-from titanmoe.moe.balance import AUX, STATISTICS, Balance
+from titanmoe.moe.balance import Balance, statistics
 from titanmoe.moe.router import Router
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.cpu.blocked_attention import blocked_attention
@@ -181,7 +181,7 @@ def tokens_of(count: int) -> Tokens:
 def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
     """From the logits to the reported values, against the plain model."""
     model = Model(num_experts=16, top_k=3, dim=64, score_function=score, norm_topk=True, route_scale=2.5)
-    options, tokens = MoE(**dict.fromkeys(AUX, 0.01), jitter=0.1), tokens_of(40)
+    options, tokens = MoE(**dict.fromkeys(reference.KEYS, 0.01), jitter=0.1), tokens_of(40)
     made, balance = Router(model, options, 0, 0, dtype), Balance(model, options, 1)
     made.weight = torch.nn.Parameter(random(16, 64, seed=1) / 4)
     made.begin_step(1)
@@ -204,8 +204,8 @@ def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
     for a, b in zip(got, exact, strict=True):
         final(a, b, terms=2 * 64 + 40, roundings=64)
     share = (routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True))[tokens.valid_T]
-    told_of = dict(zip(STATISTICS, balance.statistics_MX[0].tolist(), strict=True))
-    wanted = {name: 0.01 * float(terms[term]) for name, term in zip(AUX, ("seq", "mb", "glob", "z"), strict=True)}
+    told_of = dict(zip(statistics(options), balance.statistics_MX[0].tolist(), strict=True))
+    wanted = {name: 0.01 * float(terms[name]) for name in reference.KEYS}
     wanted |= {"entropy": float(torch.special.entr(share).sum()), "tokens": 32.0, "dropped": 0.0}
     assert told_of == pytest.approx(wanted, rel=tolerances.bound(torch.float32, 40 * 16, 64))
     assert balance.statistics_MX.dtype == balance.count_ME.dtype == torch.float64

@@ -428,9 +428,9 @@ def test_uniform_routing_gives_one(score_function):
     for i in range(model.num_layers):
         weights[f"layers.{i}.moe.router.weight"].zero_()
     result = reference.step(config, weights, batches(padding=3))
-    for term in ("seq", "mb", "glob"):
+    for term in ("aux_loss_sequence", "aux_loss", "aux_loss_global"):
         assert result.aux[term] == pytest.approx(model.num_layers, rel=1e-14)
-    assert result.aux["z"] == pytest.approx(model.num_layers * math.log(6) ** 2, rel=1e-14)
+    assert result.aux["z_loss"] == pytest.approx(model.num_layers * math.log(6) ** 2, rel=1e-14)
     expected = result.loss + model.num_layers * (0.1 + 0.2 + 0.3 + 0.4 * math.log(6) ** 2)
     assert result.total == pytest.approx(expected, rel=1e-14)
 
@@ -445,12 +445,12 @@ def test_balance_terms_by_hand():
     routing = Routing(p.log(), 3 * p, torch.tensor([[0], [0], [0], [1], [1], [0]]), p[:, :1], 0.0)
     terms = reference.balance_terms(model, tokens, routing)
     # f per sample: (2, 0), (1, 1), (0, 2); mean p: (0.7, 0.3), (0.4, 0.6), (0.4, 0.6)
-    assert terms["seq"].item() == pytest.approx((1.4 + 1.0 + 1.2) / 3)
+    assert terms["aux_loss_sequence"].item() == pytest.approx((1.4 + 1.0 + 1.2) / 3)
     # token-weighted: 2 tokens * 1.4, 2 tokens * 1, 1 token * 1.2
-    assert terms["mb"].item() == pytest.approx((2.8 + 2.0 + 1.2) / 5)
+    assert terms["aux_loss"].item() == pytest.approx((2.8 + 2.0 + 1.2) / 5)
     # f of microbatches <= m: (2, 0), (3/2, 1/2), (6/5, 4/5)
-    assert terms["glob"].item() == pytest.approx((2.8 + 1.5 * 0.8 + 0.5 * 1.2 + 1.2 * 0.4 + 0.8 * 0.6) / 5)
-    assert terms["z"].item() == pytest.approx(0, abs=1e-12)
+    assert terms["aux_loss_global"].item() == pytest.approx((2.8 + 1.5 * 0.8 + 0.5 * 1.2 + 1.2 * 0.4 + 0.8 * 0.6) / 5)
+    assert terms["z_loss"].item() == pytest.approx(0, abs=1e-12)
 
 
 def test_a_sample_of_padding_counts_as_a_sample_of_no_imbalance():
@@ -466,8 +466,8 @@ def test_a_sample_of_padding_counts_as_a_sample_of_no_imbalance():
         routing.logits_TE[rows], routing.scores_TE[rows], routing.chosen_TK[rows], routing.weights_TK[rows], 0.0
     )
     with_it, without = reference.balance_terms(TINY, tokens, routing), reference.balance_terms(TINY, alone, part)
-    assert with_it["seq"].item() == pytest.approx(without["seq"].item() * 3 / 4, rel=1e-14)
-    for term in ("mb", "glob", "z"):
+    assert with_it["aux_loss_sequence"].item() == pytest.approx(without["aux_loss_sequence"].item() * 3 / 4, rel=1e-14)
+    for term in ("aux_loss", "aux_loss_global", "z_loss"):
         assert with_it[term].item() == pytest.approx(without[term].item(), rel=1e-14)
 
 
@@ -484,14 +484,16 @@ def test_grouping_moves_only_what_depends_on_it():
         return reference.step(config, weights, data)
 
     one = split(1, 1)
-    assert one.aux["mb"] == pytest.approx(one.aux["glob"], rel=1e-14)
+    assert one.aux["aux_loss"] == pytest.approx(one.aux["aux_loss_global"], rel=1e-14)
     for grouping in ((1, 2), (2, 1), (4, 2)):
         other = split(*grouping)
         assert other.loss == pytest.approx(one.loss, rel=1e-14)
-        assert other.aux["seq"] == pytest.approx(one.aux["seq"], rel=1e-14)
-        assert other.aux["mb"] != pytest.approx(one.aux["mb"], rel=1e-6)
-        assert (other.aux["glob"] == pytest.approx(one.aux["glob"], rel=1e-10)) == (grouping[0] == 1)
-    assert split(8, 1).aux["mb"] == pytest.approx(one.aux["seq"], rel=1e-14)
+        assert other.aux["aux_loss_sequence"] == pytest.approx(one.aux["aux_loss_sequence"], rel=1e-14)
+        assert other.aux["aux_loss"] != pytest.approx(one.aux["aux_loss"], rel=1e-6)
+        assert (other.aux["aux_loss_global"] == pytest.approx(one.aux["aux_loss_global"], rel=1e-10)) == (
+            grouping[0] == 1
+        )
+    assert split(8, 1).aux["aux_loss"] == pytest.approx(one.aux["aux_loss_sequence"], rel=1e-14)
 
 
 def test_padding_touches_nothing():

@@ -3,6 +3,7 @@
 from titanmoe.config.parts import Parts
 from titanmoe.data.formats import FORMATS
 from titanmoe.models.families import FAMILIES
+from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
-PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS))
+PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES))

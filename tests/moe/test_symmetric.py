@@ -254,8 +254,8 @@ def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
     assert parity.error(got.grads, want.grads)[0] < 1e-10
     assert got.loss[0] == pytest.approx(want.loss, rel=1e-10)
     assert got.norm[0] == pytest.approx(want.grad_norm, rel=1e-10)
-    for name, term in {"aux_loss_sequence": "seq", "aux_loss_global": "glob"}.items():
-        wanted = getattr(config.moe, name) * want.aux[term]
+    for name in ("aux_loss_sequence", "aux_loss_global"):
+        wanted = getattr(config.moe, name) * want.aux[name]
         assert got.reports[0][name] == pytest.approx(wanted, rel=1e-10)
     assert got.reports[0][f"layers.{last}.tokens_max"] == torch.as_tensor(want.counts[last]).max()
 

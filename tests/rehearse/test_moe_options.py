@@ -36,6 +36,7 @@ CASES = {
     "pads in float32": PADS,
 }
 NUMBERS = {int: (-1, 0, 1, 2, 3), float: (0.0, 0.01, 1.0, 1.2, 4.0)}
+OUTSIDE = "tests.moe.test_balance_losses:Even"
 REFUSED = {"moe.dispatcher": {"deepep"}}
 
 
@@ -44,7 +45,10 @@ def options() -> dict[str, list[Any]]:
     values, hints = {}, get_type_hints(MoE)
     for option in fields(MoE):
         path, hint = f"moe.{option.name}", hints[option.name]
-        if kind := PARTS.of(path):
+        kind = PARTS.of(path)
+        if kind and get_origin(hint) is list:
+            values[path] = [[f"{name} 0.01"] for name in (*kind.table, OUTSIDE) if name not in hints]
+        elif kind:
             values[path] = list(kind.table)
         elif get_origin(hint) is Literal:
             values[path] = list(get_args(hint))

@@ -10,6 +10,7 @@ import torch
 from tests import reference
 from tests.support import tolerances
 from titanmoe.config.schema import Config
+from titanmoe.moe.balance_losses.rules import switched_on
 
 if TYPE_CHECKING:
     from tests.parity import Outcome
@@ -48,13 +49,11 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
     def note(name: str, off: float) -> None:
         errors[name] = max(errors.get(name, 0.0), off)
 
-    terms = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
     for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
         note("loss", relative(loss, step.loss))
         note("norm", relative(norm, step.grad_norm))
-        for name, term in terms.items():
-            if coefficient := getattr(config.moe, name):
-                note(name, relative(report[name], coefficient * step.aux[term]))
+        for term in switched_on(config.moe):
+            note(term.metric, relative(report[term.metric], term.coefficient * step.aux[term.name]))
         if config.model.mtp_depth:
             note("mtp_loss", relative(report["mtp_loss"], step.mtp))
         for layer, count in step.counts.items():

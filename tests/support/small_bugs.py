@@ -66,41 +66,47 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/router.py", "tests/moe/test_router.py tests/train/test_validation.py"): [
         ("jitter in validation too", "if self.options.jitter and torch.is_grad_enabled():", "if self.options.jitter:"),
     ],
-    ("moe/balance.py", "tests/moe/test_balance.py"): [
+    ("moe/balance_losses/protocol.py", "tests/moe/test_balance.py"): [
         (
             "sigmoid scores are not normalised",
-            "scores_TE.sum(-1) if self.normalises else valid_T",
-            "scores_TE.sum(-1) if False else valid_T",
+            "self.scores_TE.sum(-1) if self.normalises else self.valid_T",
+            "self.scores_TE.sum(-1) if False else self.valid_T",
         ),
+    ],
+    ("moe/balance_losses/aux_loss_global.py", "tests/moe/test_balance.py"): [
         (
             "the global term leaves its own microbatch out",
-            "self.global_ME.cumsum(0)",
-            "(self.global_ME.cumsum(0) - self.global_ME)",
+            "self.count_ME.cumsum(0)",
+            "(self.count_ME.cumsum(0) - self.count_ME)",
         ),
+    ],
+    ("moe/balance_losses/z_loss.py", "tests/moe/test_balance.py"): [
         (
             "padding has a z term",
-            "logits_TE.logsumexp(-1).square() * valid_T).sum()",
+            "logits_TE.logsumexp(-1).square() * routed.valid_T).sum()",
             "logits_TE.logsumexp(-1).square()).sum()",
         ),
+    ],
+    ("moe/balance.py", "tests/moe/test_balance.py"): [
         (
-            "auxiliary losses have no gradient",
-            "return grad, torch.ones_like(aux)",
-            "return grad, torch.zeros_like(aux)",
+            "balance losses have no gradient",
+            "*coefficients.unbind()",
+            "*torch.zeros_like(coefficients).unbind()",
         ),
         (
             "a recomputed forward counts again",
-            "self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)",
-            "self.statistics_MX[:, len(AUX) : -1].index_add_(0, m, row_1X)",
+            "self.statistics_MX[:, -len(ROUTING) : -1].index_copy_(0, m, row_1X)",
+            "self.statistics_MX[:, -len(ROUTING) : -1].index_add_(0, m, row_1X)",
         ),
     ],
     (
-        "moe/balance.py",
+        "moe/balance_losses/protocol.py",
         f"{PARITY}::test_smaller_worlds {PARITY}::test_every_pair_of_choices_on_4_ranks -k sequence+z",
     ): [
         (
             "a rank's own counts are used instead of its whole sample's",
-            "            count_BE = all_reduce(count_BE.to(torch.float64), self.sequence)\n",
-            "            count_BE = count_BE.to(torch.float64)\n",
+            "all_reduce(self.count_BE.to(torch.float64), self.sequence)",
+            "self.count_BE.to(torch.float64)",
         ),
     ],
     ("moe/layer.py", f"{PAIRS} -k global+bias"): [

@@ -411,12 +411,14 @@ def test_peaks_of_known_gpus():
         ("data.epoch.books", "data/epoch.books"),
         ("time.dispatch", "time/dispatch"),
         ("layers.3.imbalance", "layers imbalance/layer 3"),
+        ("aux_loss", "experts/aux_loss"),
+        ("z_loss", "more/z_loss"),  # not of this run
     ],
 )
 def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> None:
     from titanmoe.train import board
 
-    assert board.tag(name) == tag
+    assert board.tag(name, ["aux_loss"]) == tag
 
 
 def test_tensorboard_begins_with_the_losses() -> None:
@@ -426,7 +428,7 @@ def test_tensorboard_begins_with_the_losses() -> None:
     written: list[str] = []
     one = object.__new__(board.Board)
     one.writer = types.SimpleNamespace(add_scalar=lambda tag, value, step: written.append(tag))
-    one.loads, one.images, one.every = {}, 1, 10
+    one.balance_losses, one.loads, one.images, one.every = (), {}, 1, 10
     record = {"step": 1, "loss": 5.0, "val_loss": 4.0, "grad_norm": 1.0, "time.data": 0.1, "layers.0.imbalance": 1.0}
     one.log(Report(1, record, {}, 5.5, None))
     assert sorted(written)[:3] == ["Loss/smoothed", "Loss/train", "Loss/validation"]

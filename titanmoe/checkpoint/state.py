@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, MoE
 from titanmoe.fold.degrees import Fold
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.parallel.materialize import piece, stored_name
 
 Targets = dict[str, tuple[str, Piece]]
@@ -116,8 +117,9 @@ def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
         return any(old.get(path) != new[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
-    if per_microbatch and (new["moe.aux_loss"] or new["moe.aux_loss_global"]):
-        notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
+    moe = MoE(**{path.removeprefix("moe."): value for path, value in new.items() if path.startswith("moe.")})
+    if terms := [term.name for term in switched_on(moe) if term.rules.by_microbatch and per_microbatch]:
+        notes.append(f"note: other microbatches than before for {' and '.join(terms)} (docs/moe.md)")
     drops = new["moe.capacity_factor"] and new["moe.capacity_scope"] == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
         notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")

@@ -207,7 +207,8 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
             if field.table == table:
                 origin = f"   ({origins[field.path]})" if field.path in origins else ""
                 kind = parts.of(field.path)
-                placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if kind else _placeholder(field)
+                names = kind and not field.item
+                placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if names else _placeholder(field)
                 lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
                 text = docstrings().get(field.path, "")
                 lines += [paragraph(text.replace("{parts}", kind.summary()) if kind else text, " " * 6)] if text else []

@@ -302,7 +302,9 @@ def _fallback(given: _Given, parts: Parts) -> dict[str, Any]:
     for kind in parts:
         values = defaults | given.values
         try:
-            preset = kind.look_up(values[kind.field]).preset(values)
+            preset = {
+                path: value for rules in kind.named(values[kind.field]) for path, value in rules.preset(values).items()
+            }
         except PartError as error:
             given.blame(error.fields, str(error))
             for path in error.fields:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -69,6 +69,20 @@ class Kind:
     rules: type[Rules] = Rules
     members: tuple[str, ...] = ()
     """What an implementation has to have."""
+    names: Callable[[Any], list[str]] = lambda value: [value]
+    """Those in a value of the field; PartError if it cannot be read."""
+
+    def named(self, value: Any) -> list[Rules]:
+        """The rules of all parts that a value of the field names; PartError with all that cannot be used."""
+        found, problems = [], []
+        for name in self.names(value):
+            try:
+                found.append(self.look_up(name))
+            except PartError as error:
+                problems.append(str(error))
+        if problems:
+            raise PartError((self.field,), "; ".join(problems))
+        return found
 
     def look_up(self, name: str) -> Rules:
         """The rules of a part; PartError if it cannot be used."""
@@ -137,4 +151,4 @@ class Parts(tuple[Kind, ...]):
         """Those of the parts that a config names."""
         for kind in self:
             table, _, name = kind.field.rpartition(".")
-            yield kind.look_up(getattr(getattr(config, table), name))
+            yield from kind.named(getattr(getattr(config, table), name))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance import AUX, STATISTICS, Balance
+from titanmoe.moe.balance import ROUTING, Balance
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
@@ -80,13 +80,19 @@ class MoE(nn.Module):
 
 @torch.no_grad()
 def sum_statistics(
-    layers: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
+    layers: dict[int, MoE],
+    blocks: list[int],
+    num_experts: int,
+    names: tuple[str, ...],
+    world: Group,
+    device: torch.device,
 ) -> Tensor:
-    """Once per optimizer step: rows per expert and STATISTICS of all ranks and microbatches, a row for each of blocks.
+    """Once per optimizer step: rows per expert and statistics of all ranks and microbatches, a row for each block.
 
-    blocks: all MoE layers of the model. layers: those of this rank's stages. One table, one sum over the world.
+    blocks: all MoE layers of the model. layers: those of this rank's stages. names: of the statistics
+    (`balance.statistics`). One table, one sum over the world.
     """
-    table = torch.zeros(len(blocks), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
+    table = torch.zeros(len(blocks), num_experts + len(names), dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
         if number in layers:
             balance = layers[number].balance
@@ -102,11 +108,11 @@ def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: in
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 
 
-def layer_metrics(row: list[float], num_experts: int) -> dict[str, Any]:
+def layer_metrics(row: list[float], num_experts: int, names: tuple[str, ...]) -> dict[str, Any]:
     """A layer's row of sum_statistics as it is reported."""
-    counts, values = row[:num_experts], dict(zip(STATISTICS, row[num_experts:], strict=True))
+    counts, values = row[:num_experts], dict(zip(names, row[num_experts:], strict=True))
     tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
-    return {name: values[name] for name in AUX} | {
+    return {name: values[name] for name in names[: -len(ROUTING)]} | {
         "tokens_min": min(counts),
         "tokens_mean": mean,
         "tokens_max": max(counts),

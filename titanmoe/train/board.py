@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,7 @@ GROUPS = {
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),
     "time": ("checkpoint_blocked_s", "data_wait_s", "val_s"),
-    "experts": (
-        *("imbalance", "router_entropy", "dropped_fraction"),
-        *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
-    ),
+    "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
 LOSSES = {"train": ("Loss", "loss"), "smoothed": ("Loss", "smoothed"), "validation": ("Loss", "val_loss")}
@@ -29,17 +27,19 @@ COLUMNS = 200
 """Reports that an image of the load shows; older ones are thinned out."""
 
 
-def tag(name: str) -> str:
+def tag(name: str, balance_losses: Sequence[str]) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
     if name.startswith(("time.", "data.", "straggler.")):
         return name.replace(".", "/", 1)
+    if name in balance_losses:
+        return f"experts/{name}"
     return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
 
 
 class Board:
-    def __init__(self, folder: Path, recipe: str, step: int, steps: int):
+    def __init__(self, folder: Path, recipe: str, step: int, steps: int, balance_losses: Sequence[str]):
         """recipe: the whole of it, as TOML. step: the last that is done, of `steps`."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -47,14 +47,14 @@ class Board:
         purge = step + 1 if step else None
         self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
         self.writer.add_text("config", "    " + recipe.replace("\n", "\n    "), step)
-        self.every = max(1, steps // 50)
+        self.every, self.balance_losses = max(1, steps // 50), balance_losses
         self.images: int | None = None
         self.loads: dict[int, list[np.ndarray]] = {}
 
     def log(self, report: Report) -> None:
         for name, value in report.record.items():
             if name != "step":
-                self.writer.add_scalar(tag(name), value, report.step)
+                self.writer.add_scalar(tag(name, self.balance_losses), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
         for name, (first, value) in LOSSES.items():
             if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
@@ -88,10 +88,10 @@ class Board:
 class WandB:
     """One W&B run per run folder: a run that resumes continues it."""
 
-    def __init__(self, folder: Path, project: str, config: dict[str, Any]):
+    def __init__(self, folder: Path, project: str, config: dict[str, Any], balance_losses: Sequence[str]):
         import wandb
 
-        self.wandb = wandb
+        self.wandb, self.balance_losses = wandb, balance_losses
         self.run = wandb.init(
             project=project,
             name=folder.name,
@@ -105,7 +105,7 @@ class WandB:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, report: Report) -> None:
-        values = {tag(name): value for name, value in report.record.items() if name != "step"}
+        values = {tag(name, self.balance_losses): value for name, value in report.record.items() if name != "step"}
         for layer, load in report.load.items():
             values[f"load/layer {layer}"] = self.wandb.Histogram(load)
         self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})

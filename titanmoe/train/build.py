@@ -19,6 +19,8 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.balance import statistics
+from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement
@@ -72,9 +74,8 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
-    gradients = Gradients(
-        stages, engine, tied, shared_buffers, meshes, config.model, batches.global_batch_size, state, device
-    )
+    counted, samples = statistics(config.moe), batches.global_batch_size
+    gradients = Gradients(stages, engine, tied, shared_buffers, meshes, config.model, counted, samples, state, device)
     weights = gradients.parameters
     update = optimizer(weights, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
@@ -106,7 +107,7 @@ def build_training(
         guard=guard,
         optimizer=update,
         rate=rate,
-        report=StepReport(config.moe, with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
+        report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
         max_grad_norm=config.optimizer.max_grad_norm,
         bias_update_rate=config.moe.bias_update_rate,
         steps=training.steps,
@@ -137,6 +138,7 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         header(config, fold, count, name, peak),
         to_toml(config),
         nested(config),
+        tuple(term.metric for term in switched_on(config.moe)),
         runtime,
         fold,
         clock,

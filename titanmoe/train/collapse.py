@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model, MoE
+from titanmoe.moe.balance_losses.rules import switched_on
 
 STEPS = 50
 """In a row: one bad batch does not count."""
@@ -17,9 +18,9 @@ HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z
 
 def unbalanced(model: Model, moe: MoE) -> str:
     """The header's line for a run that nothing keeps in balance."""
-    means = (moe.aux_loss, moe.aux_loss_sequence, moe.aux_loss_global, moe.bias_update_rate)
+    balanced = moe.bias_update_rate or any(term.rules.evens_loads for term in switched_on(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
-    if not a_choice or moe.force_balance or any(means):
+    if not a_choice or moe.force_balance or balanced:
         return ""
     return "none: nothing keeps the experts evenly busy, and some may die; " + HELP.partition(",")[0]
 

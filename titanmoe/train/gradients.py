@@ -58,7 +58,7 @@ class StepScalars:
     norm: float
     tokens: float
     layers: dict[int, list[float]]
-    """Of each MoE layer: rows per expert, then its STATISTICS."""
+    """Of each MoE layer: rows per expert, then its statistics."""
 
 
 class Sums(NamedTuple):
@@ -96,6 +96,8 @@ class Gradients:
     """What a step attaches to its dispatchers."""
     meshes: Meshes
     model: Model
+    statistics: tuple[str, ...]
+    """Names of what MoE layers count besides rows per expert."""
     global_batch_size: int
     state: RunState
     device: torch.device
@@ -126,7 +128,9 @@ class Gradients:
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
-        experts = sum_statistics(self.moe_layers, self.blocks, self.num_experts, self.meshes.world, self.device)
+        experts = sum_statistics(
+            self.moe_layers, self.blocks, self.num_experts, self.statistics, self.meshes.world, self.device
+        )
         loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
             (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten())
         ).tolist()

@@ -96,6 +96,8 @@ class Metrics(Observer):
     recipe: str
     """The whole config, to be written down as TOML, and by table."""
     values: dict[str, Any]
+    balance_losses: tuple[str, ...]
+    """Metrics of those that are on."""
     runtime: Runtime
     fold: Fold
     clock: Clock
@@ -158,9 +160,12 @@ class Metrics(Observer):
         if options.tensorboard or options.wandb:
             from titanmoe.train import board  # takes a second to import
         if options.tensorboard:
-            add("TensorBoard", lambda: board.Board(self.folder, self.recipe, self._step, self.steps))
+            add(
+                "TensorBoard",
+                lambda: board.Board(self.folder, self.recipe, self._step, self.steps, self.balance_losses),
+            )
         if options.wandb:
-            add("Weights & Biases", lambda: board.WandB(self.folder, options.wandb, self.values))
+            add("Weights & Biases", lambda: board.WandB(self.folder, options.wandb, self.values, self.balance_losses))
 
     def _describe_machine(self, step: int) -> None:
         """An event: figures mean nothing without it."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanmoe.config.schema import MoE
-from titanmoe.moe.balance import AUX
+from titanmoe.moe.balance import ROUTING
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.moe.layer import layer_metrics
 from titanmoe.train.gradients import Gradients, StepScalars
@@ -13,15 +12,19 @@ from titanmoe.train.run_state import RunState
 
 
 class StepReport:
-    def __init__(self, moe: MoE, with_mtp: bool, with_skips: bool, gradients: Gradients, state: RunState):
-        self.terms = tuple(name for name in AUX if getattr(moe, name))
+    def __init__(self, with_mtp: bool, with_skips: bool, gradients: Gradients, state: RunState):
+        self.terms = gradients.statistics[: -len(ROUTING)]
         self.with_mtp, self.with_skips, self.gradients, self.state = with_mtp, with_skips, gradients, state
 
     def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
         if self.with_mtp:
             values["mtp_loss"] = scalars.mtp_loss
-        layers = {number: layer_metrics(row, self.gradients.num_experts) for number, row in scalars.layers.items()}
+        gradients = self.gradients
+        layers = {
+            number: layer_metrics(row, gradients.num_experts, gradients.statistics)
+            for number, row in scalars.layers.items()
+        }
         if self.with_skips:
             values["skipped_steps"] = self.state.skips.skipped
         if isinstance(self.gradients.shared_buffers, SymmetricBuffers):

@@ -1,0 +1,107 @@
+"""Which balance losses a recipe switches on, what is refused, and that one of one's own is like the package's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.moe import test_balance as four
+from titanmoe.config import ConfigError, load
+from titanmoe.config.schema import Config, Model, MoE
+from titanmoe.moe.balance import Balance, statistics
+from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.rules import BalanceRules, switched_on
+from titanmoe.parts import PARTS
+from titanmoe.train.collapse import unbalanced
+
+
+class EvenRules(BalanceRules):
+    metric = "unevenness"
+
+
+class Even(BalanceLoss):
+    """aux_loss_sequence again, from the same counts and shares."""
+
+    rules = EvenRules()
+
+    def forward(self, routed: Routed) -> Tensor:
+        choices_BE = routed.choices()
+        f_BE = choices_BE * self.model.num_experts / choices_BE.sum(1, keepdim=True).clamp(min=1)
+        tokens_B1 = choices_BE.sum(1, keepdim=True).clamp(min=1) / self.model.top_k
+        return (f_BE * routed.shares() / tokens_B1).sum() / routed.step_samples
+
+
+class LogitRules(BalanceRules):
+    evens_loads = False
+    metric = "unevenness"
+
+
+class Logits(BalanceLoss):
+    rules = LogitRules()
+
+    def forward(self, routed: Routed) -> Tensor:
+        return routed.logits_TE.square().sum() / routed.step_tokens
+
+
+EVEN, LOGITS = f"{__name__}:Even", f"{__name__}:Logits"
+
+
+def test_one_from_outside_equals_that_of_the_package_and_is_reported_by_its_metric() -> None:
+    logits_TE, found = four.random(2 * four.L, four.E), []
+    for options in (MoE(aux_loss_sequence=0.25), MoE(balance_losses=[f"{EVEN} 0.25"])):
+        one = Balance(Model(num_experts=four.E, top_k=four.K), options, 1)
+        one.begin_step(torch.tensor(2.0 * four.L), 2)
+        logits_TE.requires_grad_()
+        weights_TK = four.forward(one, logits_TE, logits_TE.detach().topk(four.K).indices, four.tokens(2, 0))
+        (grad,) = torch.autograd.grad(weights_TK.sum(), logits_TE)
+        found.append((grad, one.statistics_MX))
+        name = statistics(options)[0]
+    assert name == "unevenness"
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_terms_that_are_on() -> None:
+    terms = switched_on(MoE(z_loss=0.5, aux_loss=0.1, balance_losses=[f"{EVEN} 1e-3", f"{LOGITS} 0"]))
+    assert [(term.metric, term.coefficient) for term in terms] == [
+        ("aux_loss", 0.1),
+        ("z_loss", 0.5),
+        ("unevenness", 1e-3),
+    ]
+
+
+def test_what_names_them_asks_their_rules() -> None:
+    config = Config(model=Model(num_experts=8, top_k=2), moe=MoE(balance_losses=[f"{LOGITS} 0.1"]))
+    assert unbalanced(config.model, config.moe)
+    assert not unbalanced(config.model, MoE(balance_losses=[f"{EVEN} 0.1"]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["router_variance"], 'write "router_variance" as a name and a coefficient, such as "router_variance 0.01"'),
+        (["a 0.1 0.2"], 'write "a 0.1 0.2" as a name and a coefficient, such as "a 0.01"'),
+        (["nothing_known 0.1"], 'moe.balance_losses = "nothing_known" is not one of aux_loss_sequence, aux_loss, '),
+        ([f"{EVEN} -0.1"], f"the coefficient of {EVEN} is -0.1: it must be at least 0"),
+        ([f"{EVEN} nan"], f"the coefficient of {EVEN} is nan: it must be at least 0"),
+        (["z_loss 0.1"], "z_loss has a key of its own: write moe.z_loss = 0.1"),
+        ([f"{EVEN} 0.1", f"{EVEN} 0.2"], f"{EVEN} is there twice: keep one"),
+        ([f"{EVEN} 0.1", f"{LOGITS} 0.2"], f"{EVEN} and {LOGITS} are both reported as unevenness: use one"),
+        ([f"{__name__}:Model 0.1"], f"{__name__}:Model has no `rules`, which are made of BalanceRules"),
+    ],
+)
+def test_what_is_refused(lines: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(["--moe.balance_losses", *lines, "--training.steps", "0"], PARTS, lambda config: [])
+    problems = "\n".join(refused.value.problems)
+    assert says in problems and "training.steps = 0" in problems, "all that is wrong is said at once"
+    if len(lines) == 1:
+        assert len(refused.value.problems) == 2
+
+
+def test_all_that_is_wrong_in_the_list_is_said_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(["--moe.balance_losses", "one", "z_loss 0.1"], PARTS, lambda config: [])
+    (problem,) = refused.value.problems
+    assert '"one 0.01"' in problem and "moe.z_loss = 0.1" in problem

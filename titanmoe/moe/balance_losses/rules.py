@@ -1,0 +1,128 @@
+"""What is known of each balance loss without torch, the table of their names, and which of them a recipe switches on.
+
+A new balance loss is a file, with its rules in it, and a line in BALANCE_LOSSES.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import NamedTuple, cast
+
+from titanmoe.config.parts import Kind, PartError, Rules
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config, MoE
+
+FIELD = "moe.balance_losses"
+KEYS = frozenset(field.name for field in fields(MoE))
+"""Of [moe]. A balance loss of the table with such a name has its coefficient there."""
+
+
+class BalanceRules(Rules):
+    """What holds for a balance loss; these are the usual answers."""
+
+    evens_loads = True
+    """Whether it keeps experts evenly busy. A run in which nothing does so says so."""
+    by_microbatch = False
+    """Whether it depends on which samples form a microbatch."""
+    metric = ""
+    """What reports call it; "" if that is its name, without a module."""
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        terms = switched_on(config.moe)
+        for metric in {term.metric for term in terms if term.rules is self}:
+            names = [term.name for term in terms if term.metric == metric]
+            first = next(term for term in terms if term.metric == metric)
+            if len(names) > 1 and first.rules is self:
+                yield Violation(
+                    (FIELD,),
+                    f"{' and '.join(names)} are both reported as {metric}: use one, or give one another metric",
+                )
+
+
+class SequenceRules(BalanceRules):
+    help = "aux_loss_sequence evens out loads within each sample."
+    implementation = "titanmoe.moe.balance_losses.aux_loss_sequence:AuxLossSequence"
+
+
+class MicrobatchRules(BalanceRules):
+    help = "aux_loss evens out loads within each microbatch."
+    implementation = "titanmoe.moe.balance_losses.aux_loss:AuxLoss"
+    by_microbatch = True
+
+
+class GlobalRules(BalanceRules):
+    help = "aux_loss_global evens out loads over the whole step."
+    implementation = "titanmoe.moe.balance_losses.aux_loss_global:AuxLossGlobal"
+    by_microbatch = True
+
+
+class ZRules(BalanceRules):
+    help = "z_loss keeps logits small."
+    implementation = "titanmoe.moe.balance_losses.z_loss:ZLoss"
+    evens_loads = False
+
+
+class Entry(NamedTuple):
+    name: str
+    coefficient: float
+
+
+def entries(lines: list[str]) -> list[Entry]:
+    """What moe.balance_losses says; PartError with all that is wrong with it."""
+    found: list[Entry] = []
+    problems = []
+    for line in lines:
+        name, _, number = line.strip().partition(" ")
+        try:
+            entry = Entry(name, float(number))
+        except ValueError:
+            problems.append(f'write {json.dumps(line)} as a name and a coefficient, such as "{name or "NAME"} 0.01"')
+            continue
+        if name in KEYS:
+            problems.append(f"{name} has a key of its own: write moe.{name} = {number.strip()}")
+        elif not (entry.coefficient >= 0 and math.isfinite(entry.coefficient)):
+            problems.append(f"the coefficient of {name} is {number.strip()}: it must be at least 0")
+        elif any(name == other.name for other in found):
+            problems.append(f"{name} is there twice: keep one")
+        found.append(entry)
+    if problems:
+        raise PartError((FIELD,), f"{FIELD} cannot be used: {'; '.join(problems)}")
+    return found
+
+
+BALANCE_LOSSES = Kind(
+    FIELD,
+    {  # in the order in which they are reported
+        "aux_loss_sequence": SequenceRules(),
+        "aux_loss": MicrobatchRules(),
+        "aux_loss_global": GlobalRules(),
+        "z_loss": ZRules(),
+    },
+    BalanceRules,
+    ("begin_step",),
+    lambda lines: [entry.name for entry in entries(lines)],
+)
+
+
+class Term(NamedTuple):
+    """A balance loss that a run has."""
+
+    name: str
+    coefficient: float
+    rules: BalanceRules
+
+    @property
+    def metric(self) -> str:
+        return self.rules.metric or self.name.rpartition(":")[2]
+
+
+def switched_on(moe: MoE) -> list[Term]:
+    keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
+    return [
+        Term(*entry, cast(BalanceRules, BALANCE_LOSSES.look_up(entry.name)))
+        for entry in [*keys, *entries(moe.balance_losses)]
+        if entry.coefficient
+    ]

@@ -1,0 +1,12 @@
+"""Small logits (ST-MoE, arXiv 2202.08906): the mean over tokens of logsumexp(logits)^2."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
+
+
+class ZLoss(BalanceLoss):
+    def forward(self, routed: Routed) -> Tensor:
+        return (routed.logits_TE.logsumexp(-1).square() * routed.valid_T).sum() / routed.step_tokens
