@@ -733,14 +733,25 @@ def later_labels(tokens: Tokens) -> Tensor:
     return out_GS
 
 
+def cross_entropies(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
+    """Of each label; 0 where there is none."""
+    wide = torch.promote_types(logits_GSV.dtype, torch.float32)
+    labelled = labels_GS != IGNORE
+    log_p = logits_GSV.log_softmax(-1, dtype=wide).gather(-1, labels_GS.where(labelled, 0)[..., None]).squeeze(-1)
+    return -log_p.where(labelled, 0)
+
+
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
     """Sum over the labelled tokens, divided once by their number, or by a given one."""
-    wide = torch.promote_types(logits_GSV.dtype, torch.float32)
-    log_p = logits_GSV.log_softmax(-1, dtype=wide)
-    labelled = labels_GS != IGNORE
-    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / (
-        labelled.sum() if number is None else number
-    )
+    return cross_entropies(logits_GSV, labels_GS).sum() / ((labels_GS != IGNORE).sum() if number is None else number)
+
+
+Objective = Callable[[Tensor, Tokens], Tensor]
+
+OBJECTIVES: dict[str, Objective] = {
+    "cross_entropy": lambda losses_GS, tokens: losses_GS.sum() / (tokens.labels_GS != IGNORE).sum()
+}
+"""The step's loss from the cross-entropy of each label, by name. The test that brings an objective adds it."""
 
 
 def step(
@@ -760,7 +771,8 @@ def step(
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
-    loss, mtp = cross_entropy(logits_GSV, tokens.labels_GS), torch.zeros(())
+    objective, mtp = OBJECTIVES[config.training.objective], torch.zeros(())
+    loss = objective(cross_entropies(logits_GSV, tokens.labels_GS), tokens)
     if further_GSV is not None:
         mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
     of_layers = [layer.terms for layer in layers.values()]

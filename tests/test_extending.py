@@ -62,16 +62,18 @@ def test_the_examples_work(tmp_path: Path) -> None:
         readme.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1)
     )
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
-    assert len(tests) == 7
+    assert len(tests) == 8
     shutil.copy(copy / "titanmoe/moe/balance_losses/router_variance.py", copy / "own_losses.py")
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
-    # The same family outside the package: a file in the folder where the run starts.
+    # The same family and objective outside the package: files in the folder where the run starts.
     (copy / "titanmoe/models/families/conv_moe.py").rename(copy / "my_family.py")
+    (copy / "titanmoe/train/objectives/early_labels.py").rename(copy / "my_objective.py")
+    objective = ("--training.objective", "my_objective:EarlyLabels")
     steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
     named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
-    started = run(copy, "-m", "titanmoe", "train", *steps, *named)
+    started = run(copy, "-m", "titanmoe", "train", *steps, *named, *objective)
     assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
     (metrics,) = (copy / "runs/outside").glob("*/metrics.jsonl")
     assert len(metrics.read_text().splitlines()) == 2

@@ -60,7 +60,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
         )
         for moe in model.moe_layers().values():
             moe.begin_step(1, torch.ones((), dtype=torch.float64), B)
-        model(index.view(B, L), tokens, index.view(B, L)).backward()
+        model(index.view(B, L), tokens, index.view(B, L)).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
 

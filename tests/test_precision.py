@@ -21,7 +21,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
-from titanmoe.models.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.models.vocabulary import chunked_cross_entropy, cross_entropy
 from titanmoe.moe.balance import Balance, statistics
 from titanmoe.moe.router import Router
 from titanmoe.ops.cpu import rowwise
@@ -155,14 +155,14 @@ def test_loss(chunks: int, dtype: torch.dtype) -> None:
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         if chunks:
-            return chunked_cross_entropy_sum(x, weight, label, NO_GROUP, chunks)
-        return cross_entropy_sum(x @ weight.t(), label, NO_GROUP)
+            return chunked_cross_entropy(x, weight, label, NO_GROUP, chunks).sum()
+        return cross_entropy(x @ weight.t(), label, NO_GROUP).sum()
 
     x, weight = (random(n, 8, seed=n).clamp(-2, 2).round().to(dtype) for n in (40, 33))
     if dtype == torch.float32:
         held(loss, x, weight, terms=33 + 40, wide=True)
     logits = (x @ weight.t()).detach()
-    held(lambda logits: cross_entropy_sum(logits, label, NO_GROUP), logits, terms=33 + 40, wide=True)
+    held(lambda logits: cross_entropy(logits, label, NO_GROUP).sum(), logits, terms=33 + 40, wide=True)
     got = loss(x, weight)
     assert got.dtype == torch.float32
     final(got, loss(x.double(), weight.double()), terms=33 + 40)

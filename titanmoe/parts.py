@@ -5,5 +5,6 @@ from titanmoe.data.formats import FORMATS
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.train.objectives.rules import OBJECTIVES
 
-PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES))
+PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES))

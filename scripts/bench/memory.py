@@ -32,7 +32,7 @@ from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy, cross_entropy
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import grouped_product
 from titanmoe.moe.swiglu import plain_down
@@ -121,10 +121,10 @@ def loss(rounds: int) -> Iterator[Row]:
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
     label_T = torch.randint(vocabulary, (tokens,))
-    variants = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, NO_GROUP)}
+    variants = {"loss_chunks = 0": lambda: cross_entropy(F.linear(x_TD, weight_VD), label_T, NO_GROUP)}
     for requested in (4, -1, 16, 64):
         n = chunk_count(tokens, vocabulary, 4, requested)
-        variants[f"loss_chunks = {requested}" + f" ({n})" * (requested == -1)] = lambda n=n: chunked_cross_entropy_sum(
+        variants[f"loss_chunks = {requested}" + f" ({n})" * (requested == -1)] = lambda n=n: chunked_cross_entropy(
             x_TD, weight_VD, label_T, NO_GROUP, n
         )
 

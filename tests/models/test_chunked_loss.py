@@ -19,8 +19,8 @@ from titanmoe.models.vocabulary import (
     Head,
     _slices,
     chunk_count,
-    chunked_cross_entropy_sum,
-    cross_entropy_sum,
+    chunked_cross_entropy,
+    cross_entropy,
 )
 from titanmoe.tokens import IGNORE
 
@@ -35,8 +35,10 @@ def operands(dtype: torch.dtype, ignored: slice = slice(None, None, 3), scale: f
     return [x_TD.requires_grad_(), weight_VD.requires_grad_(), label_T]
 
 
-def results(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
-    return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
+def results(loss_T: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """With another weight for each token."""
+    weight_T = torch.linspace(1, 5, len(loss_T), dtype=loss_T.dtype)
+    return [loss_T.detach(), *torch.autograd.grad(loss_T, leaves, weight_T)]
 
 
 @pytest.mark.parametrize("chunks", [2, 5, V])
@@ -44,8 +46,8 @@ def results(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ignored: slice, chunks: int) -> None:
     x_TD, weight_VD, label_T = operands(dtype, ignored)
-    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
-    got = results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, NO_GROUP, chunks), x_TD, weight_VD)
+    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
+    got = results(chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks), x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         tolerances.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
@@ -53,9 +55,9 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ign
 
 def test_huge_logits_in_a_late_slice_are_finite() -> None:
     x_TD, weight_VD, label_T = operands(torch.float32, scale=100.0)
-    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
+    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
     for a, b in zip(
-        results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, NO_GROUP, 4), x_TD, weight_VD), want, strict=True
+        results(chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, 4), x_TD, weight_VD), want, strict=True
     ):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-2)
@@ -67,12 +69,12 @@ def on_a_rank() -> list[Tensor]:
     tp = Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
     x_TD, weight_VD, label_T = operands(torch.float64)
     mine_vD = weight_VD.detach().chunk(tp.size)[tp.rank].clone().requires_grad_()
-    return results(chunked_cross_entropy_sum(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
+    return results(chunked_cross_entropy(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
 
 
 def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
-    loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
+    loss, grad_x, grad_w = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
     ranks = world.run(3, on_a_rank)
     for got, *_ in ranks:
         torch.testing.assert_close(got, loss, rtol=1e-12, atol=1e-12)
@@ -83,16 +85,17 @@ def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
     hidden_TD = x_TD * 1
-    loss = chunked_cross_entropy_sum(hidden_TD, weight_VD, label_T, NO_GROUP, 4)
-    want = torch.autograd.grad(loss, (x_TD, weight_VD), retain_graph=True)
+    loss = chunked_cross_entropy(hidden_TD, weight_VD, label_T, NO_GROUP, 4)
+    ones = torch.ones_like(loss)
+    want = torch.autograd.grad(loss, (x_TD, weight_VD), ones, retain_graph=True)
     products = []
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda *x, **out: products.append("weight") or mm(*x, **out))
-    (got_x,) = torch.autograd.grad(loss, (x_TD,), retain_graph=True)
+    (got_x,) = torch.autograd.grad(loss, (x_TD,), ones, retain_graph=True)
     assert not products
     edge = weight_VD.view_as(weight_VD).grad_fn.next_functions[0][0]
     start = (GradientEdge(loss.grad_fn, 0),)
-    (got_w,) = torch.autograd.grad(start, (GradientEdge(edge, 0),), (torch.ones_like(loss),))
+    (got_w,) = torch.autograd.grad(start, (GradientEdge(edge, 0),), (ones,))
     assert len(products) == 4
     assert torch.equal(got_x, want[0]) and torch.equal(got_w, want[1])
 
@@ -108,9 +111,9 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
         leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
         with Live() as live:
             if n == 1:
-                cross_entropy_sum(leaves[0] @ leaves[1].t(), label_T, NO_GROUP).backward()
+                cross_entropy(leaves[0] @ leaves[1].t(), label_T, NO_GROUP).sum().backward()
             else:
-                chunked_cross_entropy_sum(*leaves, label_T, NO_GROUP, n).backward()
+                chunked_cross_entropy(*leaves, label_T, NO_GROUP, n).sum().backward()
         peaks[n] = live.peak - 2 * sum(x.nbytes for x in leaves)
     assert peaks[chunks] <= peaks[1] / chunks * 1.1, peaks
 
@@ -123,7 +126,7 @@ def test_wide_slices_are_whole_units() -> None:
 
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy_sum", lambda *a: given.append(a[4]))
+    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy", lambda *a: given.append(a[4]) or a[2])
     for device in ("cpu", "meta"):  # anything but the CPU
         head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
         head.loss(torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device), torch.empty(1, 4096, device=device))
@@ -170,7 +173,8 @@ def gathers_of_the_head(chunks: int) -> int:
         piece = take_slice(
             batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
         )
-        trainer.training.gradients.engine.run([piece], totals.labels)
+        gradients = trainer.training.gradients
+        gradients.engine.run([piece], gradients.objective.sum, totals.count)
     finally:
         StraightToPlace.__call__ = gather
     model = parity.read(changes, trainer.training.runtime.world).model

@@ -13,7 +13,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.models.count import parameters
 from titanmoe.models.families import mixers, names, preset
 from titanmoe.models.transformer import Transformer
-from titanmoe.models.vocabulary import cross_entropy_sum
+from titanmoe.models.vocabulary import cross_entropy
 from titanmoe.tokens import IGNORE
 
 SIZES = [(family, size) for family, sizes in names().items() for size in sizes]
@@ -143,18 +143,19 @@ def test_stages_share_the_parameters_out_under_the_same_names() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
-def test_cross_entropy_sum_is_torchs(dtype: torch.dtype, ignored: str) -> None:
+def test_cross_entropy_is_torchs(dtype: torch.dtype, ignored: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits_TV = (4 * torch.randn(20, 11, generator=generator)).to(dtype).requires_grad_()
     label_T = torch.randint(11, (20,), generator=generator)
     label_T[{"none": slice(0), "some": slice(None, None, 3), "all": slice(None)}[ignored]] = IGNORE
     wide = torch.promote_types(dtype, torch.float32)
-    want = F.cross_entropy(logits_TV.to(wide), label_T, reduction="sum", ignore_index=-100)
-    (want_grad,) = torch.autograd.grad(3 * want, logits_TV)
-    got = cross_entropy_sum(logits_TV, label_T, NO_GROUP)
-    assert got.dtype == wide and (ignored != "all" or float(got.detach()) == 0)
+    want = F.cross_entropy(logits_TV.to(wide), label_T, reduction="none", ignore_index=-100)
+    weight_T = torch.linspace(1, 5, 20, dtype=wide)
+    (want_grad,) = torch.autograd.grad(want, logits_TV, weight_T)
+    got = cross_entropy(logits_TV, label_T, NO_GROUP)
+    assert got.dtype == wide
     torch.testing.assert_close(got, want)
-    (got_grad,) = torch.autograd.grad(3 * got, logits_TV)
+    (got_grad,) = torch.autograd.grad(got, logits_TV, weight_T)
     torch.testing.assert_close(got_grad, want_grad)
     if ignored == "all":
         assert not got_grad.any()
@@ -162,7 +163,7 @@ def test_cross_entropy_sum_is_torchs(dtype: torch.dtype, ignored: str) -> None:
 
 def test_cross_entropy_of_huge_logits_is_finite() -> None:
     logits_TV = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
-    got = cross_entropy_sum(logits_TV, torch.tensor([1, 0]), NO_GROUP)
+    got = cross_entropy(logits_TV, torch.tensor([1, 0]), NO_GROUP).sum()
     got.backward()
     assert float(got.detach()) == pytest.approx(2e4 + torch.tensor(3.0).log().item())
     assert logits_TV.grad.isfinite().all()

@@ -28,7 +28,8 @@ def activation_bytes(changes: dict[str, Any]) -> int:
         batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
     )
     with Live() as live:
-        trainer.training.gradients.engine.run([piece], totals.labels)
+        gradients = trainer.training.gradients
+        gradients.engine.run([piece], gradients.objective.sum, totals.count)
     return live.peak
 
 

@@ -102,7 +102,8 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     slices = trainer.training.slicer.slices(batches)
     losses = []
     for _ in range(2):
-        losses.append(trainer.training.gradients.engine.run(slices, totals.labels, backward=False))
+        gradients = trainer.training.gradients
+        losses.append(gradients.engine.run(slices, gradients.objective.sum, totals.count, backward=False))
         assert not losses[-1].requires_grad
         assert all(p.grad is None for p in trainer.training.parameters.values()), "a gradient without backward"
     alone, again = (

@@ -66,14 +66,14 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     assert len(names) == 4
     found, run = [], trainer.training.gradients.engine.run
 
-    def split(slices: Any, divisor: Any) -> Any:
+    def split(slices: Any, objective: Any, divisor: Any) -> Any:
         (first, *others) = slices
         with _Order() as forward:
-            loss = trainer.training.gradients.engine.model(*first) / divisor
+            loss = objective(trainer.training.gradients.engine.model(*first), first) / divisor
         with _Order() as backward:
             loss.backward()
         found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (forward, backward)])
-        return run(others, divisor) + loss.detach()
+        return run(others, objective, divisor) + loss.detach()
 
     trainer.training.gradients.engine.run = split
     trainer.train_step()

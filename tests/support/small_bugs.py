@@ -232,8 +232,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _AddGradient.apply(loss, self.weight * mtp_loss)",
-            "return _AddGradient.apply(loss, mtp_loss)",
+            "return _AddGradient.apply(loss_BS, self.weight * mtp_loss_BS)",
+            "return _AddGradient.apply(loss_BS, mtp_loss_BS)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [
@@ -309,11 +309,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "std *= 1",
         ),
     ],
-    ("train/gradients.py", NO_GROUP): [
+    ("train/objectives/cross_entropy.py", NO_GROUP): [
         (
             "the loss is divided by tokens, with a label or not",
-            "torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum()))",
-            "torch.stack((b.valid_BS.sum(), b.valid_BS.sum()))",
+            "(batch.labels_BS != IGNORE).sum()",
+            "batch.valid_BS.sum()",
         ),
     ],
     ("train/optimizer.py", NO_GROUP): [
@@ -340,8 +340,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train/validation.py", "tests/train/test_validation.py"): [
         (
             "the loss of tp ranks is added up",
-            "(all_reduce(total, meshes.world) / meshes.tp.size / labels",
-            "(all_reduce(total, meshes.world) / labels",
+            "(all_reduce(total, meshes.world) / meshes.tp.size / count",
+            "(all_reduce(total, meshes.world) / count",
         ),
         (
             "no validation after the last step",

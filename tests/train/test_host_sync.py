@@ -20,6 +20,7 @@ from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
 from titanmoe.rehearse.world import rehearse
 from titanmoe.train.gradients import Slicer
+from titanmoe.train.objectives.cross_entropy import CrossEntropy
 
 ONE = {"model.num_layers": 2, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "moe.bias_update_rate": 0.1}
 ONE |= {"training.mixed_precision_param": "bfloat16", "moe.force_balance": False}
@@ -73,11 +74,11 @@ def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypat
     config, device = parity.read({"model.mtp_depth": depth}, 1), torch.device("meta")
     batches = [parity.batch(config, [m], documents=True) for m in range(2)]
     meshes: Any = SimpleNamespace(tp=NO_GROUP, cp=NO_GROUP, data=NO_GROUP)
-    slicer = Slicer(meshes, Placement(1, False), device, with_mtp=depth > 0)
+    slicer = Slicer(meshes, Placement(1, False), device, depth > 0, CrossEntropy(meshes))
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
         totals, slices = slicer.count(batches), slicer.slices(batches)
-    assert totals.labels.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
+    assert totals.count.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
     assert not waits.found
 
 

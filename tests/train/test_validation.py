@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import parity, reference, world
+from tests.support import pair_objective
 from titanmoe import observe
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.observe import listening
@@ -101,11 +102,13 @@ def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packin
     assert got["tokens"] == sum(int(batch.valid_BS.sum()) for (batch,) in batches[1])
 
 
-@pytest.mark.parametrize("mapping", ["dp2 tp2", "cp2 pp2"])
-def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: str) -> None:
+@pytest.mark.parametrize("mapping, objective", [("dp2 tp2", "cross_entropy"), ("cp2 pp2", pair_objective.NAME)])
+def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: str, objective: str) -> None:
     """Over several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the
     weights stay equal to the plain model's initial ones."""
     own = {"validation.interval": 2, "validation.steps": 0, "validation.held_out": 3, "optimizer.lr": 0.0}
+    if objective == pair_objective.NAME:
+        own |= {"training.objective": objective, "training.local_batch_size": 2}
     changes = recipe(texts, **own, **{"moe.jitter": 0.1, "training.global_batch_size": 4})
     got = world.run(4, trained, changes | MAPPINGS[mapping])[0]["validation"]
     assert got[0] == {} and len(got) == 2
@@ -119,7 +122,7 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
         number = int((tokens.labels_GS != reference.IGNORE).sum())
         total += float(reference.cross_entropy(logits_GSV, tokens.labels_GS)) * number
         labels += number
-        padding.append(sum(not bool(batch.valid_BS.any()) for batch in batches))
+        padding.append(sum(int((~batch.valid_BS.any(1)).sum()) for batch in batches))
     assert len(padding) > 2 and padding[-1] > 0
     assert got[1]["val_loss"] == pytest.approx(total / labels, rel=1e-10)
     assert got[1]["val_perplexity"] == pytest.approx(math.exp(total / labels), rel=1e-9)

@@ -225,6 +225,8 @@ class Training:
     """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
+    objective: str = "cross_entropy"
+    """What the run minimises, as a sum over the step that is divided once by what it counts. {parts}"""
     mtp_weight: Annotated[float, NOT_NEGATIVE] = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     loss_chunks: Annotated[int, Range(0, 2**24, derived=True)] = -1

@@ -4,7 +4,7 @@ At position i it sees the hidden state of i, before the final norm, and the embe
 goes through the model's own head. In the published checkpoints the embedding comes first in `project`'s columns. It is
 trained along with the model: its cross-entropy, times training.mtp_weight, adds its gradient to that of the loss.
 
-Shapes: B samples, s owned positions, D model, M microbatches of a step.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches of a step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from titanmoe.tokens import Tokens
 
 
 class _AddGradient(torch.autograd.Function):
-    """The loss unchanged, whose gradient also reaches the other loss."""
+    """The losses unchanged, whose gradients also reach the other losses."""
 
     @staticmethod
-    def forward(ctx, loss, other_loss):
-        return loss.clone()  # on a view, FSDP would lose its hooks
+    def forward(ctx, loss_BS, other_loss_BS):
+        return loss_BS.clone()  # on a view, FSDP would lose its hooks
 
     @staticmethod
-    def backward(ctx, grad):
-        return grad, grad
+    def backward(ctx, grad_BS):
+        return grad_BS, grad_BS
 
 
 class MultiToken(nn.Module):
@@ -46,7 +46,7 @@ class MultiToken(nn.Module):
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
-    def add_loss(self, loss: Tensor, mtp_loss: Tensor, microbatch: Tensor) -> Tensor:
+    def add_loss(self, loss_BS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
         with torch.no_grad():
-            self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss.view(1).to(torch.float64))
-        return _AddGradient.apply(loss, self.weight * mtp_loss)
+            self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
+        return _AddGradient.apply(loss_BS, self.weight * mtp_loss_BS)

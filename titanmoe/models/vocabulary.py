@@ -41,8 +41,9 @@ class Embedding(nn.Module):
         return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
-class _CrossEntropySum(torch.autograd.Function):
-    """Sum over tokens of logsumexp(logits) - logit[label]; the logits are only ever this rank's columns."""
+class _CrossEntropy(torch.autograd.Function):
+    """logsumexp(logits) - logit[label] of each token, 0 if it has no label. The logits are only ever this rank's
+    columns."""
 
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp):
@@ -53,18 +54,18 @@ class _CrossEntropySum(torch.autograd.Function):
         label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (is_own_T & has_label_T)
         total_T, label_logit_T = all_reduce(torch.stack((exp_TV.sum(1), label_logit_T)), tp)
         ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, is_own_T & has_label_T, has_label_T)
-        return ((total_T.log() - label_logit_T) * has_label_T).sum()
+        return (total_T.log() - label_logit_T) * has_label_T
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad_T):
         softmax_TV, row_T, is_own_T, has_label_T = ctx.saved_tensors
         grad_TV = softmax_TV * has_label_T.unsqueeze(1)
         grad_TV.scatter_add_(1, row_T.unsqueeze(1), -is_own_T.unsqueeze(1).to(grad_TV.dtype))
-        return grad_TV * grad, None, None
+        return grad_TV * grad_T.unsqueeze(1), None, None
 
 
-def cross_entropy_sum(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
-    return _CrossEntropySum.apply(promote(logits_TV), label_T, tp)
+def cross_entropy(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
+    return _CrossEntropy.apply(promote(logits_TV), label_T, tp)
 
 
 CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
@@ -107,8 +108,8 @@ def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: T
     return grad_Tv.mul_(scale_T.unsqueeze(1)).to(logits_Tv.dtype)
 
 
-class _ChunkedCrossEntropySum(torch.autograd.Function):
-    """cross_entropy_sum of x times the head's weight, with never more logits in memory than one slice's.
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """cross_entropy of x times the head's weight, with never more logits in memory than one slice's.
 
     The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product,
     rounded once, and products stay large. Forward keeps a running log-sum-exp; backward computes the logits again.
@@ -133,15 +134,15 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
         ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, highest_T + total_T.log())
         ctx.chunks, ctx.kernels = chunks, kernels
-        return ((total_T.log() - label_logit_T) * has_label_T).sum()
+        return (total_T.log() - label_logit_T) * has_label_T
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad_T):
         x_TD, weight_VD, row_T, has_label_T, log_total_T = ctx.saved_tensors
-        scale_T, use_kernel = has_label_T * grad, fused(ctx.kernels, x_TD)
+        scale_T, use_kernel = has_label_T * grad_T, fused(ctx.kernels, x_TD)
         if use_kernel:
             from titanmoe.ops.kernels.loss import loss_slice_backward
-        grad_x_TD = torch.zeros_like(x_TD, dtype=grad.dtype) if gradient_wanted(ctx, 0) else None
+        grad_x_TD = torch.zeros_like(x_TD, dtype=grad_T.dtype) if gradient_wanted(ctx, 0) else None
         grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
         begin = 0
         for weight_vD in _slices(weight_VD, ctx.chunks):
@@ -161,16 +162,17 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
 
 
 @torch.compiler.disable  # its graph would repeat the operations for every chunk
-def chunked_cross_entropy_sum(
+def chunked_cross_entropy(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int, kernels: str = "auto"
 ) -> Tensor:
-    return _ChunkedCrossEntropySum.apply(with_own_node(x_TD), with_own_node(weight_VD), label_T, tp, chunks, kernels)
+    return _ChunkedCrossEntropy.apply(with_own_node(x_TD), with_own_node(weight_VD), label_T, tp, chunks, kernels)
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary, loss. With labels: the sum of the cross-entropy; without: logits.
+    """Final norm, projection to the vocabulary, loss. With labels: the cross-entropy of each, 0 where there is none;
+    without: logits.
 
-    mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their loss comes
+    mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their losses come
     second.
     """
 
@@ -197,16 +199,19 @@ class Head(nn.Module):
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
-        loss = self.loss(normed_BsD, labels_BS)
+        loss_BS = self.loss(normed_BsD, labels_BS)
         if mtp is None:
-            return loss
-        return loss, self.loss(*mtp)
+            return loss_BS
+        return loss_BS, self.loss(*mtp)
 
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
         most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
+        label_T = labels_BS.flatten()
         if chunks > 1:
-            return chunked_cross_entropy_sum(x_TD, weight_VD, labels_BS.flatten(), self.tp, chunks, self.kernels)
-        return cross_entropy_sum(F.linear(x_TD, weight_VD), labels_BS.flatten(), self.tp)
+            loss_T = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels)
+        else:
+            loss_T = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp)
+        return loss_T.view_as(labels_BS)

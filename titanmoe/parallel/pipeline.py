@@ -6,7 +6,7 @@ are split already, so `Pipeline.run` calls the function below it, which takes mi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, single_order, stage_ranks
 from titanmoe.models.transformer import Transformer
+from titanmoe.observe import region
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import Slice
 
@@ -56,6 +57,9 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
 
 
 # ---- running
+
+Objective = Callable[[Tensor, Slice], Tensor]
+"""From the cross-entropy of each label (B, S) of a microbatch, and the microbatch, this rank's sum of the loss."""
 
 
 class Chunks:
@@ -168,14 +172,16 @@ class WithoutPipeline:
     def __init__(self, models: list[Transformer], reduce_once: bool):
         (self.model,), self.reduce_once = models, reduce_once
 
-    def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
+    def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         with torch.set_grad_enabled(backward):
-            for m, (ids_BS, tokens, labels_BS) in enumerate(slices):
+            for m, piece in enumerate(slices):
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                loss = self.model(ids_BS, tokens, labels_BS) / divisor
+                loss_BS = self.model(*piece)
+                with region("head and loss"):
+                    loss = objective(loss_BS, piece) / divisor
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -205,7 +211,7 @@ class Pipeline:
         # Static shapes: without them the first step runs an extra, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
-        loss = torch.empty((), dtype=torch.promote_types(compute, torch.float32), device="meta")
+        loss = torch.empty(B, length, dtype=torch.promote_types(compute, torch.float32), device="meta")
         self.stages = [
             Stage(
                 model,
@@ -242,8 +248,9 @@ class Pipeline:
             rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
         self.bubble = bubble(rows, len(ranks))
 
-    def _scaled(self, loss: Tensor, _target: Tensor) -> Tensor:
-        return loss / self.divisor
+    def _scaled(self, loss_BS: Tensor, piece: Slice) -> Tensor:
+        with region("head and loss"):
+            return self.objective(loss_BS, piece) / self.divisor
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -262,8 +269,8 @@ class Pipeline:
         finally:
             self.schedule.pipeline_order_with_comms = table
 
-    def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
-        self.divisor, losses = divisor, []
+    def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
+        self.objective, self.divisor, losses = objective, divisor, []
         self.schedule._has_backward = backward
         for stage in self.stages:
             stage.has_backward = backward
@@ -276,7 +283,7 @@ class Pipeline:
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS} for s in slices],
-                [s.labels_BS for s in slices],
+                slices,
                 losses,
             )
         total = torch.zeros((), dtype=torch.float64, device=self.device)

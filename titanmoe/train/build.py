@@ -36,6 +36,8 @@ from titanmoe.train.guard import Guard
 from titanmoe.train.header import header, set_up
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
+from titanmoe.train.objectives.cross_entropy import CrossEntropy
+from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
@@ -74,8 +76,11 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
+    objective = OBJECTIVES.implementation(training.objective)(meshes)
     counted, samples = statistics(config.moe), batches.global_batch_size
-    gradients = Gradients(stages, engine, tied, shared_buffers, meshes, config.model, counted, samples, state, device)
+    gradients = Gradients(
+        stages, engine, objective, tied, shared_buffers, meshes, config.model, counted, samples, state, device
+    )
     weights = gradients.parameters
     update = optimizer(weights, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
@@ -83,7 +88,7 @@ def build_training(
     if config.validation.interval:
         documents = batches.held_out if config.validation.held_out else ()
         samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        slicer = Slicer(meshes, place, device, with_mtp=False)
+        slicer = Slicer(meshes, place, device, False, CrossEntropy(meshes))
         validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, update, buffers, batches)
@@ -102,7 +107,7 @@ def build_training(
         buffers=buffers,
         moe_layers=gradients.moe_layers,
         loader=batches,
-        slicer=Slicer(meshes, place, device, with_mtp),
+        slicer=Slicer(meshes, place, device, with_mtp, objective),
         gradients=gradients,
         guard=guard,
         optimizer=update,
@@ -129,7 +134,8 @@ def build_training(
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
-    guess = math.log(config.model.vocab_size) if config.data.source != "synthetic" else math.inf
+    known = OBJECTIVES.look_up(config.training.objective).loss_of_a_guess(config)
+    guess = known if config.data.source != "synthetic" else math.inf
     return Metrics(
         config.metrics,
         config.model,

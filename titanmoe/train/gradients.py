@@ -26,7 +26,7 @@ from titanmoe.parallel.norm import grad_norm
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
-from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.run_state import RunState
 
 
@@ -34,7 +34,7 @@ from titanmoe.train.run_state import RunState
 class Totals:
     """Counts of a step's batch over all ranks."""
 
-    labels: Tensor  # tokens with a loss
+    count: Tensor  # of what the objective divides by, such as labels
     tokens: Tensor  # tokens that are not padding
 
 
@@ -73,14 +73,16 @@ class Sums(NamedTuple):
 class Slicer:
     """From a data rank's batches to what this rank works on."""
 
-    def __init__(self, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool):
+    def __init__(
+        self, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool, objective: Objective
+    ):
         self.meshes, self.placement, self.device, self.with_mtp = meshes, placement, device, with_mtp
+        self.objective = objective
 
     def count(self, batches: list[Batch]) -> Totals:
-        mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
-        total = to_device(torch.stack(mine).sum(0).double(), self.device)
-        labels, tokens = all_reduce(total, self.meshes.data)
-        return Totals(labels, tokens)
+        mine = [torch.stack((self.objective.count(b).double(), b.valid_BS.sum().double())) for b in batches]
+        count, tokens = all_reduce(to_device(torch.stack(mine).sum(0), self.device), self.meshes.data)
+        return Totals(count, tokens)
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
         where = (self.meshes, self.placement, self.device)
@@ -91,6 +93,7 @@ class Slicer:
 class Gradients:
     stages: list[Transformer]
     engine: WithoutPipeline | Pipeline
+    objective: Objective
     tied: TiedEnds
     shared_buffers: SharedBuffers | None
     """What a step attaches to its dispatchers."""
@@ -155,13 +158,13 @@ class Gradients:
         symmetric: what to attach to the layers' dispatchers, which are exact without it.
         """
         self.begin_step(totals)
-        # The only division: sums over labels by their global count. Every reduction is a sum.
-        labels = totals.labels.clamp(min=1)
+        # The only division: the objective's sums by their global count. Every reduction is a sum.
+        count = totals.count.where(totals.count > 0, 1)
         dispatchers = [moe.dispatcher for moe in self.moe_layers.values()]
         with symmetric.attach(dispatchers) if symmetric else nullcontext():
-            loss = self.engine.run(slices, labels)
+            loss = self.engine.run(slices, self.objective.sum, count)
         mtp_loss = sum(
-            (mtp.loss_M.sum() / labels for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
+            (mtp.loss_M.sum() / count for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
         )
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)

@@ -27,7 +27,7 @@ class Validation:
     last: int
     samples: Iterable[list[Batch]]
     slicer: Slicer
-    """Without what multi-token prediction needs."""
+    """Without what multi-token prediction needs, and with cross-entropy as its objective."""
     gradients: Gradients
     state: RunState
     best: float = math.inf
@@ -52,13 +52,13 @@ class Validation:
 
     def loss(self) -> float:
         """Cross entropy, summed over all labels of the set and divided by their number."""
-        gradients, meshes = self.gradients, self.slicer.meshes
+        gradients, meshes, objective = self.gradients, self.slicer.meshes, self.slicer.objective
         one = torch.ones((), dtype=torch.float64, device=self.slicer.device)
-        total, labels = torch.zeros_like(one), torch.zeros_like(one)
+        total, count = torch.zeros_like(one), torch.zeros_like(one)
         for batches in self.samples:
             totals = self.slicer.count(batches)
             gradients.begin_step(totals)
-            total += gradients.engine.run(self.slicer.slices(batches), one, backward=False)
-            labels += totals.labels
+            total += gradients.engine.run(self.slicer.slices(batches), objective.sum, one, backward=False)
+            count += totals.count
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        return (all_reduce(total, meshes.world) / meshes.tp.size / labels.clamp(min=1)).item()
+        return (all_reduce(total, meshes.world) / meshes.tp.size / count.clamp(min=1)).item()

@@ -1,0 +1,49 @@
+"""Objectives: what they refuse, and that the step and every pipeline take one that is no sum over labels."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests import parity, reference
+from tests.support import pair_objective
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.train.objectives.rules import OBJECTIVES
+
+reference.OBJECTIVES[pair_objective.NAME] = pair_objective.mean
+PAIRS = {
+    "training.objective": pair_objective.NAME,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {"parallelism.cp": 2, "parallelism.tp": 2},
+        {"parallelism.pp": 2, "parallelism.cp": 2, "pipeline.schedule": "1F1B"},
+        {"parallelism.pp": 2, "pipeline.schedule": "DualPipeV", "model.num_layers": 4},
+    ],
+    ids=["cp and tp", "cp and pp", "a pipeline in a V"],
+)
+def test_no_mapping_changes_the_loss_of_pairs(mapping: dict[str, Any]) -> None:
+    """A sample's labels are added up over cp before a function that is not linear."""
+    size = 4 if "parallelism.cp" in mapping else 2
+    more = {"training.global_batch_size": 8} if mapping.get("pipeline.schedule") == "DualPipeV" else {}
+    parity.check(size, PAIRS | mapping | more, steps=1)
+
+
+def test_an_objective_refuses_multi_token_prediction_unless_it_says_so() -> None:
+    assert parity.read({"model.mtp_depth": 1}, 1).training.objective == "cross_entropy"
+    with pytest.raises(ConfigError, match=r"says nothing of the token after next, .* use mtp_depth = 0, or objective"):
+        parity.read(PAIRS | {"model.mtp_depth": 1}, 1)
+
+
+def test_what_a_guess_loses() -> None:
+    config = Config()
+    assert OBJECTIVES.look_up("cross_entropy").loss_of_a_guess(config) == math.log(config.model.vocab_size)
+    assert OBJECTIVES.look_up(pair_objective.NAME).loss_of_a_guess(config) == math.inf

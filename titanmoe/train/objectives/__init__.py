@@ -1,0 +1,1 @@
+"""What a run minimises, made from the cross-entropy of each label."""

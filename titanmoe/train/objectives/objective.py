@@ -1,0 +1,34 @@
+"""What an objective is: a sum, and the number that it is divided by.
+
+The step's loss is the sum over all microbatches and ranks divided by the count over all of them, once. Only ranks with
+the last pipeline stage have a sum, and all ranks of a tp group the same one; cp ranks have parts of a sample each.
+
+Where the loss of a sample is no sum over its labels, such as that of a pair of answers (DPO), `sum` first adds up each
+sample's labels, over the cp ranks too (`sum_over` in titanmoe.comm.collectives, with gradients), then returns this cp
+rank's share: the loss of the pair / meshes.cp.size. `count` is then the number of pairs.
+
+Shapes: B samples, S positions of the attention slice.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from titanmoe.data.batch import Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.parallel.batch_slice import Slice
+
+
+class Objective:
+    def __init__(self, meshes: Meshes):
+        self.meshes = meshes
+
+    def sum(self, loss_BS: Tensor, piece: Slice) -> Tensor:
+        """This rank's sum over a microbatch. loss_BS: each label's cross-entropy, its negative log-likelihood, 0 where
+        there is no label, in float32 at least; gradients go through it. piece: ids, labels and places of the same
+        positions."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `sum`")
+
+    def count(self, batch: Batch) -> Tensor:
+        """Of whole samples, before they are cut for cp and tp, on the host."""
+        raise NotImplementedError(f"{type(self).__name__} has no method `count`")

@@ -1,0 +1,54 @@
+"""What is known of each objective without torch, and the table of their names.
+
+A new objective is a file, with its rules in it, and a line in OBJECTIVES.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+
+
+class ObjectiveRules(Rules):
+    """What holds for an objective; these are the usual answers. Its loss is reported as `loss`; validation reports
+    cross-entropy with any."""
+
+    further_tokens = False
+    """Whether the cross-entropy of multi-token prediction may get the gradients of that of the same positions."""
+
+    def loss_of_a_guess(self, config: Config) -> float:
+        """Of a model that gives every token the same probability; a loss that stays above is reported. Infinite if it
+        is not known."""
+        return math.inf
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        if config.model.mtp_depth and not self.further_tokens:
+            yield Violation(
+                ("training.objective", "model.mtp_depth"),
+                f'training.objective = "{config.training.objective}" says nothing of the token after next, which '
+                f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
+                '"cross_entropy"',
+            )
+
+
+class CrossEntropyRules(ObjectiveRules):
+    help = "cross_entropy is the mean over all labels."
+    implementation = "titanmoe.train.objectives.cross_entropy:CrossEntropy"
+    further_tokens = True
+
+    def loss_of_a_guess(self, config: Config) -> float:
+        return math.log(config.model.vocab_size)
+
+
+OBJECTIVES = Kind(
+    "training.objective",
+    {
+        "cross_entropy": CrossEntropyRules(),
+    },
+    ObjectiveRules,
+    members=("sum", "count"),
+)
