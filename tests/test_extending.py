@@ -33,9 +33,10 @@ LISTS = (
         "tests/test_parity.py::test_debug_sizes_of_every_family[small_moe]",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
+        "tests/train/test_optimizer.py::test_rules_are_true[momentum]",
     ),
 )
-"""Tests that know dispatchers, families, formats and recipes by name."""
+"""Tests that know dispatchers, families, formats, optimizers and recipes by name."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
 ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 

@@ -4,5 +4,6 @@ from titanmoe.config.parts import Parts
 from titanmoe.data.formats import FORMATS
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
-PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS))
+PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, OPTIMIZERS))
