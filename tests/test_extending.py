@@ -67,10 +67,12 @@ def test_the_examples_work(tmp_path: Path) -> None:
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
-    # The same family outside the package: a file in the folder where the run starts.
+    # The same family and optimizer outside the package: files in the folder where the run starts.
     (copy / "titanmoe/models/families/conv_moe.py").rename(copy / "my_family.py")
+    (copy / "titanmoe/train/optimizers/momentum.py").rename(copy / "my_momentum.py")
     steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
     named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
+    named += ("--optimizer.name", "my_momentum:Momentum")
     started = run(copy, "-m", "titanmoe", "train", *steps, *named)
     assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
     (metrics,) = (copy / "runs/outside").glob("*/metrics.jsonl")
