@@ -33,9 +33,10 @@ LISTS = (
         "tests/test_parity.py::test_debug_sizes_of_every_family[small_moe]",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
+        "tests/train/test_optimizer.py::test_rules_are_true[momentum]",
     ),
 )
-"""Tests that know dispatchers, families, formats and recipes by name."""
+"""Tests that know dispatchers, families, formats, optimizers and recipes by name."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
 ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 
@@ -67,13 +68,15 @@ def test_the_examples_work(tmp_path: Path) -> None:
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
-    # The same family and objective outside the package: files in the folder where the run starts.
+    # The same family, objective and optimizer outside the package: files in the folder where the run starts.
     (copy / "titanmoe/models/families/conv_moe.py").rename(copy / "my_family.py")
     (copy / "titanmoe/train/objectives/early_labels.py").rename(copy / "my_objective.py")
     objective = ("--training.objective", "my_objective:EarlyLabels")
+    optimizer = ("--optimizer.name", "my_momentum:Momentum")
+    (copy / "titanmoe/train/optimizers/momentum.py").rename(copy / "my_momentum.py")
     steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
     named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
-    started = run(copy, "-m", "titanmoe", "train", *steps, *named, *objective)
+    started = run(copy, "-m", "titanmoe", "train", *steps, *named, *objective, *optimizer)
     assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
     (metrics,) = (copy / "runs/outside").glob("*/metrics.jsonl")
     assert len(metrics.read_text().splitlines()) == 2

@@ -30,7 +30,7 @@ from titanmoe.ops.device import Hardware, as_on
 from titanmoe.parallel import context
 from titanmoe.parallel.norm import local_norms
 from titanmoe.tokens import Tokens
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers.adamw import AdamW
 
 DTYPES = [torch.bfloat16, torch.float32]
 both = pytest.mark.parametrize("dtype", DTYPES)
@@ -227,7 +227,7 @@ def test_moments_and_weights(implementation: str) -> None:
     options = Options(implementation=implementation, lr=0.01, weight_decay=0.1)
     config = SimpleNamespace(optimizer=options, training=SimpleNamespace(steps=10), lr_schedule=None)
     parameter = torch.nn.Parameter(random(30, 20))
-    optimizer, weights, moments = Optimizer({"w": parameter}, options), {"w": parameter.detach().double()}, {}
+    optimizer, weights, moments = AdamW({"w": parameter}, options), {"w": parameter.detach().double()}, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "learning_rate", lambda config, step: options.lr)
         for step in range(1, 4):

@@ -89,7 +89,7 @@ ARROWS["data"] = {"config", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
 ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours", "parts"}
-ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "rehearse"}
+ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "rehearse", "train"}
 
 
 @functools.cache

@@ -6,5 +6,6 @@ from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train.objectives.rules import OBJECTIVES
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
-PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES))
+PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS))

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests import parity
+from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.rules import OptimizerRules
 
 SAVED, LAST = 1, 2
 # The real loader over counted random tokens; every mapping of 8 ranks with few enough data ranks is legal.
@@ -24,6 +26,19 @@ RUN: dict[str, Any] = {
     "checkpoint.keep_last": 0,
     "job.name": "run",
 }
+
+
+class Still(Optimizer):
+    """Leaves the weights as they are."""
+
+    rules = OptimizerRules()
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {name: {} for name in self.local_shards}
+
+    def step(self, lr: float) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 @dataclass
@@ -63,8 +78,8 @@ def everything(trainer: Any) -> dict[str, torch.Tensor]:
     out = dict(trainer.training.parameters) | trainer.training.buffers
     for name, moments in trainer.training.optimizer.moments().items():
         like = trainer.training.parameters[name]
-        for moment in ("exp_avg", "exp_avg_sq"):
+        for moment, tensor in moments.items():
             out[f"{moment}.{name}"] = DTensor.from_local(
-                moments[moment], like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+                tensor, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
             )
     return out

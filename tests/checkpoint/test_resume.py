@@ -191,6 +191,22 @@ def test_what_cannot_change_is_refused(saved: Path, change: dict[str, Any], word
         assert word in str(refused.value)
 
 
+def test_another_optimizer_begins_from_the_weights_alone(saved: Path, tmp_path: Path) -> None:
+    still = mapping() | ONE | {"optimizer.name": "tests.checkpoint.runs:Still", "optimizer.eps": 1e-8}
+    with pytest.raises(world.RankError) as refused:
+        go(1, saved, still)
+    path = saved / f"run/checkpoints/step-{SAVED:08}"
+    assert (
+        'optimizer.name = "tests.checkpoint.runs:Still" cannot go on from the moments of "adamw", which the checkpoint '
+        'has: set optimizer.name = "adamw", or begin a run of another job.name from its weights, with checkpoint.load '
+        f'= "{path}" and checkpoint.model_only = true'
+    ) in str(refused.value)
+    there = {"checkpoint.load": str(path), "checkpoint.model_only": True, "checkpoint.enable": False}
+    weights, stepped = go(1, saved, mapping() | ONE, until=SAVED).state, go(1, tmp_path, still | there, until=1)
+    assert list(stepped.loss) == [1] and stepped.state
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in stepped.state.items() if "bias" not in name)
+
+
 def test_a_derived_batch_stays_what_it_was(tmp_path: Path) -> None:
     from titanmoe.config import ConfigError
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.load import peek
+from titanmoe.fold.degrees import derive
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
 from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
+from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.search import search
+from titanmoe.train import out_of_memory
+from titanmoe.train.optimizers.rules import OPTIMIZERS, AdamWRules, OptimizerRules
 
 CPUS, GPUS = Machine(0, 2, 24 << 30), Machine(8, 64, 80 << 30)
 LONG = ("debug", "--training.seq_len", "16384", "--training.local_batch_size", "64", "--training.global_batch_size=-1")
@@ -117,3 +122,30 @@ def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_
     assert one_rank.machine == one_rank.rank and two_ranks.machine == 2 * one_rank.rank > on_gpu.machine / 2, (
         "the first stage holds most"
     )
+
+
+class StatelessRules(OptimizerRules):
+    reads = tuple(set(AdamWRules.reads) - {"offload"})
+    numbers_per_weight = 0
+
+
+def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessRules())
+    config, _ = peek(["--config", "debug_pp"], PARTS)
+    with_moments = memory_check.memory_need(config, 4, 4, CPUS)
+    config.optimizer.name = "stateless"
+    without = memory_check.memory_need(config, 4, 4, CPUS)
+    assert without.state * 2 == pytest.approx(with_moments.state, rel=0.01) and without.rank < with_moments.rank
+    assert all(rank.moments == 0 for rank in rank_memories(config, derive(4, config.parallelism)))
+    assert sum(out_of_memory._state(5, config, torch.device("cuda")).values()) == 10
+    assert "optimizer.offload" not in "".join(out_of_memory.settings(config, 9, 1, 8))
+    (problem,) = refused("olmoe_7b_a1b", "--optimizer.name", "stateless").problems
+    assert float(re.findall(r"alone are (\d+.\d) GB a rank", problem)[0]) == pytest.approx(8 * 6.92 / 8, rel=0.01)
+
+
+def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessRules())
+    config, _ = peek(["--config", "debug"], PARTS)
+    assert {"optimizer.offload": True} in list(memory_check._ways(config, 2, GPUS))[-1]
+    config.optimizer.name = "stateless"
+    assert list(memory_check._ways(config, 2, GPUS))[-1] == [{}]

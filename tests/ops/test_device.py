@@ -22,7 +22,8 @@ SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
 CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/runtime.py", "parallel/pairs.py"}
 CALLS_CUDA |= {"moe/dispatchers/symm_mem.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
-CALLS_CUDA |= {"train/offload.py", "train/out_of_memory.py", "launcher/fit_ranks.py", "launcher/check_cluster.py"}
+CALLS_CUDA |= {"train/optimizers/offload.py", "train/out_of_memory.py"}
+CALLS_CUDA |= {"launcher/fit_ranks.py", "launcher/check_cluster.py"}
 """Files that check for a real GPU because they call torch.cuda, not to choose which code runs."""
 NO_BACKWARD_ON_CPUS, PREPARES_THE_PROCESS = "parallel/flex.py", "train/runtime.py"
 

@@ -316,14 +316,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "batch.valid_BS.sum()",
         ),
     ],
-    ("train/optimizer.py", NO_GROUP): [
+    ("train/optimizers/adamw.py", NO_GROUP): [
         (
             "weight decay on routers",
             'name.endswith(("router.weight", "gate.weight", "bias"))',
             'name.endswith(("gate.weight", "bias"))',
         ),
     ],
-    ("train/optimizer.py", "tests/checkpoint/test_resume.py"): [
+    ("train/optimizers/adamw.py", "tests/checkpoint/test_resume.py"): [
         (
             "a resumed AdamW corrects its bias as at the first step",
             'state["step"].fill_(updates)',

@@ -13,8 +13,8 @@ from tests import parity, world
 from tests.rehearse.small import config_of
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.rehearse.world import rehearse
-from titanmoe.train import offload
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers import offload
+from titanmoe.train.optimizers.adamw import AdamW
 
 SHAPES = {"a": (40, 7), "b": (3,), "c": (0, 5), "d": (200, 9), "e": (64,), "f": (33, 2), "g": (5, 5, 5)}
 TURN = 2 * 4 * 200
@@ -49,7 +49,7 @@ def stepped(copies: offload.Copies | None, implementation: str, dtype: torch.dty
     """Weights and moments after four steps; copies: None for moments on the device."""
     generator = torch.Generator().manual_seed(0)
     parameters = {name: nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for name, s in SHAPES.items()}
-    optimizer = Optimizer(parameters, Options(implementation=implementation))
+    optimizer = AdamW(parameters, Options(implementation=implementation))
     if copies is not None:
         optimizer.offload = offload.Offload(optimizer.local_shards, copies)
         assert len(optimizer.offload.buckets) > offload.BUFFERS
@@ -78,7 +78,8 @@ def test_late_copies_change_no_bit(implementation: str, monkeypatch: pytest.Monk
 def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "TURN", TURN)
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    optimizer = Optimizer(parameters, Options(offload=True))
+    optimizer = AdamW(parameters, Options(offload=True))
+    optimizer.moments()
     assert sum(x.nbytes for x in optimizer.on_host) >= 2 * sum(p.nbytes for p in parameters.values())
     largest = max(bucket.host.nbytes for bucket in optimizer.offload.buckets)
     assert sum(x.nbytes for x in optimizer.on_device) == offload.BUFFERS * largest + 4 * len(parameters)

@@ -1,13 +1,19 @@
-"""What weight decay shrinks."""
+"""What weight decay shrinks; what an optimizer's rules say of it, and who asks them."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.parts import PARTS
+from titanmoe.train.optimizers.adamw import AdamW
+from titanmoe.train.optimizers.rules import OPTIMIZERS, SHARED, OptimizerRules
 
 SPARED = {"norm.weight": (3,), "attention.wq.bias": (3,), "moe.router.weight": (2, 3), "moe.shared.gate.weight": (1, 3)}
 SHRUNK = {"attention.wq.weight": (3, 3), "moe.experts.w1": (2, 3, 3)}
@@ -21,7 +27,62 @@ def test_decay_spares_norms_biases_and_gates_unless_told_otherwise(decay_all: bo
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     options = Options(weight_decay=0.5, decay_all=decay_all, implementation=implementation)
-    Optimizer(parameters, options).step(lr=0.1)
+    AdamW(parameters, options).step(lr=0.1)
     for name, parameter in parameters.items():
         want = 1.0 if name in SPARED and not decay_all else 0.95
         assert parameter.unique().tolist() == pytest.approx([want]), name
+
+
+class Asked:
+    """The defaults, and which of them were asked for."""
+
+    def __init__(self) -> None:
+        self.fields: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.fields.add(name)
+        return getattr(Options(), name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.table)
+def test_rules_are_true(name: str) -> None:
+    """What it reads, and the size of its state, before a step and after."""
+    rules, options = OPTIMIZERS.look_up(name), Asked()
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHRUNK.items()}
+    optimizer = OPTIMIZERS.implementation(name)(parameters, options)
+    weights = sum(p.numel() for p in parameters.values())
+    for _ in range(2):
+        moments = [x for tensors in optimizer.moments().values() for x in tensors.values()]
+        assert sum(x.numel() for x in moments) == rules.numbers_per_weight * weights
+        state = rules.numbers_per_weight * 4 * weights + rules.bytes_per_tensor * len(parameters)
+        assert sum(x.nbytes for x in optimizer.on_device) == state and optimizer.on_host == []
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(0.1)
+        assert all(p.grad is None and not torch.equal(p, torch.ones_like(p)) for p in parameters.values())
+    assert options.fields - set(SHARED) == set(rules.reads)
+
+
+class PlainRules(OptimizerRules):
+    reads = ("beta1",)
+    numbers_per_weight = 0
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS.table, "plain", PlainRules())
+
+
+def test_a_field_that_an_optimizer_does_not_read_is_refused(plain: None) -> None:
+    words = ["--optimizer.name=plain", "--optimizer.beta1=0.5", "--optimizer.lr=1", "--optimizer.skip_spikes=6"]
+    assert load(words, PARTS, lambda config: []).optimizer.name == "plain"
+    with pytest.raises(ConfigError) as refused:
+        load([*words, "--optimizer.eps=0.1", "--optimizer.offload"], PARTS, lambda config: [])
+    assert refused.value.problems == [
+        'command line: optimizer.eps = 0.1 does nothing with optimizer.name = "plain", which reads beta1: leave it '
+        "out, or set it to 1e-08",
+        'command line: optimizer.offload = true does nothing with optimizer.name = "plain", which reads beta1: leave '
+        "it out, or set it to false",
+    ]
+    read = {*SHARED, *(field for name in OPTIMIZERS.table for field in OPTIMIZERS.look_up(name).reads)}
+    assert read == asdict(Options()).keys(), "a field of [optimizer] that no step and no optimizer reads"

@@ -13,6 +13,7 @@ from titanmoe.config.load import peek
 from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
 from titanmoe.train import host_memory, launch, out_of_memory
+from titanmoe.train.optimizers.adamw import AdamW
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
 
 CUDA = (
@@ -41,9 +42,8 @@ def trainer(**changes: int) -> SimpleNamespace:
     config.training.local_batch_size = 4
     weight = torch.nn.Parameter(torch.zeros(1 << 20))
     weight.grad = torch.zeros(1 << 20)
-    adamw = torch.optim.AdamW([weight])
-    adamw.step()
-    optimizer = SimpleNamespace(adamw=adamw)
+    optimizer = AdamW({"w": weight}, config.optimizer)
+    optimizer.moments()
     return SimpleNamespace(
         config=config,
         device=torch.device("cpu"),
@@ -106,7 +106,8 @@ def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
     experts = (package + "moe/layer.py", "forward"), (package + "moe/experts.py", "forward")
     assert where(step, *experts) == "in the MoE layer"
     assert where(step) == "in a block"
-    assert where(step, (package + "train/optimizer.py", "step"), ("/torch/o.py", "step")) == "in the optimizer's step"
+    update = (package + "train/optimizers/adamw.py", "step"), ("/torch/o.py", "step")
+    assert where(step, *update) == "in the optimizer's step"
     engine = ("/torch/autograd/graph.py", "_engine_run_backward")
     assert where(step, engine, (package + "parallel/attend.py", "backward")) == "in backward of attention"
 

@@ -1,7 +1,7 @@
 """The state of a run as named pieces that are independent of the mapping; and which of it a resume may change.
 
     model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
-    optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have its own names); its step is the run's
+    optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have names of its own); its step is the run's
     optimizer.exp_avg_sq.NAME
 
 All else is numbers, kept in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions
@@ -79,6 +79,8 @@ FREE = (
     "top_groups", "sliding_window", "full_attention_every",
 )  # fmt: skip
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
+ONLY = "adamw"
+"""The optimizer of checkpoints from before there was a choice."""
 
 
 def _determines_shapes(path: str) -> bool:
@@ -94,6 +96,18 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         "its weights do not fit; use that value, or start a new run"
         for path in new
         if _determines_shapes(path) and path in old and old[path] != new[path]
+    ]
+
+
+def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
+    """What to say if the moments are another optimizer's. path: of the checkpoint."""
+    before, now = old.get("optimizer.name", ONLY), new["optimizer.name"]
+    if before == now:
+        return []
+    return [
+        f"optimizer.name = {toml_value(now)} cannot go on from the moments of {toml_value(before)}, which the "
+        f"checkpoint has: set optimizer.name = {toml_value(before)}, or begin a run of another job.name from its "
+        f"weights, with checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
     ]
 
 

@@ -249,8 +249,10 @@ class Training:
 
 @dataclass
 class Optimizer:
-    """AdamW."""
+    """How gradients change the weights."""
 
+    name: str = "adamw"
+    """Which optimizer. {parts}"""
     lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE)] = 3e-4
     """Peak learning rate. Smaller for larger models."""
     beta1: Annotated[float, BELOW_ONE] = 0.9

@@ -23,6 +23,7 @@ from titanmoe.plan.devices import Device, names, read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import search
 from titanmoe.rehearse.columns import format_bytes
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1
 """How far the memory of a known GPU may be from that of this machine's."""
@@ -105,7 +106,8 @@ def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[st
     smaller = [batch >> n for n in range(1, batch.bit_length())]
     yield [{}, *({"training.local_batch_size": size} | same_batch for size in smaller)]
     yield [{}, {"parallelism.dp_replicate": 1}] if parallelism.dp_replicate > 1 else [{}]
-    yield [{}, {"optimizer.offload": True}] if machine.gpus and not config.optimizer.offload else [{}]
+    offloads = machine.gpus and "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
+    yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
 
 
 def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
@@ -113,7 +115,8 @@ def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> s
     the number, and leaves a margin for what CUDA keeps from tensors."""
     training, device = config.training, _similar_device(machine)
     usable = device.memory - device.reserved
-    state = 4 * WIDTHS[training.dtype] * parameters(config.model).total
+    numbers = 2 + OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight  # of a weight, its gradient among them
+    state = numbers * WIDTHS[training.dtype] * parameters(config.model).total
     count = world if machine.gpus else 1
     while state / count > usable:
         count *= 2

@@ -22,6 +22,7 @@ from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -148,7 +149,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         sizes.experts, fold.edp, weight_width
     )
     tensors = sum(map(len, units)) + moe * len(sizes.experts)
-    moments = 2 * weights + 4 * tensors
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    moments = optimizer.numbers_per_weight * weights + optimizer.bytes_per_tensor * tensors
 
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):

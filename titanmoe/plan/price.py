@@ -18,9 +18,10 @@ from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, fsdp
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
-OPTIMIZER = 44
-"""Bytes that AdamW, the norm and clipping move per weight in float32."""
+UPDATE = 28
+"""Bytes that the norm, clipping and the update move per weight in float32, without the optimizer's own numbers."""
 
 
 @dataclass
@@ -158,7 +159,8 @@ class Pricer(BlockCosts):
             for (experts, _), (count, layer) in first_rank_blocks.items()
         )
         edges = (sizes.embedding.piece(data) + sizes.head.piece(data)) // (1 if fold.pp == 1 else 2)
-        optimizer = (sharded_weights + edges) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
+        moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
+        optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
         components |= {
             "messages of pp": m * messages,

@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.data_laws import steps_in
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
-from titanmoe.config.schema import Optimizer as OptimizerOptions
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
@@ -38,7 +36,7 @@ from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.rules import OBJECTIVES
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -53,7 +51,6 @@ def build_training(
     runtime: Runtime,
     loader: Callable[[Config, int, int], Loader] = Loader,
     garbage: Callable[[int], GarbageCollection] = GarbageCollection,
-    optimizer: Callable[[dict[str, nn.Parameter], OptimizerOptions], Optimizer] = Optimizer,
     checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
     reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
@@ -77,12 +74,21 @@ def build_training(
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
     objective = OBJECTIVES.implementation(training.objective)(meshes)
-    counted, samples = statistics(config.moe), batches.global_batch_size
     gradients = Gradients(
-        stages, engine, objective, tied, shared_buffers, meshes, config.model, counted, samples, state, device
+        stages,
+        engine,
+        objective,
+        tied,
+        shared_buffers,
+        meshes,
+        config.model,
+        statistics(config.moe),
+        batches.global_batch_size,
+        state,
+        device,
     )
     weights = gradients.parameters
-    update = optimizer(weights, config.optimizer)
+    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(weights, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
     if config.validation.interval:
@@ -91,10 +97,10 @@ def build_training(
         slicer = Slicer(meshes, place, device, False, CrossEntropy(meshes))
         validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
     passed_over = steps_in(config.data.skip_steps)
-    guard = Guard(config.optimizer, passed_over, state, gradients, update, buffers, batches)
+    guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
     checkpoints = Checkpoints(
-        config.checkpoint, config.model, about, runtime, state, batches, validation, update, weights, buffers, rate
+        config.checkpoint, config.model, about, runtime, state, batches, validation, optimizer, weights, buffers, rate
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
     clock = Clock(device)
@@ -110,7 +116,7 @@ def build_training(
         slicer=Slicer(meshes, place, device, with_mtp, objective),
         gradients=gradients,
         guard=guard,
-        optimizer=update,
+        optimizer=optimizer,
         rate=rate,
         report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
         max_grad_norm=config.optimizer.max_grad_norm,

@@ -25,7 +25,7 @@ from titanmoe.config.schema import Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.train.learning_rate import LearningRate, changed_rate
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
@@ -157,6 +157,7 @@ class Checkpoints:
             how = saved.record.get("made", "not made by a training run")
             problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
+            problems += state.refused_optimizer(before, now, saved.path)
             try:
                 self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:

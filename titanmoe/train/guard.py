@@ -23,7 +23,7 @@ from titanmoe.data.loader import Loader
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.gradients import Gradients, StepScalars, StepWork, Sums
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.run_state import RunState
 from titanmoe.train.skips import USUAL
 

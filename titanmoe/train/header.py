@@ -16,11 +16,10 @@ from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.collapse import unbalanced
 from titanmoe.train.console import mapping, saving
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
-MOMENTS = 2
-"""Of AdamW, saved in the weights' dtype."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
+    saved = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
     balance = unbalanced(model, config.moe)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
@@ -65,7 +65,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
-        parameters.total * (1 + MOMENTS) * getattr(torch, training.dtype).itemsize,
+        parameters.total * (1 + saved) * getattr(torch, training.dtype).itemsize,
     )
 
 

@@ -137,7 +137,7 @@ def main(
     **seams: Any,
 ) -> int:
     """watch: called with the config and the Training, and entered for as long as it trains. seams: arguments of
-    build_training, such as another optimizer (docs/extending.md).
+    build_training, such as what checks the numbers of each step.
     """
     die_with_launcher()
     try:

@@ -15,6 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.models.count import parameters
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 
@@ -65,7 +66,8 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
 
 def _state(weights: int, config: Config, device: torch.device) -> dict[str, int]:
     """Bytes that a step needs for weights of so many."""
-    moments = 0 if config.optimizer.offload and device.type == "cuda" else 2 * weights
+    numbers = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
+    moments = 0 if config.optimizer.offload and device.type == "cuda" else numbers * weights
     return {"weights": weights, "gradients": weights, "optimizer state": moments}
 
 
@@ -86,11 +88,10 @@ def _torch_said(error: BaseException) -> str:
 def holds(training: Training) -> dict[str, int]:
     """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
     weights = training.parameters.values()
-    states = getattr(getattr(training.optimizer, "adamw", None), "state", {}).values()
     held = {
         "weights": _bytes(weights),
         "gradients": _bytes(p.grad for p in weights),
-        "optimizer state": _bytes(t for state in states for t in state.values()),
+        "optimizer state": _bytes(training.optimizer.on_device),
     }
     used, room, others = host_memory.resident(), _room(training.device), 0
     if training.device.type == "cuda":
@@ -120,7 +121,8 @@ def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
     keeps_weights = config.parallelism.pp > 1 and config.parallelism.reshard_after_forward != "always"
-    can_offload = not config.optimizer.offload and config.training.device != "cpu"
+    offloads = "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
+    can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"
     less_activation = [
         (batch > 1, f"training.local_batch_size = {batch // 2} (it is {batch}): activations shrink with it"),
         (mode != "full", f'activation_checkpoint.mode = "full" (it is "{mode}"): backward computes blocks again'),

@@ -113,7 +113,8 @@ class Trainer:
             observe.active.gradients(state.step, work, training.parameters)
             if training.max_grad_norm > 0:
                 clip(training.parameters.values(), verdict.sums.norm, training.max_grad_norm)
-            training.optimizer.step(rate)
+            with observe.region("optimizer"):
+                training.optimizer.step(rate)
             num_experts = training.gradients.num_experts
             move_biases(training.moe_layers, verdict.sums.experts, num_experts, training.bias_update_rate)
             state.tokens += scalars.tokens

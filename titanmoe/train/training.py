@@ -19,7 +19,7 @@ from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics
-from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime

@@ -1,4 +1,4 @@
-"""AdamW on plain local tensors, not on DTensors, whose dispatch on a four-dim mesh costs seconds per step."""
+"""AdamW, by torch's own on plain local tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.observe import named
-from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.offload import Offload
+from titanmoe.train.optimizers.offload import Offload
+from titanmoe.train.optimizers.protocol import Optimizer
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -21,10 +20,9 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
-class Optimizer:
+class AdamW(Optimizer):
     def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
-        self.parameters = parameters
-        self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
+        super().__init__(parameters, options)
         decayed = [n for n, p in parameters.items() if options.decay_all or decays(n, p)]
         groups = [
             {"params": [self.local_shards[n] for n in decayed], "weight_decay": options.weight_decay},
@@ -41,15 +39,15 @@ class Optimizer:
         self.offload = Offload(self.local_shards) if options.offload else None
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """AdamW's running means by parameter, not copied; zeros before the first step."""
+        """Its running means; zeros before the first step."""
+        states = self._states()
         if self.offload is not None:
             return {name: dict(zip(MOMENTS, both, strict=True)) for name, both in self.offload.moments().items()}
-        return {name: {key: state[key] for key in MOMENTS} for name, state in self._states().items()}
+        return {name: {key: state[key] for key in MOMENTS} for name, state in states.items()}
 
     @property
     def on_device(self) -> list[torch.Tensor]:
-        """What the device holds between steps."""
-        states = [x for state in self._states().values() for x in state.values()]
+        states = [x for state in self.adamw.state.values() for x in state.values()]
         return states if self.offload is None else [*states, *self.offload.buffers]
 
     @property
@@ -69,12 +67,10 @@ class Optimizer:
         return out
 
     def resume(self, updates: int) -> None:
-        """Continue after this many; the moments have been loaded."""
         for state in self._states().values():
             state["step"].fill_(updates)
 
     @torch.no_grad()
-    @named("optimizer")
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr

@@ -1,0 +1,46 @@
+"""What an optimizer is. It knows this rank's part of every weight, and neither the model nor the mapping.
+
+A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, and its `rules`, and a line in
+`titanmoe/train/optimizers/rules.py`. `adamw.py` is the one with most in it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.parallel.materialize import piece
+
+
+class Optimizer:
+    """One for all weights of a rank."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
+        """parameters: this rank's, by name; with a sharded one comes only its own part of the gradient."""
+        self.parameters = parameters
+        self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
+        """This rank's part of every weight, in the weight's own memory: never DTensors, whose dispatch on a four-dim
+        mesh costs seconds per step."""
+
+    def step(self, lr: float) -> None:
+        """Changes the local shards in place, by `titanmoe.parallel.norm.local_grad` of every parameter, and frees the
+        gradients. They are summed over the ranks, and clipped."""
+        raise NotImplementedError
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Its own tensors, not copied, by parameter and name, shaped like the local shards; before the first step too.
+        Checkpoints store them for any mapping and fill them."""
+        raise NotImplementedError
+
+    def resume(self, updates: int) -> None:
+        """Continue after this many; the moments have been loaded. Here they are all there is."""
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        """What the device holds for it now. Nothing is allocated to say so: a rank out of memory asks too."""
+        return [x for tensors in self.moments().values() for x in tensors.values()]
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        """What is kept in the host's memory instead."""
+        return []

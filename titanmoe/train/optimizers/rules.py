@@ -1,0 +1,58 @@
+"""What is known of each optimizer without torch, and the table of their names.
+
+A new optimizer is a file, with its rules in it, and a line in OPTIMIZERS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from titanmoe.config.fields import toml_value
+from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as Options
+
+SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
+"""Fields of [optimizer] that a step reads whatever the optimizer is."""
+
+
+class OptimizerRules(Rules):
+    """What holds for an optimizer; these are the usual answers."""
+
+    reads: tuple[str, ...] = ()
+    """Fields of [optimizer] that it reads itself. Another that a recipe sets is refused: it would do nothing."""
+    numbers_per_weight = 1
+    """How many numbers it keeps for each weight, in the weight's dtype."""
+    bytes_per_tensor = 0
+    """What it keeps on the device for each tensor besides, such as a count of its updates."""
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        name, usual = config.optimizer.name, asdict(Options())
+        for field, value in asdict(config.optimizer).items():
+            if field not in (*SHARED, *self.reads) and value != usual[field]:
+                yield Violation(
+                    (f"optimizer.{field}", "optimizer.name"),
+                    f"optimizer.{field} = {toml_value(value)} does nothing with optimizer.name = {toml_value(name)}, "
+                    f"which reads {', '.join(self.reads) or 'no field of its own'}: leave it out, or set it to "
+                    f"{toml_value(usual[field])}",
+                )
+
+
+class AdamWRules(OptimizerRules):
+    help = "adamw is AdamW, with decoupled weight decay."
+    implementation = "titanmoe.train.optimizers.adamw:AdamW"
+    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "implementation", "offload")
+    numbers_per_weight = 2
+    bytes_per_tensor = 4
+
+
+OPTIMIZERS = Kind(
+    "optimizer.name",
+    {
+        "adamw": AdamWRules(),
+    },
+    OptimizerRules,
+    ("step", "moments", "resume", "on_device", "on_host"),
+)
