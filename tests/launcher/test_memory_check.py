@@ -140,7 +140,7 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
     assert sum(out_of_memory._state(5, config, torch.device("cuda")).values()) == 10
     assert "optimizer.offload" not in "".join(out_of_memory.settings(config, 9, 1, 8))
     (problem,) = refused("olmoe_7b_a1b", "--optimizer.name", "stateless").problems
-    assert float(re.findall(r"alone are (\d+.\d) GB a rank", problem)[0]) == pytest.approx(8 * 6.92 / 8, rel=0.01)
+    assert float(re.findall(r"alone are (\d+\.\d+) GB a rank", problem)[0]) == pytest.approx(8 * 6.92 / 8, rel=0.01)
 
 
 def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
