@@ -88,7 +88,7 @@ ARROWS["models"] = ARROWS["moe"] | {"moe"}
 ARROWS["data"] = {"config", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
-ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours", "parts"}
+ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "rehearse", "train"}
 
 

@@ -5,6 +5,7 @@ import sys
 
 gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
 
+from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import leave  # noqa: E402
 from titanmoe.watch.begin import watched  # noqa: E402
@@ -15,7 +16,7 @@ gc.enable()
 
 def run() -> None:
     try:
-        code = main(sys.argv[1:], watch=watched, checks=checks)
+        code = main(sys.argv[1:], PARTS, watch=watched, checks=checks)
     except SystemExit as end:
         code = end.code
     leave(code)

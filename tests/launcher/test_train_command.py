@@ -18,6 +18,7 @@ from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
+from titanmoe.parts import PARTS
 from titanmoe.train import handed_on as handed_on_module
 from titanmoe.train import launch
 from titanmoe.train.handed_on import handed_on
@@ -186,12 +187,12 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     monkeypatch.setattr(launch, "world_size", lambda: 4)
-    expected = launch.read(prepared.request.words, 4)
+    expected = launch.read(prepared.request.words, 4, PARTS)
     with handed_on(prepared.checked) as file, monkeypatch.context() as without_laws:
         monkeypatch.setenv(handed_on_module.FILE, str(file))
         without_laws.setattr(launch, "refusals", None)
         with pytest.raises(SystemExit):
-            launch.main(["--config", "no recipe"])
+            launch.main(["--config", "no recipe"], PARTS)
     assert received == [expected] and not file.exists()
 
 
@@ -234,17 +235,17 @@ def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError) as refusal:
-        launch.read(["--config", DEBUG, "--training.steps", "5"], 1)
+        launch.read(["--config", DEBUG, "--training.steps", "5"], 1, PARTS)
     (problem,) = refusal.value.problems
     assert problem == (
         "this recipe is for 4 ranks, and this is one process without a launcher: "
         f"titanmoe train {DEBUG} --training.steps 5"
     )
     with pytest.raises(ConfigError) as refusal:
-        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1)
+        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1, PARTS)
     assert "does not divide the stage of 4 ranks" in refusal.value.problems[0]
     alone = ["--config", DEBUG, "--parallelism.tp", "1", "--parallelism.experts.ep", "1"]
-    assert launch.read(alone, 1).parallelism.dp_shard == 1
+    assert launch.read(alone, 1, PARTS).parallelism.dp_shard == 1
 
 
 # ---- this machine

@@ -327,12 +327,13 @@ def test_a_machine_that_cannot_run_it_is_refused() -> None:
     """In a process of its own, without the emulation. A group of one sends nothing, so it needs nothing."""
     code = (
         "from titanmoe.config import ConfigError\n"
+        "from titanmoe.parts import PARTS\n"
         "from titanmoe.train.launch import read\n"
         "ask = ['--config', 'train_configs/debug.toml', '--parallelism.tp', '1', '--training.device', 'cpu',\n"
         "       '--moe.dispatcher', 'symm_mem', '--parallelism.experts.ep']\n"
-        "assert read([*ask, '1'], 2).moe.dispatcher == 'symm_mem'\n"
+        "assert read([*ask, '1'], 2, PARTS).moe.dispatcher == 'symm_mem'\n"
         "try:\n"
-        "    read([*ask, '2'], 2)\n"
+        "    read([*ask, '2'], 2, PARTS)\n"
         "except ConfigError as error:\n"
         "    print(*error.problems, sep='\\n')\n"
     )

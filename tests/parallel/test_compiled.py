@@ -218,7 +218,7 @@ def small(config: Config) -> Config:
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
     world = recipe_ranks([str(recipe)], PARTS)
-    config = small(read(["--config", str(recipe)], world))
+    config = small(read(["--config", str(recipe)], world, PARTS))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()
     counters.clear()

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titanmoe.config.fields import build, flat
+from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config
-from titanmoe.parts import PARTS
 
 FILE = "TITANMOE_CONFIG"
 """The environment variable with the file's name."""
@@ -39,9 +39,9 @@ def handed_on(checked: Checked) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def received() -> Checked | None:
+def received(parts: Parts) -> Checked | None:
     """None where no launcher has handed anything on."""
     if not (file := os.environ.get(FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
-    return Checked(build(values["config"], PARTS), values["ranks"], values["source"])
+    return Checked(build(values["config"], parts), values["ranks"], values["source"])

@@ -14,12 +14,12 @@ from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import prints, recipe_of
+from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.parts import PARTS
 from titanmoe.train import failure
 from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.legal import ranks_of_a_node, refusals
@@ -74,28 +74,28 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
     return replace(config, parallelism=parallelism), change
 
 
-def read(argv: list[str], world: int) -> Config:
+def read(argv: list[str], world: int, parts: Parts) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
     if prints(argv) and not read_environment().launched:
-        world = node = recipe_ranks(argv, PARTS)
+        world = node = recipe_ranks(argv, parts)
         if not world:
-            load(argv, PARTS, lambda config: [])  # and exits: what follows from the number of ranks stays open
+            load(argv, parts, lambda config: [])  # and exits: what follows from the number of ranks stays open
 
     def check(config: Config) -> list[str]:
         try:
             problems = refusals(fitted(config, node, world)[0], world)
         except FoldError as error:
             problems = error.problems
-        return for_launcher(config, argv) or problems if problems else []
+        return for_launcher(config, argv, parts) or problems if problems else []
 
     def finish(config: Config) -> Config:
         nonlocal change
         config, change = fitted(config, node, world)
         return resolve(config, world)
 
-    config = load(argv, PARTS, check, finish)
+    config = load(argv, parts, check, finish)
     if change:
         say(f"mapping: {change}")
     return config
@@ -117,12 +117,12 @@ def receive(checked: Checked, world: int) -> Config:
     return config
 
 
-def for_launcher(config: Config, argv: list[str]) -> list[str]:
+def for_launcher(config: Config, argv: list[str], parts: Parts) -> list[str]:
     """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
     recipe = recipe_of(argv)
     if read_environment().launched or recipe is None:
         return []
-    ranks = recipe_ranks(argv, PARTS)
+    ranks = recipe_ranks(argv, parts)
     if ranks < 2:
         return []
     rest = [word for word in argv if word not in ("--config", f"--config={recipe}", recipe)]
@@ -133,19 +133,20 @@ def for_launcher(config: Config, argv: list[str]) -> list[str]:
 
 def main(
     argv: list[str],
+    parts: Parts,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
     **seams: Any,
 ) -> int:
-    """watch: called with the config and the Training, and entered for as long as it trains. seams: arguments of
-    build_training, such as what checks the numbers of each step.
+    """parts: what a recipe may name. watch: called with the config and the Training, and entered for as long as it
+    trains. seams: arguments of build_training, such as what checks the numbers of each step.
     """
     die_with_launcher()
     try:
-        if checked := received():
+        if checked := received(parts):
             config = receive(checked, world_size())
         else:
             waiting("reading the recipe")
-            config = read(argv, world_size())
+            config = read(argv, world_size(), parts)
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:
