@@ -18,7 +18,7 @@ def moe_blocks(model: Model) -> list[int]:
 
 
 def moe_layers(model: Model) -> int:
-    """How many of the num_layers have experts: after the dense ones, every moe_every-th."""
+    """How many of the num_layers blocks have experts: after the dense ones, every moe_every-th."""
     return max(0, model.num_layers - model.num_dense_layers) // max(1, model.moe_every)
 
 

@@ -1,4 +1,4 @@
-"""What fits a field; and for what does not, what was probably meant."""
+"""Checks whether a value fits its field and, if not, suggests what was probably meant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanmoe.config.recipe import parsed
 
 
 class WrongType(NamedTuple):
-    """Takes the place of a value of the wrong type."""
+    """Stands for a value of the wrong type."""
 
     correction: str
 

@@ -14,7 +14,7 @@ from titanmoe.config.ranges import Range, digits
 from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
-"""What stands for the parts of a field on the page, which then need not change with them."""
+"""Stands for the list of parts on the docs page, so that the page need not change with them."""
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
 
 
@@ -80,7 +80,7 @@ def fields() -> dict[str, Field]:
 
 @cache
 def ranges() -> dict[str, Range]:
-    """That of each number by its path; for a list, that of its items."""
+    """The range of each number by its path; for a list, that of its items."""
     return {
         f"{table}.{name}": kind.__metadata__[0]
         for table, cls in tables().items()

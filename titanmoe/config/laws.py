@@ -21,7 +21,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
-    """The numbers, of those given by path, that are impossible whatever the others are."""
+    """The values, given by path, that are impossible whatever the others are."""
     found = []
     for path, limits in ranges().items():
         value = values.get(path, [])

@@ -157,7 +157,7 @@ class _Given:
     on_command_line: set[str] = field(default_factory=set)
     recipe: Recipe | None = None
     own: dict[str, Any] = field(default_factory=dict)
-    """What is said of [model.own], whose fields are known when the family is: values, or words of the command line."""
+    """What was given for [model.own]: values, or words of the command line. Its fields are known once the family is."""
 
     def put(self, target: Field, value: Any, text: str) -> None:
         path = target.path

@@ -36,7 +36,7 @@ class PartError(LookupError):
 
 
 class Rules:
-    """What holds for a part. Each kind adds what its parts have to say of themselves."""
+    """What is known of a part. Each kind adds the facts that its parts have to state."""
 
     help = ""
     """When to choose it, as --help says it."""

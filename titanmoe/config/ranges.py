@@ -18,9 +18,9 @@ class Range(NamedTuple):
     without_low: bool = False
     without_high: bool = False
     derived: bool = False
-    """-1 is a value too: derive the one that fits."""
+    """Whether -1 is allowed too: the value is then derived."""
     reason: str = ""
-    """Why it ends where it does."""
+    """Why the range ends where it does."""
 
     def __contains__(self, value: object) -> bool:
         if self.derived and value == -1:

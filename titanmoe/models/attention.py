@@ -30,8 +30,8 @@ def causal_attention(
 ) -> Tensor:
     """Every position sees itself and earlier ones of its own document; query head i uses key head i // (H / G).
 
-    window: only that many of them, including its own. sinks_H: the logit of one more key, whose value is zero.
-    Windows and sinks are in plain operations here; `titanmoe.parallel.attend` replaces them with faster ones.
+    window: each position sees that many, including itself. sinks_H: the logit of one more key, whose value is zero.
+    Windows and sinks use plain operations here; `titanmoe.parallel.attend` replaces them with faster ones.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     if window or sinks_H is not None:

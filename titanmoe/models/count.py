@@ -15,7 +15,7 @@ in latent attention), S the sequence length. The second term is causal attention
 window of W. In N, norms and biases (less than 0.1 % of a real model) are counted like matrix rows. Softmax, RoPE and
 activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
 multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
-counted as if they were computed. What a mixer of another kind computes instead of scores and values, it says itself.
+counted as if they were computed. A mixer that computes something other than scores and values states its own FLOPs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which row of a buffer each choice of an expert gets, and rows copied accordingly. Nothing here is sent.
+"""Gives each choice of an expert a row in a send buffer, and copies tokens into these rows. Nothing is sent here.
 
-Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, R rows of the buffer, P ranks that it is for.
-Expert number E stands for "no expert".
+Shapes: T tokens, D model, K top-k, E experts, e local experts, G ranks, R rows of the buffer, P destination ranks.
+An entry is one of the T * K choices, numbered token * K + slot. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from titanmoe.ops.kernels import fused
 
 
 class Route(NamedTuple):
-    """Which row of the buffer is which token's."""
+    """The link between the tokens and the rows of a buffer."""
 
-    source_R: Tensor  # token of each row
-    slot_TJ: Tensor  # rows of each token
+    source_R: Tensor  # the token of each row
+    slot_TJ: Tensor  # the rows of each token
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Entries (token * K + slot) by expert, then by token, those without an expert last; and each expert's count."""
+    """The entries sorted by expert, then by token, with those for no expert last; and each expert's count."""
     flat = chosen_TK.flatten()
     count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     # A radix sort passes over the keys once per few bits: int16 is 2.8 times faster (CPU, 262,144 keys, 128 experts).
@@ -87,7 +87,7 @@ def assign_rows(
 def copy_rows(
     x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Route]:
-    """The rows of x, (R, D), the routing weight of each, (R, 1), and the route."""
+    """The rows of the buffer, (R, D), copied from x; their routing weights, (R, 1); and the route."""
     T, K = weights_TK.shape
     route = Route(entry_R // K, slot.view(T, K * slot.shape[1]))
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
@@ -97,7 +97,7 @@ def copy_rows(
 def assign_all_rows(
     chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`assign_rows` with room for all T * K * etp rows that there can be, unused ones last; and each expert's count."""
+    """`assign_rows` into the largest buffer possible, T * K * etp rows, unused ones last; and each expert's count."""
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import choice_rows
 

@@ -1,4 +1,5 @@
-"""Keeping experts evenly busy: balance losses, selection bias, and the counts that both and the metrics need.
+"""Keeps the experts evenly busy: applies the balance losses, and counts what they, the selection bias and the metrics
+need.
 
 With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens):
 
@@ -31,12 +32,12 @@ ROUTING = ("entropy", "tokens", "dropped")
 
 
 def statistics(options: MoEOptions) -> tuple[str, ...]:
-    """What a layer counts in a microbatch besides rows per expert: the terms that are on, then ROUTING."""
+    """Names of what a layer records per microbatch besides rows per expert: the losses that are on, then ROUTING."""
     return (*(term.metric for term in switched_on(options)), *ROUTING)
 
 
 class _Attach(torch.autograd.Function):
-    """Returns x unchanged; in backward each term receives its coefficient as its gradient."""
+    """Returns x unchanged; in backward, gives each term its coefficient as its gradient."""
 
     @staticmethod
     def forward(ctx, x, coefficients, *terms):
@@ -50,12 +51,12 @@ class _Attach(torch.autograd.Function):
 
 
 def shares(scores_TE: Tensor, normalise: bool) -> Tensor:
-    """Scores of a token that add up to 1."""
+    """Each token's scores, made to add up to 1 unless they do already."""
     return scores_TE / scores_TE.sum(-1, keepdim=True) if normalise else scores_TE
 
 
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
-    """(1, 2): the entropy of the tokens that are not padding, and their number."""
+    """(1, 2): the summed entropy of the tokens that are not padding, and how many there are."""
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.score_spread import entropy_and_count as sums
 
@@ -119,5 +120,5 @@ class Balance(nn.Module):
         return [loss(routed) for loss in self.losses]
 
     def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
-        """Record how many of this rank's choices were over capacity."""
+        """Records how many of this rank's choices were over capacity."""
         self.statistics_MX[:, -1].index_copy_(0, microbatch.view(1), entries.view(1).to(torch.float64))

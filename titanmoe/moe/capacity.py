@@ -38,7 +38,7 @@ class Capacity(nn.Module):
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
-        """chosen_TK, with the choices over capacity set to E (no expert)."""
+        """Returns chosen_TK with every choice over capacity set to E (no expert)."""
         own_tokens = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
         group = self.sequence if self.full else NO_GROUP
@@ -55,8 +55,8 @@ class Capacity(nn.Module):
 def sortable(weights: Tensor) -> Tensor:
     """Non-negative bfloat16 weights as integers that sort the same way.
 
-    The weights of equal tokens differ by rounding, and differently under every mapping. In 8 significant bits they are
-    equal, and positions decide. Integers, because a compiler may drop a rounding that it sees undone later.
+    The weights of equal tokens differ by rounding, in a different way under each mapping. In 8 significant bits they
+    are equal, so positions decide. They are integers because a compiler may remove a rounding that is undone later.
     """
     return weights.view(torch.int16)
 
@@ -64,8 +64,8 @@ def sortable(weights: Tensor) -> Tensor:
 def over_capacity(
     chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
 ) -> Tensor:
-    """Entries beyond the first `capacity` of their (scope, expert), which are sorted by falling weight if weights are
-    given, then by order.
+    """Marks the choices beyond the first `capacity` of each expert in each scope. They count in order of falling
+    weight, if weights are given, then of `order_N`.
     """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)

@@ -44,17 +44,17 @@ class Experts(nn.Module):
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
         self.rounded = Rounded(self.dtype, self.kernels)
         self.graph: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """Of `products`, if they are compiled (`titanmoe.parallel.compiled`)."""
+        """The compiled `products`, if they are compiled (`titanmoe.parallel.compiled`)."""
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
-        """Decides the columns that this rank adds the last bias to; called when the model is placed on the meshes."""
+        """Chooses the columns to which this rank adds the last bias. Called when the model is placed on the meshes."""
         self.etp_rank = etp_rank
 
     def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """What each chunk's `send_back` returns, while the next chunks are still arriving.
+        """Computes each chunk while the next ones are still arriving; returns what each chunk's `send_back` returned.
 
-        One call per layer, so that hooks around it, such as gathering sharded weights, run once.
+        One call per layer, so that the hooks around it, such as FSDP's that gather weights, run once.
         """
         return [chunk.send_back(self.run(*chunk.rows())) for chunk in chunks]
 
@@ -77,7 +77,7 @@ class Experts(nn.Module):
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         compiling = torch.compiler.is_compiling()
-        # The formula of products in 8 bits is a loop.
+        # The plain formula of 8-bit products is a loop.
         grouped = self.uses_grouped_mm(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
         even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
@@ -105,8 +105,8 @@ class Experts(nn.Module):
 
 
 def membership(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """(R, e): 1 where a row belongs to an expert. Times the biases it gives each row its own; its transpose sums their
-    gradients.
+    """(R, e): 1 where a row belongs to an expert. Multiplied by the biases, it gives each row its expert's; its
+    transpose sums their gradients.
     """
     row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
     return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)

@@ -1,11 +1,11 @@
-"""The experts' products in 8 bits: `[moe] expert_dtype = "fp8"`.
+"""The experts' matrix products in 8 bits: `[moe] expert_dtype = "fp8"`.
 
 Both factors are e4m3 with a float32 scale per row: of tokens, of gradients, or of a weight along the summed width,
 
     q = round(x / s),  s = max|x| over the row / 448        y = (q_x q_w^T) s_x s_w
 
-so forward and the gradient of the inputs are such products; the latter quantises weights along the other width. The
-gradient of the weights sums over tokens, which have different scales, and is not computed in 8 bits. Router, norms,
+This computes forward and the gradient of the inputs, for which weights are quantised along the other width. The
+gradient of the weights sums over tokens, which have different scales, so it is not computed in 8 bits. Router, norms,
 attention and head never use 8 bits.
 
 `scaled_rows` is the product on hardware that has it, `plain_scaled_rows` the formula: the same quantised numbers,
@@ -33,7 +33,7 @@ class Quantised(NamedTuple):
     scale: Tensor
     """(...,), float32."""
     dtype: torch.dtype
-    """Of what was rounded."""
+    """The dtype before rounding."""
 
 
 def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
@@ -51,15 +51,15 @@ def plain_quantise(x: Tensor) -> Quantised:
     scale = scale.where(scale > 0, 1.0)
     # The division may round to more than the largest number, which becomes NaN in e4m3.
     q = (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    # The hardware's product needs contiguous ones, also for a transposed weight.
+    # The hardware's product needs contiguous tensors, also for a transposed weight.
     return Quantised(q.contiguous(), scale.contiguous(), x.dtype)
 
 
 class Rounded:
     """A layer's weights as factors of its products: as they are, or in 8 bits.
 
-    Where gathered weights stay gathered (`keep`), those in 8 bits stay too, until the next step begins: 2 bytes a
-    weight, one for each width. Where they are freed, they are rounded again with each pass.
+    Where gathered weights stay gathered (`keep`), their 8-bit copies stay too, until the next step begins: 2 bytes per
+    weight, one for each width. Where gathered weights are freed, they are rounded again in each pass.
     """
 
     def __init__(self, dtype: str = "compute", kernels: str = "auto"):
@@ -71,7 +71,7 @@ class Rounded:
         self.cache.clear()
 
     def __call__(self, name: str, weight: Tensor) -> Tensor | Quantised:
-        """name: of this weight along this width."""
+        """name: identifies this weight along this width."""
         if self.dtype == "compute":
             return weight
         if name in self.cache:
@@ -83,14 +83,14 @@ class Rounded:
 
 
 def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
-    """The quantised rows of expert i times its transposed matrix."""
+    """Multiplies the quantised rows of expert i by its transposed matrix."""
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
     )
 
 
 def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
-    """The same by the formula."""
+    """The same by the plain formula."""
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
     products = [row @ weight.t() for row, weight in zip(rows, weights.unbind(), strict=True)]

@@ -20,8 +20,8 @@ Product = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class Groups:
-    """How many rows each expert has, in the forms that products take: each is made once for all products of a layer,
-    those of backward too.
+    """How many rows each expert has, in the two forms that products take. Each form is made once per layer, for the
+    products of forward and backward.
     """
 
     def __init__(self, count_e: Tensor):
@@ -41,9 +41,10 @@ def groups_of(count: Tensor | Groups) -> Groups:
 
 
 def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients.
+    """Multiplies the rows of expert i by its matrix, one product per expert. An expert without rows gets a gradient of
+    exact zeros.
 
-    Rows after the last expert's, which only a static buffer has, are zero here and arbitrary in `grouped_product`.
+    Rows after the last expert's, which only a static buffer has, are zero here, and undefined in `grouped_product`.
     """
     sizes = groups_of(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -53,13 +54,13 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same in one call to torch's grouped matrix product."""
-    # Traced code has no Groups.
+    # Code that is traced gets a tensor, not Groups.
     ends_e = count.ends_e if isinstance(count, Groups) else count.cumsum(0, dtype=torch.int32)
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """The same if all experts have equally many rows: their number is in the shape, so any dtype can be traced."""
+    """The same if all experts have the same number of rows: it is in the shape, so any dtype can be traced."""
     return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
 
 
@@ -97,7 +98,7 @@ def can_group(x: Tensor, *widths: int) -> bool:
 
 def forgets_empty_groups(x: Tensor) -> bool:
     """Whether the grouped product may leave the weight gradient of an expert without rows unwritten: on Blackwell, by
-    github.com/pytorch/pytorch/issues/172439. It is still open, so no version is taken to be free of it.
+    github.com/pytorch/pytorch/issues/172439. It is still open, so every version is assumed to have it.
     """
     return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)
 
@@ -105,13 +106,13 @@ def forgets_empty_groups(x: Tensor) -> bool:
 def scaled_product(
     x: Tensor | Quantised, weights: Quantised, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
 ) -> Tensor:
-    """The product in 8 bits, or by its formula; without gradients. The rows may be rounded already."""
+    """The 8-bit product, or its plain formula, without gradients. The rows may be quantised already."""
     rows, groups = quantise(x, kernels) if isinstance(x, Tensor) else x, groups_of(count)
     return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
 
 
 def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "auto") -> Product:
-    """By `[moe] expert_dtype`; those in 8 bits have no gradients."""
+    """The function that `[moe] expert_dtype` asks for; 8-bit products have no gradients."""
     if dtype != "compute":
         return partial(scaled_product, kernels=kernels, emulated=dtype == "fp8_emulated")
     if even:
@@ -120,7 +121,7 @@ def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "au
 
 
 class _Products(torch.autograd.Function):
-    """Products of the same rows with several weights; in 8 bits, the rows are rounded once."""
+    """Products of the same rows with several weights; in 8 bits, the rows are quantised once."""
 
     @staticmethod
     def forward(ctx, x_RD, groups, grouped, kernels, rounded, *weights):
@@ -150,6 +151,6 @@ class _Products(torch.autograd.Function):
 def products(
     x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, rounded: Rounded, *weights: Tensor
 ) -> tuple[Tensor, ...]:
-    """Rows of expert i times each of its matrices."""
+    """Multiplies the rows of expert i by each of its matrices."""
     how = (groups_of(count), grouped, kernels, rounded)
     return _Products.apply(with_own_node(x_RD), *how, *map(with_own_node, weights))

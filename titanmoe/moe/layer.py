@@ -1,6 +1,6 @@
 """The MoE layer: route, dispatch, experts, combine.
 
-It gets the tokens that only this rank owns and does not know how attention was parallelised.
+It gets the tokens that this rank alone owns, and does not know how attention was parallelised.
 
 Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
 """
@@ -46,7 +46,7 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
-        """tokens: routed tokens of the whole step. samples: samples of the whole step."""
+        """tokens, samples: how many the whole step has, on all ranks, without padding."""
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)
         self.experts.rounded.begin_step()
@@ -54,8 +54,8 @@ class MoE(nn.Module):
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
-        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows set off
-        shared_BsD = self.run_shared(x_BsD)  # while they are on their way
+        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows leave
+        shared_BsD = self.run_shared(x_BsD)  # while rows are in flight
         back = self.experts(exchange.chunks())
         y_BsD = exchange.combine(back).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
@@ -89,8 +89,8 @@ def sum_statistics(
 ) -> Tensor:
     """Once per optimizer step: rows per expert and statistics of all ranks and microbatches, a row for each block.
 
-    blocks: all MoE layers of the model. layers: those of this rank's stages. names: of the statistics
-    (`balance.statistics`). One table, one sum over the world.
+    blocks: all MoE layers of the model. layers: those of this rank's stages. names: those of
+    `balance.statistics`. One table, summed over the world in one message.
     """
     table = torch.zeros(len(blocks), num_experts + len(names), dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
@@ -102,14 +102,14 @@ def sum_statistics(
 
 @torch.no_grad()
 def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
-    """Selection biases, a step of that rate towards even loads. rows: of sum_statistics, by layer."""
+    """Moves each selection bias by `rate` towards even loads. rows: what `sum_statistics` returned, by layer."""
     for number, moe in layers.items() if rate else ():
         count_E = rows[number][:num_experts]
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 
 
 def layer_metrics(row: list[float], num_experts: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """A layer's row of sum_statistics as it is reported."""
+    """A layer's row of `sum_statistics`, as metrics report it."""
     counts, values = row[:num_experts], dict(zip(names, row[num_experts:], strict=True))
     tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
     return {name: values[name] for name in names[: -len(ROUTING)]} | {

@@ -1,8 +1,9 @@
 """Tokens to routed rows and back: two linear maps, each the other's transpose, so each is the other's backward.
 
 A row is one visit of a token to an expert. `source_R` says which token a row copies, `slot_TJ` lists a token's rows.
-A source of T (one past the last token) makes a zero row; a slot of R (one past the last row) adds nothing.
-No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; they are in titanmoe.ops.kernels.rows.
+Source T (one past the last token) makes a row of zeros; slot R (one past the last row) adds nothing.
+No atomics: the order of every sum is fixed. `kernels` is the option `[moe] kernels`; titanmoe.ops.kernels.rows has
+the kernels.
 
 Shapes: T tokens, D width, R rows, J rows per token, K weights per token.
 """
@@ -89,7 +90,8 @@ def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "a
 def to_weighted_rows(
     x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Row r is a copy of token entry_R[r] // K, with that token's weight number entry_R[r] % K, (R, 1)."""
+    """Row r is a copy of token entry_R[r] // K. Also returns its weight, number entry_R[r] % K of that token, (R,
+    1)."""
     if fused(kernels, x_TD):
         return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
     K = weights_TK.shape[1]
@@ -124,7 +126,7 @@ def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "au
 def reorder_weighted(
     x_RD: Tensor, weights_R1: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Rows and their weights alike."""
+    """Reorders rows and their weights."""
     if fused(kernels, x_RD):
         return _ToWeightedRows.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
     return reorder(x_RD, order_R, inverse_R, kernels), reorder(weights_R1, order_R, inverse_R, kernels)

@@ -35,7 +35,8 @@ class Router(nn.Module):
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Logits (T, E), scores (T, E), weights (T, K) and numbers (T, K) of the chosen experts, and counts (B, E)."""
+        """Returns logits (T, E), scores (T, E), the chosen experts' weights (T, K) and numbers (T, K), counts (B,
+        E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)
         x_TD = x_TD.to(wide)
         if self.options.jitter and torch.is_grad_enabled():  # no noise in validation
@@ -80,7 +81,8 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Scores outside the token's best groups become -inf. A group counts its two best (sigmoid) or its best."""
+        """Sets scores outside a token's best groups to -inf. A group ranks by its two best scores (sigmoid) or its
+        best."""
         model = self.model
         scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
         best = 2 if model.score_function == "sigmoid" and scores_TGe.shape[-1] > 1 else 1

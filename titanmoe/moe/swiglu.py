@@ -1,4 +1,4 @@
-"""An expert's activation, and the down projection that takes it.
+"""An expert's activation, and the down projection that follows it.
 
 Shapes as in titanmoe.moe.grouped.
 """
@@ -27,7 +27,7 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """The input of the down projection, times the routing weight: applied here, backward needs no expert's output."""
+    """The down projection's input. The routing weight is applied here, so that backward needs no expert's output."""
     gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
     h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
     return (h_RF * weight_R1).to(gate_RF.dtype)
@@ -36,7 +36,7 @@ def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: boo
 def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, ...]:
-    """The value of `plain_swiglu`, and the gradients of its tensors."""
+    """The value of `plain_swiglu`, and the gradients of its inputs."""
     leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
     with torch.enable_grad():
         h_RF = plain_swiglu(*leaves, clamped)
@@ -44,7 +44,8 @@ def plain_swiglu_backward(
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """The down projection's input and its gradients: by a kernel on GPUs, in blocks of rows on CPUs, else plainly."""
+    """The functions for the down projection's input and its gradients: a kernel on GPUs, blocks of rows on CPUs, else
+    the plain formula."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 

@@ -1,4 +1,4 @@
-"""Parallelises a model: which part is applied to it after which."""
+"""Parallelises a model: applies each kind of parallelism to it, in the right order."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def build(
 ) -> list[Transformer]:
     """This rank's stages of the model, ready to train: a transformer each.
 
-    Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
+    Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank; recomputation
     goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
     allocated last, so that no rank ever allocates more than its shards.
 
-    materialize: allocates and fills a part. flex: as in `titanmoe.parallel.flex`.
+    materialize: allocates and fills a stage. flex: as in `titanmoe.parallel.flex`.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)

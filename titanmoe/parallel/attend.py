@@ -1,4 +1,4 @@
-"""Every block's attention, in the implementation that `titanmoe.fold.attention_backend.pick_backend` picks for it."""
+"""Gives every block the attention that `titanmoe.fold.attention_backend.pick_backend` picks."""
 
 from __future__ import annotations
 

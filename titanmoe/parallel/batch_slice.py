@@ -1,7 +1,7 @@
 """From the samples of a data rank to the slice that this rank works on.
 
-All tp, cp and pp ranks of a data rank get the same samples. The sequence is cut over cp, and each piece over tp: these
-are the tokens that a rank owns.
+All tp, cp and pp ranks of a data rank get the same samples. The sequence is split over cp, which gives a rank its
+attention slice, and that over tp, which gives it the tokens that it owns.
 
 Shapes: B samples, S positions of the attention slice, T owned tokens.
 """
@@ -41,7 +41,7 @@ def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """The host does not wait for the copy, nor for what the device does before it."""
+    """Copies without making the host wait, either for the copy or for earlier work of the device."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device, non_blocking=True)
 
 

@@ -6,8 +6,8 @@ including its all-to-alls: experts are an FSDP unit of their own, but their hook
 number of rows, including none and one, then runs the graph of the experts' first call. Identical layers share their
 graphs.
 
-All other sizes are static, and told so (`dynamic=False`): torch keeps what it has seen of a function for the whole
-process, and after a model with other sizes or options it would compile them, and capacity_factor, as variables.
+All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
+had in this process, would compile them as variables after a model with other sizes, and capacity_factor too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from titanmoe.moe.layer import MoE
 
 
 def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The experts' products as one graph. static: every call has the same number of rows, as with padded bins."""
+    """The experts' products as one graph. static: whether every call has as many rows, as with padded bins."""
     plain = experts.products
 
     def products(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
         if static:
             return compiled(x_RD, weight_R1, count_e)
         rows = x_RD.shape[0]
-        if rows == 0:  # inductor refuses the operand that a weight gradient has then: a row of zeros adds exact zeros
+        if rows == 0:  # inductor refuses an empty operand of a weight gradient; a row of zeros adds exact zeros
             x_RD, weight_R1 = F.pad(x_RD, (0, 0, 0, 1)), F.pad(weight_R1, (0, 0, 0, 1))
             count_e = (torch.arange(count_e.shape[0], device=count_e.device) == 0).to(count_e.dtype)
         for x in (x_RD, weight_R1):
@@ -89,7 +89,7 @@ def why_in_parts(options: MoEOptions, splits: bool) -> str:
 
 
 def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute: torch.dtype, splits: bool) -> None:
-    """splits: whether the schedule splits backward."""
+    """Compiles each block's parts, and the head. splits: whether the schedule splits backward."""
     if not options.enable:
         return
     if splits:

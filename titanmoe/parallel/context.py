@@ -3,7 +3,7 @@
 The sequence is cut into chunks of equal length, and each rank has some of them: with zigzag placement rank r of n has
 chunks r and 2n-1-r, so that all ranks compute equally many (query, key) pairs under the causal mask. Three kinds:
 
-    ring        keys and values go around the ring of ranks, partial results merge by their log-sum-exp; so in backward
+    ring        keys and values go around the ring of ranks, in backward too; partial results merge by their log-sum-exp
     allgather   every rank gets the keys and values of the whole sequence
     ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
 
@@ -53,7 +53,7 @@ class Placement(NamedTuple):
         return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
 
     def order(self) -> list[int]:
-        """The chunks in the order of a concatenation over ranks."""
+        """The chunks in the order that concatenating the ranks' parts gives."""
         return [chunk for rank in range(self.size) for chunk in self.chunks_of(rank)]
 
     def part(self, x_BL: Tensor, rank: int) -> Tensor:
@@ -64,7 +64,7 @@ class Placement(NamedTuple):
         return torch.cat([pieces[chunk] for chunk in self.chunks_of(rank)], 1)
 
     def natural(self, x: Tensor, dim: int) -> Tensor:
-        """From a concatenation over ranks to the order of the sequence."""
+        """Puts the concatenated parts of the ranks into the order of the sequence."""
         if not self.zigzag:
             return x
         pieces = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
@@ -100,7 +100,7 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 
 
 def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the flash kernel takes it: 16-bit numbers, one width for keys and values, no bias."""
+    """Whether the flash kernel can be used: 16-bit numbers, one width for keys and values, no bias."""
     width = q.shape[-1]
     return (
         bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
@@ -108,7 +108,7 @@ def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
 
 
 def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """The memory-efficient kernel needs as many key heads as query heads."""
+    """Repeats key heads: the memory-efficient kernel needs as many as there are query heads."""
     return [x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
@@ -188,9 +188,9 @@ def _finer(chunks: list[int], length: int, window: int) -> list[int]:
 def _pairs(
     length: int, query_chunks: list[int], key_chunks: list[int], window: int
 ) -> list[tuple[int, slice, int, slice]]:
-    """(query chunk, its rows, key chunk, its rows), without pairs that the causal mask or the window hides.
+    """(query chunk, its positions, key chunk, its positions), without pairs that the causal mask or the window hides.
 
-    length: total rows of all query chunks.
+    length: positions of all query chunks together.
     """
     if window:
         query_chunks, key_chunks = (
@@ -249,7 +249,7 @@ def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """The softmax's backward at the sink's logit s: share * (0 - grad . out), its share being exp(s - lse)."""
+    """The softmax's backward for the sink's logit s: share * (0 - grad . out), where share = exp(s - lse)."""
     if sinks is None:
         return None
     share = torch.exp(promote(sinks).view(-1, 1) - lse)
@@ -279,7 +279,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
-    """Start sending x to the next rank of the ring. The result comes from the previous rank; wait for it before use."""
+    """Starts sending x to the next rank of the ring. Returns what the previous rank sends; wait for it before use."""
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     return send_rows(x, send, receive, group)

@@ -1,4 +1,4 @@
-"""Expert parallel: experts split over the expert view's ep (whole experts) and etp (slices of the hidden width)."""
+"""Expert parallelism: ep splits the experts of a layer, etp the hidden width of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titanmoe.moe.dispatchers.protocol import ExpertRanks, SharedBuffers
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.tensor import put_on_mesh
 
-# The dim that is split over etp: the hidden one; of w2_bias the model dim, because otherwise every etp rank adds it.
+# The dim that etp splits: the hidden one, but of w2_bias the model dim, because otherwise every etp rank would add it.
 ETP_DIM = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 
 
@@ -38,9 +38,9 @@ def expert_ranks(meshes: Meshes) -> ExpertRanks:
 def reserve_buffers(
     config: Config, meshes: Meshes, device: torch.device, reserve: Callable[..., Any] | None = None
 ) -> SharedBuffers | None:
-    """What a step attaches to its dispatchers; None if they need nothing. Collective over the world.
+    """The buffers that a step attaches to its dispatchers; None if they need none. Collective over the world.
 
-    reserve: in place of the dispatcher's own.
+    reserve: called in place of the dispatcher's own `reserve`.
     """
     reserve = reserve or DISPATCHERS.implementation(config.moe.dispatcher).reserve
     training, fold = config.training, meshes.fold

@@ -37,7 +37,7 @@ def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, window: int) -> BlockMask:
-    """Queries at these positions of the sequence, keys at all of them."""
+    """The mask for queries at these positions of the sequence and keys at all positions."""
     place_L = torch.arange(length, device=position_S.device)
     query, key = ([x.unsqueeze(dim) for x in _ends(at.unsqueeze(0))] for at, dim in ((position_S, 2), (place_L, 1)))
     some = query[1] >= key[0]
@@ -98,7 +98,7 @@ def _kernel():
 
 
 def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_H: Tensor | None) -> Tensor:
-    """On a CPU in plain operations and without a backward, only to be compared with the others."""
+    """On a CPU it runs as plain operations without a backward, only to be compared with other implementations."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
     grouped = q.shape[1] != k.shape[1]

@@ -1,6 +1,4 @@
-"""From meta to real weights, shard by shard: each rank computes only its own pieces, with the same values under every
-mapping.
-"""
+"""Allocates and initialises weights: each rank computes only its shards, with the same values under every mapping."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
 def stored_name(name: str, tied: bool) -> str:
-    """The embedding and its copies on the last pipeline stage are one logical tensor."""
+    """The name in checkpoints: the embedding and its copies on the last pipeline stage are one tensor there."""
     return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor and where it starts in the whole."""
+    """This rank's shard of a tensor, and where it starts in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

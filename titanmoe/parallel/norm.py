@@ -15,7 +15,7 @@ from titanmoe.ops.cpu import gradient_norms
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """How many ranks of the stage have the same piece. A parameter's mesh covers the whole stage in either view."""
+    """How many ranks of the stage have the same shard. A parameter's mesh covers the whole stage in either view."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -32,20 +32,20 @@ def plain_norms(grads: list[Tensor]) -> list[Tensor]:
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """In float64."""
+    """Norms in float64."""
     return device.way(grads[0], plain_norms, cpu=gradient_norms.norms)(grads)
 
 
 @torch.no_grad()
 def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = ()) -> Tensor:
-    """Each rank sums the squares of its pieces, divided by the number of ranks with the same piece; then one sum over
+    """Each rank sums the squares of its shards, divided by the number of ranks with the same shard; then one sum over
     the world.
 
     copies: names of parameters that are the same matrix on different stages.
     """
     norms = local_norms([local_grad(p) for p in parameters.values()])
     share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
-    # Numbers in the call and not in a tensor: for its way to a GPU the host would wait.
+    # Python numbers, not a tensor: copying one to a GPU would make the host wait.
     squares = torch._foreach_mul(torch._foreach_mul(norms, norms), share)
     return all_reduce(torch.stack(squares).sum(), world).sqrt()
 

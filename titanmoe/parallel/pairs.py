@@ -1,8 +1,8 @@
 """[pipeline] overlap_pairs: the forward of one stage and the backward of another, on one rank, take turns.
 
 In a schedule with such pairs both are ready at once (DualPipeV in its steady state, arXiv 2412.19437, section 3.2.1).
-torch's runtime would run one after the other; here each yields where it would wait for rows that it has sent to experts
-or back, so that the rows of one microbatch travel while the other computes.
+torch's runtime would run one after the other. Here each yields where it would wait for rows on their way to experts or
+back, so that the rows of one microbatch travel while the other computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Action = torch_schedules._Action
 
 
 class Pairs:
-    """torch's runtime calls this for a pair instead of its own code: `register_custom_function`."""
+    """Called by torch's runtime for a pair, in place of its own code (`register_custom_function`)."""
 
     def __init__(self, device: torch.device):
         self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
@@ -48,7 +48,7 @@ class Pairs:
         return partial(_forward if forward else _backward, context, stage, m, neighbour)
 
     def _here(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The same for another thread, which otherwise has a current stream and dispatch modes of its own."""
+        """`work` for another thread, under this thread's current stream and dispatch modes."""
         modes = _get_current_dispatch_mode_stack()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 

@@ -30,7 +30,7 @@ from titanmoe.parallel.batch_slice import Slice
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
-    """What is computed in one cell of torch's table."""
+    """What one cell of torch's schedule table computes."""
     parts = () if action is None else action.sub_actions or (action,)
     return tuple(
         Action(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -40,10 +40,11 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
 
 
 def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
-    """A rank's row of a table without all but the first gathering of a stage's weights, and but the last freeing.
+    """A rank's row of the schedule table, in which each stage's weights are gathered once and freed once.
 
-    torch keeps at most 3 stages of a rank gathered, whatever they take (`_add_unshard_reshard`, max_active_stages), and
-    gathers the others again and again: 4 ranks with 7 stages each would gather 71 times in 32 microbatches, not 7.
+    torch keeps at most 3 stages of a rank gathered, however small they are (`_add_unshard_reshard`, max_active_stages),
+    and gathers the others again and again: of 4 ranks with 7 stages each, one would gather 71 times in 32 microbatches,
+    not 7.
     """
     first, last = ({} for _ in range(2))
     for i, action in enumerate(row):
@@ -91,18 +92,18 @@ class Chunks:
 
 
 class Stage(PipelineStage):
-    """torch's, with what torch 2.11 cannot do and newer versions can."""
+    """torch's stage, with fixes that torch 2.11 lacks or that no version has yet."""
 
     chunk: Chunks
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
-        """Before the first step every stage greets its neighbours, even one on this rank (in a V), where gloo cannot
-        send to.
+        """Before the first step every stage greets its neighbours, even one on the same rank (in a V), to which gloo
+        cannot send.
         """
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        """Receive buffers are made once, and took no gradients if the first pass was forward alone."""
+        """torch makes receive buffers once, without gradients if the first pass was forward only."""
         before, self.has_backward = self.has_backward, self.has_backward or "has_backward" not in kwargs
         try:
             return super()._prepare_forward_infra(*args, **kwargs)
@@ -122,9 +123,9 @@ class Stage(PipelineStage):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
-        """For a backward in two parts, the first part takes every input for a tensor, where only hidden states have a
-        gradient; the nodes of our own autograd functions, where the second part begins, died with the outputs; and the
-        second part gives a node's first output the gradients of all of them, added up.
+        """Works around three faults of torch's backward in two parts. The first part expects a gradient of every input,
+        but only hidden states have one. The autograd nodes where the second part begins are freed with the outputs, if
+        they are of our own functions. The second part gives a node's first output the sum of all outputs' gradients.
         """
         if backward_type == "weight":
             add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"])
@@ -142,7 +143,8 @@ class Stage(PipelineStage):
 
 
 def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
-    """The second part of a backward in two: from the nodes where the first part left the way to its inputs."""
+    """The second part of a split backward: starts at the nodes where weight gradients branch off from the first
+    part."""
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
         nodes, arrived = group.pop("intermediates"), group.pop("grads", ())  # torch's hooks refer to the group
@@ -150,7 +152,7 @@ def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str,
         outputs = [(GradientEdge(node, i), g) for node, grads in reached for i, g in enumerate(grads) if g is not None]
         if not outputs:
             continue
-        # One of these nodes may lie behind another, whose gradients it must not get a second time.
+        # A node may be reachable from another of them, and must not get gradients through it a second time.
         handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in reached]
         try:
             edges, grads = zip(*outputs, strict=True)
@@ -190,7 +192,7 @@ class WithoutPipeline:
 
 
 class Pipeline:
-    """The same over several ranks: `run` returns the sum of losses on ranks with the last stage, 0 on the others."""
+    """A pipeline over several ranks. `run` returns the sum of losses on ranks with the last stage, 0 on the others."""
 
     def __init__(
         self,
@@ -254,7 +256,7 @@ class Pipeline:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """torch would run the whole table and fail where two stages of a V meet, so backward is removed from it."""
+        """Removes backward from the table: torch's own forward-only mode fails where two stages of a V meet."""
         table = getattr(self.schedule, "pipeline_order_with_comms", None)
         if table is None:  # GPipe and 1F1B have no table
             yield

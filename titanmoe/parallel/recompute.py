@@ -31,8 +31,8 @@ def _checkpointed(owner: nn.Module, name: str) -> None:
 
 
 class _Recomputed:
-    """Tensors that autograd does not keep: for what it saves of their storages, only shape and strides are kept, and
-    backward computes the values again and drops them after the last use.
+    """Tensors that autograd does not keep. Of each tensor that it saves in their storages, only the shape and strides
+    are kept; backward computes the values again and drops them after the last use.
     """
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):

@@ -2,9 +2,10 @@
 
 Gradients are summed over data ranks and never divided: the loss is divided once, by the step's global token count.
 
-Routers are whole on every rank. They compute in at least float32, so each would be a unit of its own between units of
-16 bits, and FSDP gathers and reduces units one after the other: two gathers and a reduction per layer and microbatch
-for a matrix of E x D, with the experts waiting in line. Their gradients are summed once per step (`sum_replicated`).
+Routers are whole on every rank. They compute in at least float32, so each would be an FSDP unit of its own among 16-bit
+units. FSDP gathers and reduces one unit after the other, so a matrix of E x D would cost two gathers and a reduction
+per layer and microbatch, and the experts would wait for them. Their gradients are summed once per step
+(`sum_replicated`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from titanmoe.parallel.tensor import put_on_mesh
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
-    """Uneven pieces of the expert dim would be padded, to up to edp times the bytes; widths are checked to divide."""
+    """Whether edp does not divide the local experts: uneven shards would be padded, to up to edp times the bytes."""
     return num_experts // ep % edp != 0
 
 
@@ -73,7 +74,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             )
             block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
         fully_shard(block, **options, mp_policy=policy)
-    # Backward begins where forward ends: with the head, and with what belongs to no block (a tied embedding).
+    # Not freed, because backward begins with them at once: the head, and what is in no block (a tied embedding).
     last = options | {"reshard_after_forward": False}
     ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
     for end in ends:

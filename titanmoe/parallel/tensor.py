@@ -21,7 +21,7 @@ from titanmoe.parallel.norm import local_grad
 
 
 def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
-    """Turn the (meta) parameter `name` of a module into a DTensor, without communication."""
+    """Turns the (meta) parameter `name` of a module into a DTensor, without communication."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
     parameter = getattr(owner, last)
@@ -45,10 +45,10 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
 
 @torch.no_grad()
 def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group) -> None:
-    """Once per step: sum the gradients that FSDP does not, one message per group and dtype. Those of routers over the
-    whole stage, those of other parameters that are replicated over tp (norms) over tp.
+    """Sums the gradients that FSDP does not, once per step, in one message per group and dtype: those of routers over
+    the whole stage, those of other parameters that tp replicates (such as norms) over tp.
 
-    stage: groups that one after the other make up the stage, so that it needs none of its own.
+    stage: groups to sum over in turn, which together cover the stage, so that it needs no group of its own.
     """
     grads_by_group: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:

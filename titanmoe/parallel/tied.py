@@ -1,8 +1,8 @@
 """The embedding, if a pipeline's last stage needs it too: as the head when tied, and for multi-token prediction.
 
 Each use has its own copy, all with the same initial values: their gradients are summed before the optimizer step, so
-they stay equal. In the norm each counts its share. The last stage has two copies if it needs both: torch's schedules
-that split backward cannot handle one parameter at two depths of a stage.
+they stay equal. In the gradient norm each counts as its share. The last stage has two copies if it needs both, because
+torch's schedules that split backward cannot handle one parameter at two depths of a stage.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
 
 
 def missing() -> str:
-    """What this version of torch lacks for the template; "" if nothing."""
+    """What the template needs and this version of torch lacks; "" if nothing."""
     for name, arguments in (
         ("_templated_ring_attention", _TEMPLATE),
         ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
@@ -47,7 +47,7 @@ def missing() -> str:
 
 @contextmanager
 def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
-    """The template reads its options from a global of its module."""
+    """Sets the template's options, which it reads from a global of its module."""
     options = _torch._cp_options
     before = [getattr(options, name) for name in _OPTIONS]
     # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the whole sequence.

@@ -1,4 +1,4 @@
-"""From a config to the finished parts of a run: each gets its own table of it, and only here is it seen whole."""
+"""Builds a run from a config: gives each component its table. Nothing else sees the whole config."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def build_training(
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
     reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
 ) -> Training:
-    """All ranks call it together. What follows `runtime` puts something else in a part's place.
+    """All ranks call it together. The arguments after `runtime` replace a component.
 
     loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
     config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its dispatchers.

@@ -1,4 +1,4 @@
-"""A run's checkpoints: what it starts from, when it saves, when it stops for a signal."""
+"""A run's checkpoints: which one it starts from, when it saves, and when a signal stops it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Checkpoints:
     buffers: dict[str, Tensor]
     rate: LearningRate
     begun: int = 0
-    """The step after which this start goes on."""
+    """The step that was already done when this process started."""
     saver: Saver | None = None
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Checkpoints:
         self.signals = Signals()
 
     def inside(self, run: Path) -> Checkpoints:
-        """Those of the run in this folder. Enter what it returns."""
+        """The checkpoints of the run in this folder; use the result as a context manager."""
         self.run, self.signals = run, Signals()
         try:
             self.saver = Saver(checkpoints_of(run, self.options), self.options, say) if self.options.enable else None
@@ -205,7 +205,7 @@ class Checkpoints:
     # ---- saving
 
     def wants_to_stop(self) -> bool:
-        """Whether this rank wants to; all ranks stop together once one does."""
+        """Whether this rank wants to stop; all ranks stop together once one does."""
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property

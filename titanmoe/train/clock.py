@@ -1,4 +1,4 @@
-"""Where a step's time goes, part by part.
+"""Measures where the time of a step goes.
 
 A GPU runs behind the program, so there the marks are events on its stream, which are read once the GPU has passed them
 and never waited for. On a CPU a mark is simply the time.

@@ -10,9 +10,9 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance_losses.rules import switched_on
 
 STEPS = 50
-"""In a row: one bad batch does not count."""
+"""How many steps in a row it takes: one bad batch does not count."""
 DYING = 0.01
-"""Of the mean load."""
+"""An expert is dying below this fraction of the mean load."""
 HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
 
 

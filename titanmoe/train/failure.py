@@ -20,13 +20,13 @@ from titanmoe.config import ConfigError, exit_with
 FILE = "TITANMOE_FAILURE"
 """The environment variable with the file's name."""
 ADVICE = ".memory"
-"""What the name of the file with `leave_advice`'s text has more."""
+"""The suffix of the file with the text of `leave_advice`."""
 OF_OTHERS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
     r"remote process|peer",
     re.IGNORECASE,
 )
-"""In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
+"""Matches the message of an error of torch.distributed if another rank is gone or does not answer."""
 
 
 def leave_note(
@@ -72,7 +72,7 @@ def leave_traceback(error: BaseException) -> None:
 
 
 def caused_by_others(error: BaseException) -> bool:
-    """Or one that was raised because of such an error: torch's pipeline wraps them."""
+    """Whether another rank caused this error, or one that it was raised from: torch's pipeline wraps errors."""
     if error.__cause__ is not None and caused_by_others(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)

@@ -1,4 +1,4 @@
-"""The gradients of a step, pipelined or not, and the one transfer in which the host learns of them."""
+"""Computes a step's gradients, pipelined or not, and sends the host what it needs to know in one transfer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Totals:
 
 @dataclass
 class StepWork:
-    """What a rank's forward and backward of a step are made of."""
+    """The inputs of a rank's forward and backward in one step."""
 
     batches: list[Batch]
     slices: list[Slice]
@@ -96,7 +96,7 @@ class Gradients:
     objective: Objective
     tied: TiedEnds
     shared_buffers: SharedBuffers | None
-    """What a step attaches to its dispatchers."""
+    """The buffers that a step attaches to its dispatchers."""
     meshes: Meshes
     model: Model
     statistics: tuple[str, ...]
@@ -105,7 +105,7 @@ class Gradients:
     state: RunState
     device: torch.device
     wants_to_stop: Callable[[], bool] = lambda: False
-    """Whether this rank does; all stop together once one does."""
+    """Whether this rank wants to stop; all stop together once one does."""
     overflow_reruns: int = 0
 
     def __post_init__(self) -> None:

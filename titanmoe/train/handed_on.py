@@ -1,4 +1,4 @@
-"""What `titanmoe train` hands on to its ranks: the config as it has read and checked it, in a file.
+"""A file by which `titanmoe train` passes the config that it has read and checked to its ranks.
 
 Ranks then neither read the recipe nor apply the laws again. Under torchrun each of them does.
 """
@@ -25,7 +25,7 @@ class Checked(NamedTuple):
     config: Config
     """As the recipe and the command line say, with nothing derived: a restart may have other ranks."""
     ranks: int
-    """For which it is legal."""
+    """The number of ranks that it was checked for."""
     source: str
     """Where it comes from, for a message."""
 

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step, a row for each thing."""
+"""The header that a run prints before its first step: a table of what it is and how it computes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
 
 
 def set_up(config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
-    """The rows on how it computes: compilation, pipeline, recomputation."""
+    """The rows about compilation, the pipeline and recomputation."""
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):

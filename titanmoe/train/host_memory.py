@@ -9,12 +9,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident() -> int:
-    """Of this process."""
+    """The memory that this process uses."""
     return _kib("/proc/self/status", "VmRSS:")
 
 
 def whole() -> int:
-    """The least of the machine's memory and the limits of all groups around the process."""
+    """The smallest of the machine's memory and the limits of all control groups that the process is in."""
     limits = [_kib("/proc/meminfo", "MemTotal:")]
     for line in _lines("/proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)

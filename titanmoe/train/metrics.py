@@ -286,7 +286,7 @@ class Metrics(Observer):
 
 
 def losses(file: Path) -> Iterator[tuple[int, float]]:
-    """Those that a run has reported, for one that resumes."""
+    """The steps and losses that a run has reported, for one that resumes."""
     with contextlib.suppress(OSError), file.open(encoding="utf-8") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -295,7 +295,7 @@ def losses(file: Path) -> Iterator[tuple[int, float]]:
 
 
 def last_environment(events: Path) -> dict[str, Any]:
-    """That of the run's last start, {} if it cannot be read."""
+    """The environment of the run's last start; {} if it cannot be read."""
     try:
         lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if "environment" in line]
         return lines[-1]["environment"]
@@ -304,6 +304,6 @@ def last_environment(events: Path) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What is not as it was in how a run is laid out."""
+    """What has changed in how a run is laid out."""
     names = ("ranks", "attention", "experts", "device")
     return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]

@@ -20,7 +20,7 @@ from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 
 SAYS_SO = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
-"""How PyTorch, CUDA libraries and C++ put it."""
+"""The wordings of PyTorch, CUDA libraries and C++."""
 PARTS = {
     "build.py:build_training": "building the model",
     "checkpoint": "loading or saving a checkpoint",
@@ -33,7 +33,7 @@ PARTS = {
     "vocabulary": "embedding, head or loss",
     "/moe/": "the MoE layer",
 }
-"""By what the innermost of our files and functions has in its name."""
+"""What was going on, by a word in the name of our innermost file or function."""
 REST = "activations, gathered weights and buffers"
 
 
@@ -65,7 +65,7 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
 
 
 def _state(weights: int, config: Config, device: torch.device) -> dict[str, int]:
-    """Bytes that a step needs for weights of so many."""
+    """Bytes that a step needs, given the bytes of the weights."""
     numbers = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
     moments = 0 if config.optimizer.offload and device.type == "cuda" else numbers * weights
     return {"weights": weights, "gradients": weights, "optimizer state": moments}
@@ -103,7 +103,7 @@ def holds(training: Training) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Of this rank's pieces."""
+    """Bytes of this rank's shards."""
     pieces = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor))
     return sum(t.nbytes for t in pieces)
 

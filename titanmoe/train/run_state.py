@@ -12,7 +12,7 @@ class RunState:
     skips: Skips
     step: int = 0
     tokens: float = 0.0
-    """Trained on so far, on all ranks, without padding."""
+    """How many were trained on so far, on all ranks, without padding."""
 
     @property
     def updates(self) -> int:

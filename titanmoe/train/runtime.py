@@ -112,7 +112,7 @@ def restarted() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this rank when its torchrun dies, for whatever reason.
+    """Has the kernel kill this rank when its torchrun dies, for whatever reason.
 
     Orphaned ranks would keep the run's folder locked and the GPUs busy, and the next start would be refused. Only under
     torchrun: a run started by hand may outlive its shell.

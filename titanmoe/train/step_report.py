@@ -1,4 +1,4 @@
-"""What is reported of a step: one name for each number, the same in every output."""
+"""What is reported about a step. Each number has the same name in every output."""
 
 from __future__ import annotations
 

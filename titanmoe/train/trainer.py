@@ -21,7 +21,7 @@ class Trainer:
     def __init__(self, training: Training):
         self.training = training
         self.stopping = False
-        """Whether a rank has wanted to in the last step."""
+        """Whether a rank wanted to stop in the last step."""
 
     @property
     def step(self) -> int:

@@ -1,4 +1,4 @@
-"""The finished parts of a run on one rank, as `build_training` makes them."""
+"""The components of a run on one rank, as `build_training` makes them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Training:
     # A run.
     steps: int
     timeout_s: int
-    """Of messages, once the first step is done."""
+    """How long a collective may take, once the first step is done."""
     state: RunState
     folder: RunFolder
     checkpoints: Checkpoints

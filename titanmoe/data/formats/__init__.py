@@ -25,7 +25,7 @@ FORMATS = Kind(
 
 @cache
 def format_of(extension: str) -> str:
-    """The name of the format that such a file has, unless one is named."""
+    """The name of the format that files with this extension have under `auto`."""
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
     except PartError as error:
@@ -35,10 +35,10 @@ def format_of(extension: str) -> str:
 
 
 def format_option(conversations: bool) -> Kind:
-    """Those that a command reads as its option --format: all but token shards, with conversations or without."""
+    """The values of a command's option --format: all formats but token shards, and conversations only if asked for."""
     table = dict(FORMATS.table)
     for name in FORMATS.table:
-        with suppress(PartError):  # it is said when it is named
+        with suppress(PartError):  # reported if the user names this format
             format = FORMATS.look_up(name)
             if format.tokenized or (format.conversations and not conversations):
                 del table[name]

@@ -1,4 +1,4 @@
-"""What a data format is: which files it is for, how they are divided and read."""
+"""What a data format is: which files it is for, how they are divided among processes, and how they are read."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span
 
 
 class Format(Rules):
-    """These are the usual answers; a format that reads files adds `read`."""
+    """The facts about a format, with their usual values; a format that reads files adds `read`."""
 
     extensions: tuple[str, ...] = ()
-    """Of its files, in lower case, without that of a compression: `auto` knows them by these, and of a folder no
-    others are read. Without any, every file of a folder is."""
+    """Extensions of its files, in lower case, without that of a compression. `auto` goes by them, and only such files
+    of a folder are read; if there are none here, all files are."""
     by_line = False
     """Whether a line can be read without those before it, so that several processes share a large file."""
     field = "text"
-    """Of a record, unless the recipe names one."""
+    """The field of a record that holds the document, unless the recipe names another."""
     conversations = False
     """Whether a record's value is the messages of a chat, which a template makes into text, with loss only on what the
     assistant said. `auto` chooses no such format."""
     tokenized = False
-    """Whether its files are token shards, in which there is nothing to read."""
+    """Whether its files are token shards, which are used as they are."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         data = config.data
@@ -36,15 +36,15 @@ class Format(Rules):
             )
 
     def takes(self, extension: str) -> bool:
-        """Whether such a file of a folder is read: data sets come with pages about themselves."""
+        """Whether files of a folder with this extension are read: data sets come with README files and the like."""
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """The name of the format that reads such a file; "" for this one."""
+        """The name of the format that reads files with this extension; "" for this one."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        """The file in parts of about `size` bytes, as far as it can be entered in the middle."""
+        """Divides the file into spans of about `size` bytes, if it can be read from the middle; else one span."""
         if self.by_line and not source.compressed:
             for start in range(0, source.bytes, size):
                 stop = min(start + size, source.bytes)
@@ -53,5 +53,5 @@ class Format(Rules):
             yield source.span(0, source.bytes, source.bytes)
 
     def read(self, reader: Reader) -> Iterator[Record | Bad]:
-        """The documents of a span, in their order, and what is no document."""
+        """The documents of a span, in order, and a `Bad` for whatever is not one."""
         raise NotImplementedError(f"{type(self).__name__} has no method `read`")

@@ -10,7 +10,7 @@ from titanmoe.data.formats.format import Format
 from titanmoe.data.reader import MIB, Bad, Reader, Record, decode, json_type_name, no_field
 
 MOST_VALUES = 4_000_000
-"""In one line; a parsed value takes up to 100 bytes, however short it was in the file."""
+"""The limit for one line: a parsed value takes up to 100 bytes, however short it was in the file."""
 
 
 class Jsonl(Format):

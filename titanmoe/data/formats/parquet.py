@@ -11,9 +11,9 @@ from titanmoe.data.formats.format import Format
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, no_field
 
 MOST_ROWS = 256
-"""Held at one time."""
+"""The limit of rows in memory at one time."""
 MOST_RATIO = 256
-"""Of a large row group, uncompressed to compressed: text comes to 3 to 20."""
+"""The limit of uncompressed to compressed bytes for a large row group; text has 3 to 20."""
 
 
 class Parquet(Format):
@@ -65,8 +65,8 @@ def _open(file: str) -> Any:
 
 
 def _rows_at_once(reader: Reader, file: Any, group: int) -> int:
-    """As many as fit into a few documents, if each were as long as its whole row group: a dictionary makes many long
-    rows from one."""
+    """How many rows to read at once: few enough even if each were as long as the whole row group, because a dictionary
+    can make many long rows from one."""
     row_group = file.metadata.row_group(group)
     columns = [row_group.column(n) for n in range(row_group.num_columns)]
     field_columns = [column for column in columns if column.path_in_schema.split(".")[0] == reader.field]

@@ -29,7 +29,7 @@ class Family(Rules):
     hf: HuggingFace | None = None
     """How it is written for transformers; None: it cannot be converted."""
     mixer: Callable[[Model, int], MixerRules] = attention
-    """That of a block, by its number. The same object for blocks that are alike."""
+    """Gives the mixer of a block, by its number; the same object for blocks that are alike."""
     own: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     """What [model] has no field for, with defaults: a recipe sets it in [model.own], a size as `own`."""
 

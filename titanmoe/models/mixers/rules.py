@@ -58,9 +58,9 @@ class BatchShare(NamedTuple):
     """A microbatch as one rank has it."""
 
     tokens: int
-    """Those that it owns."""
+    """How many tokens the rank owns."""
     positions: int
-    """Of its slice: tokens times tp."""
+    """How many positions its attention slice has: tokens times tp."""
     tp: int
     width: int
     """Bytes of a number in the dtype that layers compute in."""
@@ -70,7 +70,7 @@ class BatchShare(NamedTuple):
 
 class MixerRules(Rules, ABC):
     name = ""
-    """As messages call it, such as "latent attention"."""
+    """Its name in messages, such as "latent attention"."""
     attends = False
     """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
     that; both refuse a mixer that has none."""

@@ -16,7 +16,7 @@ class AuxLossGlobal(BalanceLoss):
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__(model, options, microbatches)
-        # Whole numbers: a running sum of others is not deterministic on GPUs.
+        # Integers, because a running sum of floating-point numbers is not deterministic on GPUs.
         count_ME = torch.zeros(microbatches, model.num_experts, dtype=torch.int64)
         self.register_buffer("count_ME", count_ME, persistent=False)
 

@@ -1,8 +1,8 @@
 """What a balance loss is: a term of the objective that depends on what a layer's router does.
 
-A new one is a subclass of `BalanceLoss` with its own `forward` and its `rules`, and a line in
-`titanmoe/moe/balance_losses/rules.py`; outside the package it needs no line. `z_loss.py` is the shortest one,
-`aux_loss_global.py` one with a state.
+A new loss is a subclass of `BalanceLoss` with its own `forward` and its `rules`, and a line in
+`titanmoe/moe/balance_losses/rules.py`; outside the package it needs no line. `z_loss.py` is the shortest;
+`aux_loss_global.py` keeps state between microbatches.
 
 Shapes: B samples of a microbatch, T tokens this rank owns, E experts.
 """
@@ -30,11 +30,11 @@ class Routed:
     """How often this rank's tokens chose each expert, before dropping."""
     tokens: Tokens
     step_tokens: Tensor
-    """Tokens that are not padding of the whole step: all ranks and microbatches, at least 1, a scalar in float64."""
+    """How many tokens the whole step has (all ranks and microbatches) without padding: a float64 scalar, at least 1."""
     step_samples: Tensor
-    """The same of its samples."""
+    """How many samples it has."""
     normalises: bool
-    """Whether the scores of a token do not add up to 1 yet (sigmoid)."""
+    """Whether a token's scores still have to be scaled to add up to 1 (sigmoid)."""
     sequence: Group = NO_GROUP
     """The ranks that own other tokens of the same samples (cp x tp)."""
     data: Group = NO_GROUP
@@ -47,14 +47,15 @@ class Routed:
         self._shares_BE: Tensor | None = None
 
     def choices(self) -> Tensor:
-        """(B, E): the counts of whole samples, in float64 and without a gradient. One message for all that ask."""
+        """(B, E): the counts of whole samples, in float64, without a gradient. Summed over the ranks once, for all
+        losses."""
         if self._choices_BE is None:
             self._choices_BE = all_reduce(self.count_BE.to(torch.float64), self.sequence)
         return self._choices_BE
 
     def shares(self) -> Tensor:
-        """(B, E): the scores of this rank's tokens, each token's adding up to 1, summed over each sample's tokens. One
-        product for all that ask."""
+        """(B, E): the scores of this rank's tokens, each token's scaled to add up to 1, summed over the tokens of each
+        sample. Computed once, for all losses."""
         if self._shares_BE is None:
             B, E = self.count_BE.shape
             factor_T = self.valid_T / self.scores_TE.sum(-1) if self.normalises else self.valid_T
@@ -63,15 +64,15 @@ class Routed:
 
 
 class BalanceLoss(nn.Module):
-    """One for each layer. A state for the step belongs in buffers (`register_buffer(..., persistent=False)`), which are
-    0 before the first one.
+    """One for each layer. State that lasts for a step belongs in buffers (`register_buffer(..., persistent=False)`),
+    which are 0 before the first step.
 
-    Numbers must depend neither on the mapping nor on what is computed twice. So a state is written at the index of
-    the microbatch, never added to: forward may run again, in any order, and then has to give the same.
+    The result must depend neither on the mapping nor on recomputation. So write state at the index of the microbatch
+    and never add to it: forward may run again, in any order, and has to give the same result.
     """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
-        """microbatches: of a step on this rank."""
+        """microbatches: how many a step has on this rank."""
         super().__init__()
         self.model, self.options = model, options
 
@@ -81,7 +82,7 @@ class BalanceLoss(nn.Module):
     def forward(self, routed: Routed) -> Tensor:
         """This rank's summand of the term, a scalar with its gradient, without the coefficient.
 
-        The sum over all ranks and microbatches of a step is the whole term, and the sum of their gradients its
-        gradient: the value that other ranks computed is a constant here.
+        Summed over all ranks and microbatches of a step, these give the whole term, and their gradients its gradient:
+        what other ranks computed is a constant here.
         """
         raise NotImplementedError

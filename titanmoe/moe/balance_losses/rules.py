@@ -1,6 +1,6 @@
 """What is known of each balance loss without torch, the table of their names, and which of them a recipe switches on.
 
-A new balance loss is a file, with its rules in it, and a line in BALANCE_LOSSES.
+A new balance loss is a file that has its rules too, and a line in BALANCE_LOSSES.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from titanmoe.config.schema import Config, MoE
 
 FIELD = "moe.balance_losses"
 KEYS = frozenset(field.name for field in fields(MoE))
-"""Of [moe]. A balance loss of the table with such a name has its coefficient there."""
+"""The keys of [moe]. A balance loss of the table that is named like one of them has its coefficient there."""
 
 
 class BalanceRules(Rules):
-    """What holds for a balance loss; these are the usual answers."""
+    """The facts about a balance loss, with their usual values."""
 
     evens_loads = True
-    """Whether it keeps experts evenly busy. A run in which nothing does so says so."""
+    """Whether it keeps experts evenly busy. A run in which nothing does is told so in its header."""
     by_microbatch = False
     """Whether it depends on which samples form a microbatch."""
     metric = ""
-    """What reports call it; "" if that is its name, without a module."""
+    """Its name in reports; "" for the name of the loss, without a module."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         terms = switched_on(config.moe)
@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
 
 def entries(lines: list[str]) -> list[Entry]:
-    """What moe.balance_losses says; PartError with all that is wrong with it."""
+    """What moe.balance_losses says; raises a PartError with everything that is wrong with it."""
     found: list[Entry] = []
     problems = []
     for line in lines:
@@ -108,7 +108,7 @@ BALANCE_LOSSES = Kind(
 
 
 class Term(NamedTuple):
-    """A balance loss that a run has."""
+    """A balance loss that is switched on."""
 
     name: str
     coefficient: float

@@ -1,1 +1,1 @@
-"""Ways for rows to travel to their experts' ranks and back, a file each; `protocol` is what they have in common."""
+"""Ways to send rows to their experts' ranks and back, one per file; `protocol` is what they have in common."""

@@ -1,7 +1,8 @@
-"""Every rank of ep x etp gets all tokens of the group and picks those of its experts; the sums are scattered back.
+"""Every rank of ep x etp gets all tokens of the group and takes those of its experts; a reduce-scatter brings sums
+back.
 
-Per rank and direction: T * (G - 1) rows of D elements for any top_k, in even pieces. Useful for a group of about two,
-or if top_k is near ep.
+Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for each rank. Useful for a group of
+about two, or if top_k is near ep.
 
 Shapes as in titanmoe.moe.dispatchers.protocol, and: N = T * G tokens of the group.
 """

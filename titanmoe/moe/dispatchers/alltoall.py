@@ -24,8 +24,8 @@ class AllToAll(Dispatcher):
     projection, and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra
     collective. Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
 
-    With chunks, the rows of every expert are split into that many pieces, and piece c of all experts travels in
-    all-to-all c. So the work of chunks is even under any routing, and their sizes are static if bins are padded.
+    With n chunks, the rows of every expert are divided into n shares, and share c of all experts travels in all-to-all
+    c. So chunks are equally large under any routing, and their sizes are static if bins are padded.
     """
 
     @named("dispatch")
@@ -35,8 +35,8 @@ class AllToAll(Dispatcher):
         return self.dispatch_chunks(x_TD, weights_TK, chosen_TK, bin_rows)
 
     def dispatch_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
-        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer with room for all
-        that there can be is filled; later its end is dropped. So the device has work while the host waits.
+        """One chunk, bins not padded. The device fills a buffer of the largest possible size while the host waits for
+        the number of rows; then the unused end is cut off.
         """
         G, e = self.group.size, self.local_experts
         entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
@@ -45,7 +45,7 @@ class AllToAll(Dispatcher):
         sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
         send, receive = sizes.read()  # the layer's only host sync
-        if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
+        if (rows := sum(send)) < len(x_RD):  # choices of no expert are last
             x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
             route = Route(route.source_R[:rows], route.slot_TJ.clamp(max=rows))
         flights = start(x_RD, self.group, send, receive), start(weights_R1, self.group, send, receive)

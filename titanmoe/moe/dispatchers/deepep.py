@@ -1,7 +1,7 @@
-"""Tokens to their experts through the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
+"""Sends tokens to their experts by the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
 
-A token goes once to every rank that has any of its experts, along with which of its choices are there and their
-weights. Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
+A token goes once to every rank that has any of its experts, along with the numbers and weights of its choices there.
+Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
 `combine` is also the backward of `dispatch`, and vice versa.
 
 Shapes as in titanmoe.moe.dispatchers.protocol, and: J = K * etp choices of a token, N tokens that arrive here, each
@@ -26,7 +26,7 @@ from titanmoe.observe import named
 from titanmoe.ops import device as devices
 
 NEEDS = "cuda"
-"""Where its kernels run."""
+"""The device type that its kernels run on."""
 INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 
 

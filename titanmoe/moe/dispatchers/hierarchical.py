@@ -1,9 +1,10 @@
 """Each token crosses once to every node that has experts of it, and goes to all of them inside the node.
 
-First to the rank at this rank's position on that node, then by an all-to-all inside the node, which makes the copies
-for several experts and for etp. On the way back the node sums what its experts return, and one row crosses. Per rank
-and direction: one row for each token and other node it visits, V rows in all arriving here, and inside the node what
-those V tokens need there. With a group inside one node nothing crosses, and this is AllToAll.
+It goes first to the rank with this rank's position on that node, then by an all-to-all inside the node, which makes the
+copies for several experts and for etp. On the way back the node sums what its experts return, and one row crosses. Per
+rank and direction: between nodes, one row for each token and each other node that it visits; inside the node, etp rows
+for each expert there that a token arriving at this rank has chosen. With a group inside one node nothing crosses, and
+this is AllToAll.
 
 Shapes as in titanmoe.moe.dispatchers.protocol, and: N nodes of the group, V tokens that arrive here from all of them.
 """
@@ -38,7 +39,7 @@ class Hierarchical(Dispatcher):
         T, N = x_TD.shape[0], across.size
         if N == 1:
             return self.inner.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-        # Each node of a token once; "no expert" is on node N, which does not exist.
+        # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
         visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
         visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
         node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)

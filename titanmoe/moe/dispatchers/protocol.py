@@ -1,15 +1,15 @@
 """What a dispatcher is. It knows tokens and ranks, not what experts do; the layer calls it in this order:
 
-    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)        rows set off
-    ...                                                                 other work, while they are on their way
+    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)        rows leave
+    ...                                                                 other work, while rows are in flight
     back = []
     for chunk in exchange.chunks():
         rows, weights, counts = chunk.rows()                            waits for this chunk alone
-        back.append(chunk.send_back(experts(rows, weights, counts)))    while the next chunks are on their way
+        back.append(chunk.send_back(experts(rows, weights, counts)))    while the next chunks are in flight
     y = exchange.combine(back)                                          waits, and sums the rows of each token
 
-A new dispatcher is a subclass of `Dispatcher` with its own `dispatch`, classes with the methods of `Exchange` and
-`Chunk`, and its `rules`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest one.
+A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, classes with the methods of
+`Exchange` and `Chunk`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
 etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
@@ -34,9 +34,9 @@ class Chunk(Protocol):
     """Some rows of every expert of this rank, from their arrival until their outputs are on the way back.
 
     Chunks, and what `send_back` returns, pass into and out of the module that has the experts' weights, whose hooks
-    (FSDP's) look for tensors with gradients in them: so they are tuples, named tuples, lists or tensors, and nothing
-    with a gradient is hidden in another object. Else gradients of weights would only be reduced when all of backward
-    has ended.
+    (FSDP's) look for tensors with gradients in them: so use tuples, named tuples, lists or tensors, and hide nothing
+    with a gradient in another kind of object. Otherwise FSDP would not reduce the gradients of these weights before the
+    whole backward has ended.
     """
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,9 +47,9 @@ class Chunk(Protocol):
         ...
 
     def send_back(self, y_RD: Tensor) -> Any:
-        """Sends the experts' outputs for these rows home, and does not wait for those of others if it can do so later.
+        """Sends the experts' outputs for these rows back to their tokens' ranks, if possible without waiting.
 
-        What it returns is for `Exchange.combine`.
+        What it returns is passed to `Exchange.combine`.
         """
         ...
 
@@ -58,11 +58,11 @@ class Exchange(Protocol):
     """A layer's rows on their way, from dispatch to combine."""
 
     def chunks(self) -> Sequence[Chunk]:
-        """In the order in which they arrive; a single one, if rows do not travel in pieces. Called once."""
+        """In the order in which they arrive; a single one if rows do not travel in chunks. Called once."""
         ...
 
     def combine(self, back: list[Any]) -> Tensor:
-        """(T, D): for each token the sum of what experts returned. back: what each chunk's `send_back` returned."""
+        """(T, D): each token's sum of its experts' outputs. back: what each chunk's `send_back` returned."""
         ...
 
 
@@ -75,20 +75,20 @@ class ExpertRanks:
     ep: int = 1
     etp: int = 1
     within: Group = NO_GROUP
-    """Those of the group on this node, where the group spans nodes (and the dispatcher's facts say that it asks)."""
+    """The group's ranks on this node, if it spans nodes and the dispatcher's rules say `nodes = True`."""
     across: Group = NO_GROUP
-    """Those with this rank's place on each of the group's nodes; one rank: the group does not span nodes."""
+    """The rank with this rank's position on each node of the group; only this rank if the group does not span nodes."""
 
 
 class SharedBuffers:
-    """What the dispatchers of a rank share, attached to them while a step runs."""
+    """Buffers that all dispatchers of a rank share, attached to them while a step runs."""
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the step is void on this rank and must be repeated without these buffers."""
+        """Whether this rank's buffers were too small, so that the step has to be repeated without them."""
 
     def were_too_small(self, flags: float) -> bool:
-        """Whether the step is void on any rank. flags: `overflowed`, summed over the ranks."""
+        """Whether any rank's were. flags: `overflowed`, summed over the ranks."""
         return bool(flags)
 
     @contextmanager
@@ -107,7 +107,7 @@ class Dispatcher:
     """One for each layer."""
 
     memory: SharedBuffers | None = None
-    """Those of `reserve` during a training step; None outside of one."""
+    """What `reserve` returned, during a training step; None outside of one."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         """chunks: `[moe] overlap_chunks`. kernels: `[moe] kernels`."""
@@ -115,7 +115,7 @@ class Dispatcher:
         self.place(ExpertRanks())
 
     def place(self, ranks: ExpertRanks) -> None:
-        """Called when the model is placed on the meshes; before, this rank has all experts."""
+        """Called when the model is placed on the meshes; until then, this rank has all experts."""
         self.ranks = ranks
         self.group, self.ep, self.etp = ranks.group, ranks.ep, ranks.etp
         self.local_experts = self.num_experts // ranks.ep
@@ -136,16 +136,16 @@ class Dispatcher:
     def reserve(
         model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> SharedBuffers | None:
-        """What all layers of a rank share, made by all ranks of the world together; None if it needs nothing.
+        """Makes what all layers of a rank share; None if nothing is needed. All ranks of the world call it together.
 
-        tokens: that a rank owns in a microbatch. dtype: of the rows that are sent.
+        tokens: how many a rank owns in a microbatch. dtype: that of the rows that are sent.
         """
         return None
 
 
 @dataclass
 class OneChunk:
-    """The exchange of a dispatcher that cannot overlap: its chunk returns the sums of tokens themselves."""
+    """The exchange of a dispatcher with a single chunk, whose `send_back` already returns the sum for each token."""
 
     chunk: Chunk
 

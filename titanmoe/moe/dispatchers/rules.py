@@ -1,6 +1,6 @@
 """What is known of each dispatcher without torch, and the table of their names.
 
-A new dispatcher is a file, with its rules in it, and a line in DISPATCHERS.
+A new dispatcher is a file that has its rules too, and a line in DISPATCHERS.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from titanmoe.fold.degrees import nodes_of_a_group
 
 
 class DispatcherRules(Rules):
-    """What holds for a dispatcher; these are the usual answers."""
+    """The facts about a dispatcher, with their usual values."""
 
     host_syncs = 1
-    """How often the forward of a layer waits to learn how many rows go where. With padded bins none does."""
+    """How often the host waits in a layer's forward to learn how many rows go where. With padded bins it never does."""
     whole = ""
-    """Why its rows do not travel in chunks, after "overlap_chunks splits an all-to-all by its row counts, but this
-    one"; "" if they do. Without chunks nothing is computed meanwhile: no other chunk, and no other microbatch."""
+    """Why its rows do not travel in chunks, as the end of "overlap_chunks splits an all-to-all by its row counts, but
+    this one ..."; "" if they do. Without chunks, neither a chunk nor another microbatch is computed meanwhile."""
     nodes = False
     """Whether it needs to know which ranks of its group share a node."""
     unused_rows = False
-    """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
+    """Whether experts get unused rows after the last one that is theirs, for which they may compute NaN."""
     asks_machine = False
-    """Whether it needs more than torch.distributed; the implementation's `missing` says what this machine lacks."""
+    """Whether it needs more than torch.distributed; then its `missing` says what this machine lacks."""
     no_bins = ""
-    """Why pad_to_capacity is refused, after "moe.pad_to_capacity = true makes every size static, "; "" if it is not."""
+    """Why pad_to_capacity is refused, as the end of "moe.pad_to_capacity = true makes every size static, ..."; "" if it
+    is not."""
     own_buffers = False
     """Whether it has buffers that the planner does not count."""
     search_tries = False
-    """Whether the planner's search may choose it in place of another that says so too."""
+    """Whether the planner's search may replace it, and may choose it to replace another that says so too."""
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         moe = config.moe
@@ -82,8 +83,8 @@ class DispatcherRules(Rules):
         )
 
     def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
-        """For the planner: there and back in a forward, as an all-to-all. costs: a
-        titanmoe.plan.block_costs.BlockCosts."""
+        """For the planner: the time to send rows there and back in one forward, by default that of an all-to-all.
+        costs: a titanmoe.plan.block_costs.BlockCosts."""
         row, K = costs.row_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
@@ -115,7 +116,7 @@ class HierarchicalRules(DispatcherRules):
     search_tries = True
 
     def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
-        """First once to each domain, then, of all that came, copies for the experts there."""
+        """Each token once to each NVLink domain, then copies of what arrived for the experts there."""
         domains = costs.domains(ep, etp)
         if domains == 1:
             return super().seconds(costs, tokens, ep, etp)
@@ -141,8 +142,8 @@ class SymmetricMemoryRules(DispatcherRules):
     )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """A kernel's first block overwrites the offsets that others still read, always if a block has more than one
-        piece. The grid has 64 blocks, 8 with more than 8 ranks (torch 2.11 and newer). A warp for each expert."""
+        """If a block of torch's kernel has more than one piece to send, the first block overwrites offsets that others
+        still read. The grid has 64 blocks, or 8 with more than 8 ranks (torch 2.11 and newer), a warp per expert."""
         yield from _above(8, ep * etp, "ranks of ep * etp", f"ep * etp = {ep} * {etp}", config)
         total = config.model.num_experts
         yield from _above(16, total // ep, "experts on a rank", f"model.num_experts / ep = {total} / {ep}", config)
@@ -235,10 +236,10 @@ DISPATCHERS = Kind(
 
 
 def in_chunks() -> list[str]:
-    """Those whose rows can travel while something else is computed."""
+    """Dispatchers whose rows can travel while something else is computed."""
     return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).whole]
 
 
 def in_chunks_quoted() -> str:
-    """The same as a message suggests them."""
+    """The same, as a message suggests them."""
     return " or ".join(f'"{name}"' for name in in_chunks())

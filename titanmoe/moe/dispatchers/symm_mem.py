@@ -1,4 +1,4 @@
-"""Rows to their experts through symmetric memory: sizes stay on the device, so the host never waits for them.
+"""Sends rows to their experts through symmetric memory. Sizes stay on the device, so the host never waits for them.
 
 `torch.ops.symm_mem.all_to_all_vdev_2d` sends rows sorted by rank and expert into a buffer sorted by expert and sender,
 and `all_to_all_vdev_2d_offset` sends them back; each is the other's backward. Both read their sizes on the device. An
@@ -38,7 +38,7 @@ OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
 def missing(device: str) -> str:
     """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
     if devices.pretended() and devices.kind_for(device) == "cuda":
-        return ""  # nothing is known of that machine
+        return ""  # we cannot know what that machine has
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -52,15 +52,15 @@ def missing(device: str) -> str:
 
 
 class Buffers(NamedTuple):
-    """Symmetric buffers for rows of one width, (H, .) and (A, .), two of each."""
+    """Send and receive buffers, (H, .) and (A, .), for rows of one width; two of each."""
 
     home: tuple[Tensor, Tensor]
     away: tuple[Tensor, Tensor]
 
 
 class SymmetricBuffers(SharedBuffers):
-    """The buffers of all layers of a rank. All ranks of the world allocate them together, in equal sizes, because the
-    allocation is collective.
+    """The buffers of all layers of a rank. Allocating them is collective: all ranks of the world do it together, with
+    equal sizes.
     """
 
     def __init__(
@@ -106,9 +106,10 @@ class SymmetricBuffers(SharedBuffers):
         self.try_once(local_experts)
 
     def try_once(self, local_experts: int) -> None:
-        """One row to each expert of each rank and back, as far as there is room; a row names its sender and its expert.
+        """Sends one row to each expert of each rank and back, as far as there is room, and checks what arrives. A row
+        names its sender and its expert.
 
-        All ranks of the world call this together: the first exchange of a group divides up NVSHMEM's world.
+        All ranks of the world call this together: a group's first exchange divides up NVSHMEM's world.
         """
         buffers, size, rank = self.rows, self.group.size, self.group.rank
         device, dtype = buffers.home[0].device, buffers.home[0].dtype
@@ -144,11 +145,12 @@ class SymmetricBuffers(SharedBuffers):
 
     # When an operation has ended here, a peer may still be reading what it sent, or have started the next one, which
     # writes sizes to this rank's `take`. But no rank gets past the sizes of an operation before all have finished the
-    # previous one. So there are two of each buffer that peers read or write, used in turn, and what arrives is copied
+    # previous one. So two of each buffer that peers read or write, used in turn, are enough, if what arrives is copied
     # at once.
 
     def dispatch(self, buffers: Buffers, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
-        """The receive buffer, to be copied before the next operation, and the sizes and places of its pieces."""
+        """The receive buffer, to be copied before the next operation, and where the rows of each sender and expert
+        lie."""
         self.turn ^= 1
         home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
         home[: x_HD.shape[0]].copy_(x_HD)
@@ -187,7 +189,7 @@ class Symmetric(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
-        """Rows after the last expert's are zero here, and may be anything in the experts' output."""
+        """Unused rows are zero in what experts get, and may be anything in their output."""
         memory = self.memory
         if memory is None:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
@@ -219,10 +221,10 @@ class SymmetricChunk(NamedTuple):
     count_e: Tensor
     memory: SymmetricBuffers
     send_rows: int
-    """Of the send buffer."""
+    """How many rows the send buffer has."""
     send_Ge: Tensor
     back: Tensor
-    """Sizes and places of the pieces here."""
+    """Sizes and places, in the receive buffer, of the rows from each sender for each expert."""
     used_A1: Tensor
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:

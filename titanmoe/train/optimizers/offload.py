@@ -24,7 +24,7 @@ Moments = tuple[Tensor, Tensor]
 
 
 class Copies:
-    """On CPUs, where a copy is done when the call returns."""
+    """Copies on CPUs, where a copy is done when the call returns."""
 
     page_locked = False
 
@@ -91,7 +91,7 @@ def _aligned(numbers: int) -> int:
 
 class Offload:
     def __init__(self, local_shards: dict[str, nn.Parameter], copies: Copies | None = None):
-        """pieces: this rank's part of every weight, in one dtype."""
+        """local_shards: this rank's shard of every weight, all in one dtype."""
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
         self.buckets: list[Bucket] = []
