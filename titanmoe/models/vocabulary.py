@@ -214,4 +214,4 @@ class Head(nn.Module):
             loss_T = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels)
         else:
             loss_T = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp)
-        return loss_T.view_as(labels_BS)
+        return loss_T.view_as(labels_BS).clone()  # on a view, FSDP would lose its hooks
