@@ -91,9 +91,10 @@ def arguments(changes: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _read(argv: tuple[str, ...], size: int) -> Config:
+    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
 
-    return read(list(argv), size)
+    return read(list(argv), size, PARTS)
 
 
 def read(changes: dict[str, Any], size: int) -> Config:
@@ -313,10 +314,11 @@ def measure(
 
 def train(argv: list[str]) -> None:
     """On a rank: what train.py does once it has joined the others."""
+    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
 
     runtime = runtime_here()
-    build_trainer(read(argv, runtime.world), runtime).train()
+    build_trainer(read(argv, runtime.world, PARTS), runtime).train()
 
 
 def places(changes: dict[str, Any]) -> dict[str, blame.Held]:

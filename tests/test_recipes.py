@@ -41,7 +41,7 @@ def comments(recipe: Path) -> str:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_legal_on_its_world(recipe):
-    config = read(["--config", str(recipe)], world(recipe))
+    config = read(["--config", str(recipe)], world(recipe), PARTS)
     parallelism, experts, training = config.parallelism, config.parallelism.experts, config.training
     data_ranks = parallelism.dp_replicate * parallelism.dp_shard
     assert parallelism.pp * data_ranks * parallelism.cp * parallelism.tp == world(recipe)
@@ -80,7 +80,7 @@ def test_large_ones_say_what_they_need_and_what_is_not_known(recipe):
     text = comments(recipe)
     assert "H100" in text and "Memory" in text and "Mapping:" in text
     assert "has not been run on GPUs here" in text
-    config = read(["--config", str(recipe)], world(recipe))
+    config = read(["--config", str(recipe)], world(recipe), PARTS)
     assert 2**20 <= config.training.global_batch_size * config.training.seq_len <= 2**22  # 256 to 1024 times 4096
     if recipe.stem in GIVEN:
         assert "2504.14960" in text
@@ -95,18 +95,18 @@ def test_large_ones_train_on_named_data_and_say_how_to_make_it(recipe):
     parser = argparse.ArgumentParser()
     add_tokenize(parser.add_subparsers())
     args = parser.parse_args(make[1:])
-    config = read(["--config", str(recipe)], world(recipe))
+    config = read(["--config", str(recipe)], world(recipe), PARTS)
     assert config.data.source == "files" and config.data.paths == [args.out] and config.data.packing == "stream"
     (folder,), downloaded = args.paths, got[got.index("--local-dir") + 1]
     assert Path(folder).is_relative_to(downloaded) and args.tokenizer == tokenizer[tokenizer.index("--local-dir") + 1]
-    random = read(["--config", str(recipe), "--data.source", "synthetic"], world(recipe))
+    random = read(["--config", str(recipe), "--data.source", "synthetic"], world(recipe), PARTS)
     assert random.data.source == "synthetic" and "--data.source synthetic" in comments(recipe)
 
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_mappings_of_the_paper(name):
     recipe = ROOT / "train_configs" / f"{name}.toml"
-    config = read(["--config", str(recipe)], world(recipe))
+    config = read(["--config", str(recipe)], world(recipe), PARTS)
     parallelism, experts = config.parallelism, config.parallelism.experts
     mapping = dict(world=world(recipe), tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp)
     mapping |= dict(ep=experts.ep, etp=experts.etp)
@@ -124,7 +124,7 @@ def test_every_recipe_saves_and_validates_on_held_out_data(recipe):
     stated = read_recipe(str(recipe)).data
     saved, validation = stated["checkpoint"], stated["validation"]
     assert saved.keys() == {"enable", "interval", "keep_last"} and saved["enable"] and saved["keep_last"] > 1
-    config = read(["--config", str(recipe)], world(recipe))
+    config = read(["--config", str(recipe)], world(recipe), PARTS)
     assert 2 * saved["interval"] <= config.training.steps >= 2 * validation["interval"] > 0
     assert validation["steps"] and validation["held_out"] > 1 and config.checkpoint.save == "async"
     if "debug" not in recipe.stem:

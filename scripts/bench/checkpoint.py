@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint import write_tensors as writing
+from titanmoe.parts import PARTS
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
@@ -49,7 +50,7 @@ def main() -> None:
     model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
     if args.config:
         model = ["--config", args.config]
-    config = read([*model, "--checkpoint.keep_last=1"], world_size())
+    config = read([*model, "--checkpoint.keep_last=1"], world_size(), PARTS)
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
     dist.broadcast_object_list(box, 0)

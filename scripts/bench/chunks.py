@@ -39,6 +39,7 @@ from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.parallel.apply import make_meshes
+from titanmoe.parts import PARTS
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, stop, world_size
 from titanmoe.train.runtime import start as start_process
@@ -193,7 +194,7 @@ def routed_rows(config: Config, meshes: Meshes) -> int:
 
 
 def main() -> int:
-    config = read(sys.argv[1:], world_size())
+    config = read(sys.argv[1:], world_size(), PARTS)
     runtime = start_process(config)
     meshes = make_meshes(
         derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device

@@ -245,12 +245,13 @@ def one(args: argparse.Namespace) -> None:
     import torch
 
     from titanmoe.models.count import flops_per_token, parameters
+    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start, stop
 
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
-    config = read(recipe(name, side, layers, batch, args.tiny, args.set), 1)
+    config = read(recipe(name, side, layers, batch, args.tiny, args.set), 1, PARTS)
     peer = side in PEERS
     runtime = None if peer else start(config)
     device, count = runtime.device if runtime else alone(), parameters(config.model)

@@ -349,6 +349,7 @@ def _no_tokenizer() -> Any:
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     """One rank, like titanmoe's in scripts/bench/step.py: a line in asks for steps, a line out says what they took."""
     from titanmoe.models.count import flops_per_token, parameters
+    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import world_size
 
@@ -357,7 +358,7 @@ def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     def answer(values: dict[str, Any]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    config = read(options, world_size())
+    config = read(options, world_size(), PARTS)
     count = parameters(config.model)
     try:
         side = Side(config, "cpu")

@@ -160,11 +160,14 @@ def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start
 
-    config = read(layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, []), 1)
+    config = read(
+        layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, []), 1, PARTS
+    )
     runtime = start(config)
     ours = layers.Ours(config, runtime)
     for _ in range(2):

@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.observe import POINTS, Observer, listening
+from titanmoe.parts import PARTS
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
@@ -57,7 +58,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, metavar="N")
     args = parser.parse_args()
-    config = read(CONFIG, world_size())
+    config = read(CONFIG, world_size(), PARTS)
     runtime = start(config)
     training = build_training(config, runtime, checks=checks)
     trainer, watch = Trainer(training), Watch(config.training, config.checkpoint, training)
