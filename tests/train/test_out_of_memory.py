@@ -181,10 +181,10 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
     def train() -> int:
         raise MemoryError
 
-    monkeypatch.setattr(launch, "read", lambda argv, world: run.config)
+    monkeypatch.setattr(launch, "read", lambda argv, world, parts: run.config)
     monkeypatch.setattr(launch, "start", lambda config: SimpleNamespace(rank=0))
     monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime: run)
     monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
-    assert launch.main([]) == 1
+    assert launch.main([], PARTS) == 1
     assert capsys.readouterr().err.startswith("error: rank 0 is out of memory: step 7, in ")
