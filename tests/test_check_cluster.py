@@ -20,7 +20,7 @@ def alone(ranks: int) -> list[float]:
     from titanmoe.launcher import check_cluster
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
-        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1)
+        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, PARTS)
     return check_cluster.numbers(config, runtime_here())[0]
 
 
