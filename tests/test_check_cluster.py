@@ -11,6 +11,7 @@ import pytest
 
 from tests import world
 from tests.support import planted_faults, processes
+from titanmoe.parts import PARTS
 
 SMALL = {"model.num_layers": 1, "training.seq_len": 16}
 
