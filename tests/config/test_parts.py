@@ -11,6 +11,8 @@ from titanmoe.config.parts import Kind, PartError, Parts, Rules
 from titanmoe.config.schema import Config
 
 OWN = """
+from abc import abstractmethod
+
 from titanmoe.config.parts import Rules
 from titanmoe.config.ranges import Violation
 
@@ -35,6 +37,11 @@ class Whole:
 
 class Half:
     rules = OwnRules()
+
+
+class Declared(Half):
+    @abstractmethod
+    def dispatch(self): ...
 
 
 class NoRules:
@@ -71,6 +78,7 @@ def test_a_part_is_found_by_its_name_and_by_where_it_lies(kind: Kind) -> None:
         ("own_parts:Hole", '"own_parts:Hole" cannot be used: own_parts has no Hole'),
         ("own_parts:NoRules", "own_parts:NoRules has no `rules`, which are made of Rules"),
         ("own_parts:Half", "own_parts:Half lacks dispatch"),
+        ("own_parts:Declared", "own_parts:Declared lacks dispatch"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_refused(kind: Kind, name: str, says: str) -> None:

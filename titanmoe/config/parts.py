@@ -128,7 +128,9 @@ class Kind:
         return getattr(found, member)
 
     def _check_members(self, name: str, where: str, found: Any) -> None:
-        if lacking := [member for member in self.members if not hasattr(found, member)]:
+        members = {name: getattr(found, name, None) for name in self.members}
+        # What the base class only declares is lacking too.
+        if lacking := [n for n, m in members.items() if m is None or getattr(m, "__isabstractmethod__", False)]:
             raise self._unusable(name, f"{where} lacks {', '.join(lacking)}")
 
     def _unusable(self, name: str, why: str) -> PartError:

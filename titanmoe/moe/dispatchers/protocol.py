@@ -17,6 +17,7 @@ etp innermost), R rows this rank's experts work on, C chunks. Expert number E st
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ class Dispatcher:
         self.group, self.ep, self.etp = ranks.group, ranks.ep, ranks.etp
         self.local_experts = self.num_experts // ranks.ep
 
+    @abstractmethod
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
         """Sends each token to the ranks of its chosen experts, and returns at once if it can.
 

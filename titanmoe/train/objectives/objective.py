@@ -12,6 +12,8 @@ Shapes: B samples, S positions of the attention slice.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torch import Tensor
 
 from titanmoe.data.batch import Batch
@@ -23,12 +25,14 @@ class Objective:
     def __init__(self, meshes: Meshes):
         self.meshes = meshes
 
+    @abstractmethod
     def sum(self, loss_BS: Tensor, piece: Slice) -> Tensor:
         """This rank's sum over a microbatch. loss_BS: each label's cross-entropy, its negative log-likelihood, 0 where
         there is no label, in float32 at least; gradients go through it. piece: ids, labels and places of the same
         positions."""
         raise NotImplementedError(f"{type(self).__name__} has no method `sum`")
 
+    @abstractmethod
     def count(self, batch: Batch) -> Tensor:
         """Of whole samples, before they are cut for cp and tp, on the host."""
         raise NotImplementedError(f"{type(self).__name__} has no method `count`")

@@ -6,6 +6,8 @@ A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torch import Tensor, nn
 
 from titanmoe.config.schema import Optimizer as Options
@@ -22,11 +24,13 @@ class Optimizer:
         """This rank's part of every weight, in the weight's own memory: never DTensors, whose dispatch on a four-dim
         mesh costs seconds per step."""
 
+    @abstractmethod
     def step(self, lr: float) -> None:
         """Changes the local shards in place, by `titanmoe.parallel.norm.local_grad` of every parameter, and frees the
         gradients. They are summed over the ranks, and clipped."""
         raise NotImplementedError
 
+    @abstractmethod
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Its own tensors, not copied, by parameter and name, shaped like the local shards; before the first step too.
         Checkpoints store them for any mapping and fill them."""
