@@ -153,7 +153,7 @@ def summary(rows: list[Row]) -> str:
     for feature, choices in FEATURES.items():
         some = [row for row in rows if feature in row["choices"]]
         met = Counter(row["choices"][feature] for row in some)
-        each = f"{min(met.values())} to {max(met.values())} each"
+        each = f"{min(met.values())} to {max(met.values())} each" if met else "none yet"
         out.append(line(feature, ", ".join(choices), some, each))
     return "\n".join(out)
 

@@ -387,7 +387,7 @@ class MoE:
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Squared log-sum-exp of the router's logits: keeps them small. 0.001 is usual."""
     balance_losses: list[str] = field(default_factory=list)
-    """Balance losses that have no key of their own, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]. {parts}"""
+    """Further balance losses, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]; those with a key above are refused here. All there are: {parts}"""
     bias_update_rate: Annotated[float, NOT_NEGATIVE] = 0.0
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
