@@ -22,7 +22,7 @@ from tests import reference, world
 from tests.support import blame, emulated_deep_ep, emulated_symmetric  # noqa: F401 (what is emulated)
 from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import WEIGHT, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.moe.balance_losses.rules import switched_on
@@ -133,7 +133,13 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
         position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
         begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
         tokens = tokens.where(~begins, tokens[:, :1])
-    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position)
+    weights = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
+    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position, None, weights)
+
+
+def weight(config: Config, number: int) -> torch.Tensor:
+    """Of each label of a sample; a sixth of them are 0."""
+    return (torch.arange(config.training.seq_len) * (3 + number) % 6).float() / 4
 
 
 def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:

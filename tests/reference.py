@@ -396,6 +396,8 @@ class Tokens:
     document_GS: Tensor | None
     place_GS: Tensor | None
     """Position of each token for RoPE, if it is not its place in the sequence."""
+    weight_GS: Tensor | None = None
+    """How much each label counts."""
 
     @staticmethod
     def of(step_batches: Sequence[Sequence[Batch]]) -> Tokens:
@@ -404,6 +406,7 @@ class Tokens:
         )
         documents = [batch.document_BS for row in step_batches for batch in row if len(batch) > 3]
         places = [batch.position_BS for row in step_batches for batch in row if len(batch) > 4]
+        weights = [batch.further["weight"] for row in step_batches for batch in row if getattr(batch, "further", {})]
         samples, positions = tokens.shape
         where = [(m, d) for m, row in enumerate(step_batches) for d, batch in enumerate(row) for _ in batch[0]]
         microbatch, data_rank = torch.tensor(where).repeat_interleave(positions, dim=0).unbind(1)
@@ -419,6 +422,7 @@ class Tokens:
             step_batches[0][0][0].shape[0],
             torch.cat(documents) if documents and documents[0] is not None else None,
             torch.cat(places) if places and places[0] is not None else None,
+            torch.cat(weights) if weights else None,
         )
 
 
@@ -741,17 +745,38 @@ def cross_entropies(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
     return -log_p.where(labelled, 0)
 
 
+class Scores(NamedTuple):
+    """Of each label; 0 where there is none."""
+
+    loss_GS: Tensor
+    entropy_GS: Tensor
+
+
+def scores(logits_GSV: Tensor, labels_GS: Tensor) -> Scores:
+    wide = torch.promote_types(logits_GSV.dtype, torch.float32)
+    log_p = logits_GSV.log_softmax(-1, dtype=wide)
+    entropy_GS = -(log_p.exp() * log_p).sum(-1)
+    return Scores(cross_entropies(logits_GSV, labels_GS), entropy_GS.where(labels_GS != IGNORE, 0))
+
+
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
     """Sum over the labelled tokens, divided once by their number, or by a given one."""
     return cross_entropies(logits_GSV, labels_GS).sum() / ((labels_GS != IGNORE).sum() if number is None else number)
 
 
-Objective = Callable[[Tensor, Tokens], Tensor]
+Objective = Callable[[Scores, Tokens], Tensor]
+
+
+def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
+    weight_GS = tokens.weight_GS * (tokens.labels_GS != IGNORE)
+    return (scores.loss_GS * weight_GS).sum() / weight_GS.sum()
+
 
 OBJECTIVES: dict[str, Objective] = {
-    "cross_entropy": lambda losses_GS, tokens: losses_GS.sum() / (tokens.labels_GS != IGNORE).sum()
+    "cross_entropy": lambda scores, tokens: scores.loss_GS.sum() / (tokens.labels_GS != IGNORE).sum(),
+    "weighted_cross_entropy": weighted_cross_entropy,
 }
-"""The step's loss from the cross-entropy of each label, by name. The test that brings an objective adds it."""
+"""The step's loss from the scores of each label, by name. The test that brings an objective adds it."""
 
 
 def step(
@@ -772,7 +797,7 @@ def step(
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
     objective, mtp = OBJECTIVES[config.training.objective], torch.zeros(())
-    loss = objective(cross_entropies(logits_GSV, tokens.labels_GS), tokens)
+    loss = objective(scores(logits_GSV, tokens.labels_GS), tokens)
     if further_GSV is not None:
         mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
     of_layers = [layer.terms for layer in layers.values()]

@@ -27,7 +27,8 @@ TALK = [
 
 def answers_of(chat, messages) -> tuple[str, list[str]]:
     """The whole text, and the runs of tokens that count."""
-    tokens, assistant_mask = chat.encode(messages)
+    tokens, weights = chat.encode(messages)
+    assistant_mask = weights > 0
     assert len(tokens) == len(assistant_mask)
     runs: list[list[int]] = []
     for n, (token, counts) in enumerate(zip(tokens.tolist(), assistant_mask.tolist(), strict=True)):
@@ -61,7 +62,8 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
     for template in MARKED, CHATML:
         options = dict(chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         expected = transformers_tokenizer.apply_chat_template(TALK, **options)
-        tokens, assistant_mask = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        tokens, weights = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        assistant_mask = weights > 0
         assert tokens.tolist() == expected["input_ids"]
         if template == MARKED:  # theirs cannot otherwise know what the assistant said
             assert assistant_mask.tolist() == [bool(answers_of) for answers_of in expected["assistant_masks"]]
@@ -240,3 +242,15 @@ def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     assert f"{file}:2: the chat template is not Jinja" in why(str(file), "bytes")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "need the package jinja2: pip install jinja2" in why("", str(tmp_path))
+
+
+def test_weights_need_a_mark_for_each_answer():
+    twice = MARKED.replace(
+        "{{ message.content }}<|im_end|>", "{{ message.content }}{% endgeneration %}{% generation %}!"
+    )
+    weighted = [*TALK[:2], TALK[2] | {"weight": 0.5}, *TALK[3:]]
+    chat = Chat(twice, "t", ByteTokenizer())
+    assert chat.encode(TALK)[1].max() == 1
+    with pytest.raises(ChatError, match="marks 4 parts of 2 answers: mark each answer once"):
+        chat.encode(weighted)
+    assert sorted({*Chat(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]

@@ -12,6 +12,7 @@ from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data import open as open_module
+from titanmoe.data.held_out import split
 from titanmoe.data.open import open_documents
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,3 +105,18 @@ def test_an_unfinished_folder_is_not_read_as_text(config, tmp_path):
     assert "holds unfinished token shards: give the titanmoe tokenize command again" in problem(
         config, tmp_path / "half"
     )
+
+
+def test_weights_of_labels_come_from_chats(config, tmp_path):
+    config.data.label_weights = True
+    assert "has no weights of labels: make its shards from chats with titanmoe tokenize --label-weights" in problem(
+        config, config.data.paths[0]
+    )
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}]
+    (tmp_path / "chats.jsonl").write_bytes(lines([talk], field="messages"))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    config.data.format, config.data.chat_template = "chat", str(tmp_path / "t.jinja")
+    documents = open_documents(config, str(tmp_path / "chats.jsonl"))
+    assert documents.label_weights(0, 4).tolist() == [0, 0, 2, 0]
+    whole, rest = split(documents, 1, 1)
+    assert len(whole) == 0 and rest.label_weights(1, 3).tolist() == [0, 2]

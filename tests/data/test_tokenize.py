@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.data.test_read_files import lines
@@ -371,3 +372,32 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
 
 def test_ids_take_two_bytes_as_long_as_they_fit():
     assert [dtype_name(SimpleNamespace(vocab_size=size)) for size in (1 << 16, (1 << 16) + 1)] == ["uint16", "uint32"]
+
+
+def test_weights_of_messages_are_stored_and_read(tmp_path, bpe, here):
+    def talk(*weights):
+        answers = [{"role": "assistant", "content": "the fox", **weight} for weight in weights]
+        return [message for answer in answers for message in ({"role": "user", "content": "why"}, answer)]
+
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(lines([talk({"weight": 0.25}, {"weight": 0}, {})], field="messages"))
+    options = dict(format="chat", tokenizer=str(bpe))
+    message = problems(tmp_path, "x", file, **options)
+    assert "a.jsonl:1: a message has the weight 0.25, and without label_weights a message counts (1) or" in message
+    run(tmp_path, "x", file, label_weights=True, **options)
+    shards = ShardDocuments(tmp_path / "x")
+    weights = shards.label_weights(0, shards.starts[-1])
+    mask = shards.label_mask(0, shards.starts[-1])
+    length = int(mask.sum()) // 2
+    assert weights.dtype == np.float32 and weights[mask].tolist() == [0.25] * length + [1] * length
+    assert not weights[~mask].any() and shards.has_sums
+
+    file.write_bytes(lines([talk({"weight": 0}, {"weight": 1})], field="messages"))
+    run(tmp_path, "y", file, **options)
+    shards = ShardDocuments(tmp_path / "y")
+    assert shards.label_weights(0, 4) is None and shards.label_mask(0, shards.starts[-1]).sum() == length
+    for weight, what in ((-1, "has the weight -1: use a number from 0"), (True, "has the weight True")):
+        file.write_bytes(lines([talk({"weight": weight})], field="messages"))
+        assert what in problems(tmp_path, "z", file, **options)
+    file.write_bytes(lines([talk({"weight": 0})], field="messages"))
+    assert "all of the assistant's messages have the weight 0" in problems(tmp_path, "z", file, **options)

@@ -53,7 +53,8 @@ def test_transformers_reads_it_and_renders_its_chats_alike(trained):
         transformers_tokenizer.encode(TEXT) == tokenizer.encode_all([TEXT])[0].tolist()
         and transformers_tokenizer.eos_token_id == tokenizer.eos
     )
-    tokens, assistant_mask = open_chat("", tokenizer).encode(CHAT)
+    tokens, weights = open_chat("", tokenizer).encode(CHAT)
+    assistant_mask = weights > 0
     rendered = transformers_tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     assert (
         rendered["input_ids"] == tokens.tolist() and rendered["assistant_masks"] == assistant_mask.astype(int).tolist()

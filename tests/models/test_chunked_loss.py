@@ -35,22 +35,42 @@ def operands(dtype: torch.dtype, ignored: slice = slice(None, None, 3), scale: f
     return [x_TD.requires_grad_(), weight_VD.requires_grad_(), label_T]
 
 
-def results(loss_T: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """With another weight for each token."""
-    weight_T = torch.linspace(1, 5, len(loss_T), dtype=loss_T.dtype)
-    return [loss_T.detach(), *torch.autograd.grad(loss_T, leaves, weight_T)]
+def results(scores: tuple[Tensor, Tensor | None], *leaves: Tensor) -> list[Tensor]:
+    """With another weight for each token, and again another for its entropy."""
+    scores_NT = torch.stack([score_T for score_T in scores if score_T is not None])
+    weight_NT = torch.linspace(1, 5, scores_NT.numel(), dtype=scores_NT.dtype).view_as(scores_NT)
+    return [scores_NT.detach(), *torch.autograd.grad(scores_NT, leaves, weight_NT)]
 
 
 @pytest.mark.parametrize("chunks", [2, 5, V])
 @pytest.mark.parametrize("ignored", [slice(0), slice(None, None, 3), slice(None)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ignored: slice, chunks: int) -> None:
+def test_slices_give_the_loss_and_gradients_of_the_whole(
+    dtype: torch.dtype, with_entropy: bool, ignored: slice, chunks: int
+) -> None:
     x_TD, weight_VD, label_T = operands(dtype, ignored)
-    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
-    got = results(chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks), x_TD, weight_VD)
+    want = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, with_entropy), x_TD, weight_VD)
+    sliced = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, "auto", with_entropy)
+    got = results(sliced, x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         tolerances.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_entropy_is_that_of_its_formula(chunks: int) -> None:
+    x_TD, weight_VD, label_T = operands(torch.float64)
+    log_p_TV = (x_TD @ weight_VD.t()).log_softmax(1)
+    has_label_T = label_T != IGNORE
+    want = (-log_p_TV.gather(1, label_T.clamp(min=0)[:, None])[:, 0] * has_label_T,
+            -(log_p_TV.exp() * log_p_TV).sum(1) * has_label_T)  # fmt: skip
+    if chunks > 1:
+        got = chunked_cross_entropy(x_TD, weight_VD, label_T, NO_GROUP, chunks, with_entropy=True)
+    else:
+        got = cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, with_entropy=True)
+    for a, b in zip(results(got, x_TD, weight_VD), results(want, x_TD, weight_VD), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_huge_logits_in_a_late_slice_are_finite() -> None:
@@ -69,12 +89,13 @@ def on_a_rank() -> list[Tensor]:
     tp = Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
     x_TD, weight_VD, label_T = operands(torch.float64)
     mine_vD = weight_VD.detach().chunk(tp.size)[tp.rank].clone().requires_grad_()
-    return results(chunked_cross_entropy(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
+    return results(chunked_cross_entropy(x_TD, mine_vD, label_T, tp, 4, with_entropy=True), x_TD, mine_vD)
 
 
 def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
-    loss, grad_x, grad_w = results(cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
+    whole = cross_entropy(x_TD @ weight_VD.t(), label_T, NO_GROUP, with_entropy=True)
+    loss, grad_x, grad_w = results(whole, x_TD, weight_VD)
     ranks = world.run(3, on_a_rank)
     for got, *_ in ranks:
         torch.testing.assert_close(got, loss, rtol=1e-12, atol=1e-12)
@@ -85,7 +106,7 @@ def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
     hidden_TD = x_TD * 1
-    loss = chunked_cross_entropy(hidden_TD, weight_VD, label_T, NO_GROUP, 4)
+    loss, _ = chunked_cross_entropy(hidden_TD, weight_VD, label_T, NO_GROUP, 4)
     ones = torch.ones_like(loss)
     want = torch.autograd.grad(loss, (x_TD, weight_VD), ones, retain_graph=True)
     products = []
@@ -111,9 +132,9 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
         leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
         with Live() as live:
             if n == 1:
-                cross_entropy(leaves[0] @ leaves[1].t(), label_T, NO_GROUP).sum().backward()
+                cross_entropy(leaves[0] @ leaves[1].t(), label_T, NO_GROUP)[0].sum().backward()
             else:
-                chunked_cross_entropy(*leaves, label_T, NO_GROUP, n).sum().backward()
+                chunked_cross_entropy(*leaves, label_T, NO_GROUP, n)[0].sum().backward()
         peaks[n] = live.peak - 2 * sum(x.nbytes for x in leaves)
     assert peaks[chunks] <= peaks[1] / chunks * 1.1, peaks
 
@@ -126,10 +147,11 @@ def test_wide_slices_are_whole_units() -> None:
 
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy", lambda *a: given.append(a[4]) or a[2])
+    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy", lambda *a: given.append(a[4]) or [a[2]])
     for device in ("cpu", "meta"):  # anything but the CPU
         head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
-        head.loss(torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device), torch.empty(1, 4096, device=device))
+        x_BSD = torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device)
+        head.scores(x_BSD, torch.empty(1, 4096, device=device), False)
     assert given == [64, 2]
 
 
@@ -174,7 +196,7 @@ def gathers_of_the_head(chunks: int) -> int:
             batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
         )
         gradients = trainer.training.gradients
-        gradients.engine.run([piece], gradients.objective.sum, totals.count)
+        gradients.engine.run([piece], gradients.objective, totals.count)
     finally:
         StraightToPlace.__call__ = gather
     model = parity.read(changes, trainer.training.runtime.world).model

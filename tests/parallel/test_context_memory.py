@@ -29,7 +29,7 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     )
     with Live() as live:
         gradients = trainer.training.gradients
-        gradients.engine.run([piece], gradients.objective.sum, totals.count)
+        gradients.engine.run([piece], gradients.objective, totals.count)
     return live.peak
 
 

@@ -103,7 +103,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     losses = []
     for _ in range(2):
         gradients = trainer.training.gradients
-        losses.append(gradients.engine.run(slices, gradients.objective.sum, totals.count, backward=False))
+        losses.append(gradients.engine.run(slices, gradients.objective, totals.count, backward=False))
         assert not losses[-1].requires_grad
         assert all(p.grad is None for p in trainer.training.parameters.values()), "a gradient without backward"
     alone, again = (

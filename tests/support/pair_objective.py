@@ -9,6 +9,7 @@ from torch import Tensor
 from tests import reference
 from titanmoe.comm.collectives import sum_over
 from titanmoe.data.batch import Batch
+from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.rules import ObjectiveRules
@@ -20,16 +21,16 @@ BETA = 0.1
 class Pairs(Objective):
     rules = ObjectiveRules()
 
-    def sum(self, loss_BS: Tensor, piece: Slice) -> Tensor:
-        first, second = sum_over(loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        first, second = sum_over(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)
         return F.softplus(BETA * (first - second)).sum() / self.meshes.cp.size
 
     def count(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch.labels_BS) // 2)
 
 
-def mean(losses_GS: Tensor, tokens: reference.Tokens) -> Tensor:
+def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
     """For the plain model."""
-    total = losses_GS.sum(1)
+    total = scores.loss_GS.sum(1)
     pairs = [torch.log1p(torch.exp(BETA * (total[i] - total[i + 1]))) for i in range(0, len(total), 2)]
     return torch.stack(pairs).mean()

@@ -169,6 +169,8 @@ class Data:
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
     chat_template: str = ""
     """For chats, a Jinja file. Empty: the tokenizer folder's own."""
+    label_weights: bool = False
+    """Read how much each label counts, for training.objective = "weighted_cross_entropy": in a chat, each message's `weight` (1 unless given). Without it a weight must be 0, for an answer that is not to be learned, or 1."""
     bad_lines: Literal["error", "skip"] = "error"
     """What to do with a line that is not UTF-8, not JSON or lacks the field. error: name the line and end. skip: leave it out and say how many there were."""
     max_document_mb: Annotated[int, Range(1, 2**20)] = 128

@@ -5,9 +5,14 @@ Shapes: B samples, S positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
+
+WEIGHT = "weight"
+"""Of each label, in Batch.further: float32; 0 where there is no label."""
 
 
 class Batch(NamedTuple):
@@ -24,3 +29,15 @@ class Batch(NamedTuple):
     number_B: Tensor | None = None
     """int64: number of each sample within the step; None: microbatch by microbatch, and within each, data rank by data
     rank."""
+    further: Mapping[str, Tensor] = MappingProxyType({})
+    """What an objective reads besides, by name: a number per position (B, S), such as WEIGHT, or per sample (B,)."""
+
+    def chunk(self, count: int) -> list[Batch]:
+        """Split into as many batches."""
+
+        def parts(x: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * count if x is None else x.chunk(count)
+
+        fields = zip(*map(parts, self[:-1]), strict=True)
+        further = {name: parts(x) for name, x in self.further.items()}
+        return [Batch(*row, {name: x[m] for name, x in further.items()}) for m, row in enumerate(fields)]

@@ -1,7 +1,8 @@
 """Conversations to tokens, by a Jinja chat template, and which tokens the assistant said.
 
 The assistant's part is what the template marks with {% generation %}; without marks, what each of its messages adds to
-the conversation so far, rendered with the prompt for an answer.
+the conversation so far, rendered with the prompt for an answer. A message's "weight" says how much it counts: 1 unless
+given, 0 for an answer that is not to be learned.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
+WEIGHT, MOST_WEIGHT = "weight", 1e6
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What data sets call a message's reasoning."""
 
@@ -58,15 +60,25 @@ class Chat:
         self.marks_generation = self._compiled.marks_generation
 
     def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and which of them are the assistant's. ChatError: this conversation is at fault; ConfigError: the
-        template is."""
+        """Tokens, and how much each counts as a label (float32): 0 unless it is the assistant's. ChatError: this
+        conversation is at fault; ConfigError: the template is."""
         _check_messages(messages)
         text, spans = self._render_with_marks(messages) if self.marks_generation else self._render_by_prefixes(messages)
         tokens_T, begin_T, end_T = self.tokenizer.encode_with_offsets(text)
-        assistant_T = np.zeros(len(tokens_T), bool)
-        for begin, end in spans:
-            assistant_T |= (begin_T < end) & (end_T > begin)
-        return tokens_T, assistant_T
+        weight_T = np.zeros(len(tokens_T), np.float32)
+        for (begin, end), weight in zip(spans, self._weights(messages, len(spans)), strict=True):
+            weight_T[(begin_T < end) & (end_T > begin)] = weight
+        return tokens_T, weight_T
+
+    def _weights(self, messages: list[Any], spans: int) -> list[float]:
+        """Of the assistant's spans."""
+        weights = [float(message.get(WEIGHT, 1)) for message in messages if message["role"] == "assistant"]
+        if len(weights) == spans or set(weights) == {1.0}:
+            return weights if len(weights) == spans else [1.0] * spans
+        raise ChatError(
+            f"its messages have weights, but the chat template {self.origin} marks {spans} parts of {len(weights)} "
+            "answers: mark each answer once with {% generation %}"
+        )
 
     def encode_question(self, text: str) -> np.ndarray:
         """What a user says, up to where the answer begins."""
@@ -260,13 +272,19 @@ def _check_messages(messages: Any) -> None:
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+        weight = message.get(WEIGHT, 1)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
+            raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MOST_WEIGHT:g}")
     try:
         text = json.dumps(messages, ensure_ascii=False, default=str)
     except RecursionError:
         raise ChatError("it is nested too deeply") from None
     if OPEN in text or CLOSE in text:
         raise ChatError("it contains U+FDD0 or U+FDD1, which are not characters")
-    if all(message["role"] != "assistant" for message in messages):
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and not any(message.get(WEIGHT, 1) for message in answers):
+        raise ChatError("all of the assistant's messages have the weight 0, so there is nothing to learn from")
+    if not answers:
         raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
 
 

@@ -39,6 +39,9 @@ class Documents(Protocol):
         """bool: which of these tokens count towards the loss as labels, such as only the answers in a chat; None:
         all."""
 
+    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
+        """float32: how much each of these tokens counts as a label; None: all alike."""
+
 
 class MemoryDocuments:
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
@@ -59,6 +62,9 @@ class MemoryDocuments:
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return None if self._label_mask is None else self._label_mask[start:stop]
+
+    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return None
 
 
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:

@@ -7,6 +7,7 @@ Shapes: R runs, N documents asked for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,9 @@ class Cut:
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return self.whole.label_mask(start, stop)
 
+    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.label_weights(start, stop)
+
 
 class DocumentRange:
     """Documents [first, end) of each run."""
@@ -79,7 +83,13 @@ class DocumentRange:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        parts = [self.whole.label_mask(a, b) for a, b in self._ranges(start, stop)]
+        return self._joined(self.whole.label_mask, start, stop)
+
+    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return self._joined(self.whole.label_weights, start, stop)
+
+    def _joined(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
+        parts = [read(a, b) for a, b in self._ranges(start, stop)]
         return None if parts[0] is None else np.concatenate(parts)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -27,15 +27,11 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork, assign
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import WEIGHT, Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
-from titanmoe.data.pack import Arrays
 from titanmoe.data.prefetch import Prefetcher
 from titanmoe.data.sources import keeps_documents_apart, training_sources, validation_sources
-
-Tensors = tuple[torch.Tensor | None, ...]
-"""A Batch's fields, with all microbatches concatenated."""
 
 
 class Share:
@@ -48,16 +44,16 @@ class Share:
         self.global_batch_size = per_round if training.global_batch_size == -1 else training.global_batch_size
         self.microbatches = self.global_batch_size // per_round
         self.seq_len, self.separate_documents = training.seq_len, keeps_documents_apart(config)
+        self.with_weights = config.data.label_weights
         every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.size)
         self.round_robin_N = every_MRB[:, data_rank].ravel()
 
-    def batches(self, parts: Tensors) -> list[Batch]:
-        rows = [[None] * self.microbatches if x is None else x.chunk(self.microbatches) for x in parts]
-        return [Batch(*row) for row in zip(*rows, strict=True)]
-
-
-def tensors(arrays: Arrays, number_N: np.ndarray | None = None) -> Tensors:
-    return tuple(None if x is None else torch.from_numpy(x) for x in (*arrays, number_N))
+    def read(self, mix: Mix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
+        """All microbatches of a step, concatenated."""
+        arrays = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
+        *fields, weight_NS = (None if x is None else torch.from_numpy(x) for x in arrays)
+        number_B = None if number_N is None else torch.from_numpy(number_N)
+        return Batch(*fields, number_B, {} if weight_NS is None else {WEIGHT: weight_NS})
 
 
 class StepPlan(NamedTuple):
@@ -92,11 +88,10 @@ class SampleReader:
     """From a plan to tensors; in a worker process, if there are any."""
 
     def __init__(self, mix: Mix, share: Share):
-        self.mix, self.seq_len, self.separate_documents = mix, share.seq_len, share.separate_documents
+        self.mix, self.share = mix, share
 
-    def __getitem__(self, plan: StepPlan) -> tuple[Tensors, dict[str, Any]]:
-        arrays = self.mix.read(plan.samples, self.seq_len, self.separate_documents)
-        return tensors(arrays, plan.number_N), plan.state_after
+    def __getitem__(self, plan: StepPlan) -> tuple[Batch, dict[str, Any]]:
+        return self.share.read(self.mix, plan.samples, plan.number_N), plan.state_after
 
 
 class Loader:
@@ -114,7 +109,7 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """This data rank's microbatches of the next optimizer step."""
         begin = time.perf_counter()
-        parts, state_after = self._start_prefetcher().next()
+        whole, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
         self.consumed, self.state = state_after["consumed"], state_after["sources"]
         self.epoch_messages = [
@@ -123,12 +118,12 @@ class Loader:
             if int(epoch) > int(self.epochs[name])
         ]
         self.epochs = state_after["epochs"]
-        return self.share.batches(parts)
+        return whole.chunk(self.microbatches)
 
     def peek(self) -> list[Batch]:
         """What next_step will return."""
-        parts, _ = self._start_prefetcher().peek()
-        return self.share.batches(parts)
+        whole, _ = self._start_prefetcher().peek()
+        return whole.chunk(self.microbatches)
 
     def identify(self, batches: list[Batch]) -> dict[int, str]:
         """Of the samples in the last step's batches: their numbers in the run, from 0, and a digest of their tokens."""
@@ -236,7 +231,7 @@ class ValidationSet:
                 return
             samples += [None] * (share.global_batch_size - len(samples))
             own_samples = [samples[j] for j in share.round_robin_N.tolist()]
-            yield share.batches(tensors(self.mix.read(own_samples, share.seq_len, share.separate_documents)))
+            yield share.read(self.mix, own_samples).chunk(share.microbatches)
             if step == self.steps:
                 return
 

@@ -48,9 +48,11 @@ class Mix:
         queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
         return [Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
 
-    def read(self, samples: list[Sample | None], seq_len: int, separate_documents: bool) -> Arrays:
+    def read(
+        self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
+    ) -> Arrays:
         """None stands for a sequence of padding only."""
-        out = empty(len(samples), seq_len, separate_documents)
+        out = empty(len(samples), seq_len, separate_documents, with_weights)
         for n, sample in enumerate(samples):
             if sample is not None:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)

@@ -39,6 +39,13 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
             f"{entry} through tokenizer {config.data.tokenizer!r}, {len(documents):,} documents, "
             f"{int(documents.starts[len(documents)]):,} tokens"
         )
+    if config.data.label_weights and not documents.has_label_weights:
+        raise ConfigError(
+            [
+                f"data.label_weights = true, and {entry!r} has no weights of labels: make its shards from chats with "
+                "titanmoe tokenize --label-weights, or name the chats themselves"
+            ]
+        )
     _check_vocab_size(config, entry, documents.vocab_size)
     _check_same_tokenizer(config, entry, documents)
     return documents
@@ -47,7 +54,7 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> Path:
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
-    job = replace(job, max_document_mb=data.max_document_mb)
+    job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
     plan = plan_shards(job)
     _check_vocab_size(config, entry, plan.tokenizer.vocab_size)
     out = Path(config.job.dump_folder, data.cache, plan.identity)

@@ -45,9 +45,11 @@ class Arrays(NamedTuple):
     valid_NS: np.ndarray
     document_NS: np.ndarray | None
     position_NS: np.ndarray | None
+    weight_NS: np.ndarray | None
+    """Of each label; None if all count alike."""
 
 
-def empty(count: int, seq_len: int, separate_documents: bool) -> Arrays:
+def empty(count: int, seq_len: int, separate_documents: bool, with_weights: bool = False) -> Arrays:
     """All padding: its document id is -1."""
     shape = (count, seq_len)
     return Arrays(
@@ -56,7 +58,19 @@ def empty(count: int, seq_len: int, separate_documents: bool) -> Arrays:
         np.zeros(shape, bool),
         np.full(shape, -1, np.int64) if separate_documents else None,
         np.zeros(shape, np.int64) if separate_documents else None,
+        np.zeros(shape, np.float32) if with_weights else None,
     )
+
+
+def _fill_labels(documents: Documents, start: int, stop: int, out: Arrays, n: int, places: slice) -> None:
+    """Tokens [start, stop) as pairs of a token and its label, and what each label counts."""
+    tokens, label_mask = documents.read(start, stop), documents.label_mask(start, stop)
+    out.tokens_NS[n, places], out.labels_NS[n, places], out.valid_NS[n, places] = tokens[:-1], tokens[1:], True
+    if label_mask is not None:
+        out.labels_NS[n, places][~label_mask[1:]] = IGNORE
+    if out.weight_NS is not None:
+        weights = documents.label_weights(start, stop)
+        out.weight_NS[n, places] = 1 if weights is None else weights[1:]
 
 
 class Stream:
@@ -116,10 +130,7 @@ class Stream:
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         start = int(pieces.start_P[0])
         stop = start + self.seq_len + 1
-        tokens, label_mask = self.documents.read(start, stop), self.documents.label_mask(start, stop)
-        out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
-        if label_mask is not None:
-            out.labels_NS[n][~label_mask[1:]] = IGNORE
+        _fill_labels(self.documents, start, stop, out, n, slice(None))
         if self.separate_documents:
             (begins,) = self._document_begins(pieces.start_P)
             out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end belongs to the next
@@ -216,10 +227,7 @@ class BestFit:
         first = 0
         for i, (start, pairs) in enumerate(zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True)):
             piece, stop = slice(first, first + pairs), start + pairs + 1
-            tokens, label_mask = self.documents.read(start, stop), self.documents.label_mask(start, stop)
-            out.tokens_NS[n, piece], out.labels_NS[n, piece], out.valid_NS[n, piece] = tokens[:-1], tokens[1:], True
-            if label_mask is not None:
-                out.labels_NS[n, piece][~label_mask[1:]] = IGNORE
+            _fill_labels(self.documents, start, stop, out, n, piece)
             out.document_NS[n, piece], out.position_NS[n, piece] = i, np.arange(pairs)
             first += pairs
 

@@ -4,6 +4,7 @@ manifest.json      what is in the folder, with the length and checksum of every 
 NAME.tokens        the tokens of whole documents, uint16 or uint32, little-endian
 NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[i + 1] of the shard
 NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
+NAME.weights       for chats whose labels are weighted: float32, how much each token counts as a label
 NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above, one file after the other; checked when a run
                    first reads them. Folders made before have none
 tokenizer/         the tokenizer's files, which a run copies into its checkpoints; none for bytes
@@ -28,6 +29,7 @@ from titanmoe.data.tokenizer import FILE, OTHER_FILES
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+WEIGHTS = np.dtype("<f4")
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
 MOST_PROBLEMS = 8
@@ -66,6 +68,7 @@ def sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
     """Bytes of a shard's files, by extension."""
     length = {"tokens": shard["tokens"] * dtype.itemsize, "starts": (shard["documents"] + 1) * 8}
     length |= {"counted": shard["tokens"]} if "counted" in shard["crc32"] else {}
+    length |= {"weights": shard["tokens"] * WEIGHTS.itemsize} if "weights" in shard["crc32"] else {}
     return length | ({"sums": 4 * sum(map(blocks, length.values()))} if "sums" in shard else {})
 
 
@@ -128,6 +131,7 @@ class ShardDocuments:
             self.skipped: int = manifest["skipped"]
             self.has_label_mask: bool = manifest["counted"] is not None
             shards: list[dict[str, Any]] = manifest["shards"]
+            self.has_label_weights = any("weights" in shard["crc32"] for shard in shards)
             problems = [problem for shard in shards for problem in wrong_sizes(folder, shard, self.dtype)]
             documents, tokens = ([shard[what] for shard in shards] for what in ("documents", "tokens"))
             self._sizes = [sizes(shard, self.dtype) for shard in shards]
@@ -183,6 +187,9 @@ class ShardDocuments:
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
         return self._read("counted", np.dtype(bool), start, stop) if self.has_label_mask else None
+
+    def label_weights(self, start: int, stop: int) -> np.ndarray | None:
+        return self._read("weights", WEIGHTS, start, stop) if self.has_label_weights else None
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []

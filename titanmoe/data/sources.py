@@ -66,6 +66,8 @@ class Synthetic:
         u_L = uniform(number_1, torch.arange(self.seq_len + 1), torch.float64)
         tokens = (((self.vocab_size + 1.0) ** u_L).to(torch.int64).clamp(max=self.vocab_size) - 1).numpy()
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
+        if out.weight_NS is not None:
+            out.weight_NS[n] = 1
 
 
 def keeps_documents_apart(config: Config) -> bool:

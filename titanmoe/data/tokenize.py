@@ -79,6 +79,8 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     if problems:
         raise ConfigError(problems)
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
+    if not job.label_weights:  # as in shards from before there were weights
+        del settings["label_weights"]
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()

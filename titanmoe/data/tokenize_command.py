@@ -41,6 +41,9 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave bad lines out and count them"
     )
+    parser.add_argument(
+        "--label-weights", action="store_true", help="store how much each label counts, as each message's weight says"
+    )
     parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default: one per core)")
     parser.add_argument(
         "--shard-tokens",
@@ -94,6 +97,10 @@ def _tokenize(args: argparse.Namespace) -> int:
             problems.append(
                 f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
             )
+        if args.label_weights and not conversations:
+            problems.append(
+                f"--label-weights is an option of --format chat, and the format is {args.format}: leave one out"
+            )
     except PartError as error:
         problems.append(str(error))
     for option, value in (
@@ -115,6 +122,7 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.bad_lines,
         args.shard_tokens,
         args.max_document_mb,
+        args.label_weights,
     )
     plan = plan_shards(job)
     size = sum(source.bytes for source in plan.sources)

@@ -45,6 +45,7 @@ class TokenizeJob:
     bad_lines: str = "error"
     shard_tokens: int = 1 << 27
     max_document_mb: int = 128
+    label_weights: bool = False
 
     @property
     def column(self) -> str:
@@ -84,8 +85,8 @@ class ShardUnit:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens = 0
-            for entry, tokens_T, label_mask_T in self._encoded(batch):
-                tokens += self._add_entry(entry, tokens_T, label_mask_T)
+            for entry, tokens_T, weight_T in self._encoded(batch):
+                tokens += self._add_entry(entry, tokens_T, weight_T)
             progress(size, tokens)
         self._close(last=True)
 
@@ -111,7 +112,7 @@ class ShardUnit:
     def _encoded(
         self, batch: list[Record | Bad]
     ) -> Iterator[tuple[Record | Bad, np.ndarray | None, np.ndarray | None]]:
-        """Each entry, its tokens unless it is bad or empty, and which of them count unless all do."""
+        """Each entry, its tokens unless it is bad or empty, and how much each counts as a label unless all do alike."""
         texts = [] if self.chat else [entry.value for entry in batch if _is_text(entry)]
         rows = iter(self.tokenizer.encode_all(texts) if texts else [])
         for entry in batch:
@@ -129,21 +130,27 @@ class ShardUnit:
 
     def _conversation(self, entry: Record) -> tuple[np.ndarray, np.ndarray]:
         """With the marks of a document where the template did not write them; these do not count towards the loss."""
-        tokens_T, label_mask_T = self.chat.encode(entry.value)
+        tokens_T, weight_T = self.chat.encode(entry.value)
+        if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
+            raise ChatError(
+                f"a message has the weight {other[0]:g}, and without label_weights a message counts (1) or does not "
+                "(0): set label_weights (data.label_weights, --label-weights)"
+            )
         if self.tokenizer.bos is not None and (not len(tokens_T) or tokens_T[0] != self.tokenizer.bos):
-            tokens_T, label_mask_T = np.concatenate([self.bos_N, tokens_T]), np.concatenate([[False], label_mask_T])
+            tokens_T, weight_T = np.concatenate([self.bos_N, tokens_T]), np.append(np.float32(0), weight_T)
         if not len(tokens_T) or tokens_T[-1] != self.tokenizer.eos:
-            tokens_T, label_mask_T = np.concatenate([tokens_T, self.eos_N]), np.concatenate([label_mask_T, [False]])
-        return tokens_T, label_mask_T
+            tokens_T, weight_T = np.concatenate([tokens_T, self.eos_N]), np.append(weight_T, np.float32(0))
+        return tokens_T, weight_T
 
-    def _add_entry(self, entry: Record | Bad, tokens_T: np.ndarray | None, label_mask_T: np.ndarray | None) -> int:
+    def _add_entry(self, entry: Record | Bad, tokens_T: np.ndarray | None, weight_T: np.ndarray | None) -> int:
         if tokens_T is not None:
             if self.writer is not None and self.writer.tokens + len(tokens_T) > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
-                self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None)
-            self.writer.add(tokens_T, label_mask_T)
+                with_weights = self.chat is not None and self.job.label_weights
+                self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None, with_weights)
+            self.writer.add(tokens_T, weight_T)
         elif isinstance(entry, Record) and entry.value == "":
             self.progress.empty += 1
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.shards import BLOCK, TOKENIZER, WORK, digest_of
+from titanmoe.data.shards import BLOCK, TOKENIZER, WEIGHTS, WORK, digest_of
 
 
 def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
@@ -63,20 +63,24 @@ class ShardWriter:
 
     FLUSH = 1 << 20
 
-    def __init__(self, folder: Path, name: str, dtype: np.dtype, with_label_mask: bool):
-        self.folder, self.name, self.dtype = folder, name, dtype
+    def __init__(self, folder: Path, name: str, dtype: np.dtype, with_label_mask: bool, with_weights: bool = False):
+        self.folder, self.name = folder, name
+        self._dtypes = {"tokens": dtype, "counted": np.dtype(np.uint8), "weights": WEIGHTS}
         self.tokens = self.num_labels = self.largest = self._buffered = 0
-        self._parts: dict[str, list[np.ndarray]] = {"tokens": []} | ({"counted": []} if with_label_mask else {})
+        extensions = ["tokens", *["counted"] * with_label_mask, *["weights"] * with_weights]
+        self._parts: dict[str, list[np.ndarray]] = {extension: [] for extension in extensions}
         self._ends = [0]
         self._crc32, self._sums = dict.fromkeys(self._parts, 0), {extension: BlockSums() for extension in self._parts}
         self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._parts}
 
-    def add(self, tokens: np.ndarray, label_mask: np.ndarray | None = None) -> None:
-        """A document."""
+    def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """A document. weights: how much each token counts as a label, where not all count alike."""
         self._parts["tokens"].append(tokens)
-        if label_mask is not None:
-            self._parts["counted"].append(label_mask)
-            self.num_labels += int(label_mask.sum())
+        if weights is not None:
+            self._parts["counted"].append(weights > 0)
+            self.num_labels += int((weights > 0).sum())
+        if "weights" in self._parts:
+            self._parts["weights"].append(weights)
         self.tokens += len(tokens)
         self._buffered += len(tokens)
         self._ends.append(self.tokens)
@@ -89,7 +93,7 @@ class ShardWriter:
         starts = np.array(self._ends, "<u8")
         self._sums["starts"] = BlockSums()
         self._sums["starts"].add(starts)
-        block_sums = [self._sums[name].all for name in ("tokens", "starts", "counted") if name in self._sums]
+        block_sums = [self._sums[name].all for name in ("tokens", "starts", "counted", "weights") if name in self._sums]
         sums = np.concatenate(block_sums).astype("<u4")
         for name, whole in ("starts", starts), ("sums", sums):
             self._files[name] = self._unfinished_path(name).open("wb")
@@ -105,7 +109,7 @@ class ShardWriter:
 
     def _flush(self) -> None:
         for extension, parts in self._parts.items():
-            dtype = self.dtype if extension == "tokens" else np.dtype(np.uint8)
+            dtype = self._dtypes[extension]
             block = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
             self._files[extension].write(block)
             self._crc32[extension] = zlib.crc32(block, self._crc32[extension])

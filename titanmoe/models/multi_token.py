@@ -18,15 +18,15 @@ from titanmoe.tokens import Tokens
 
 
 class _AddGradient(torch.autograd.Function):
-    """The losses unchanged, whose gradients also reach the other losses."""
+    """The scores unchanged; the gradients of the first, the losses, also reach the other losses."""
 
     @staticmethod
-    def forward(ctx, loss_BS, other_loss_BS):
-        return loss_BS.clone()  # on a view, FSDP would lose its hooks
+    def forward(ctx, scores_NBS, other_loss_BS):
+        return scores_NBS.clone()  # on a view, FSDP would lose its hooks
 
     @staticmethod
-    def backward(ctx, grad_BS):
-        return grad_BS, grad_BS
+    def backward(ctx, grad_NBS):
+        return grad_NBS, grad_NBS[0]
 
 
 class MultiToken(nn.Module):
@@ -46,7 +46,7 @@ class MultiToken(nn.Module):
         both = torch.cat((self.embed_norm(next_BsD), self.hidden_norm(x_BsD)), -1)
         return self.norm(self.block(self.project(both), rope, tokens))
 
-    def add_loss(self, loss_BS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
+    def add_loss(self, scores_NBS: Tensor, mtp_loss_BS: Tensor, microbatch: Tensor) -> Tensor:
         with torch.no_grad():
             self.loss_M.index_copy_(0, microbatch.view(1), mtp_loss_BS.sum().view(1).to(torch.float64))
-        return _AddGradient.apply(loss_BS, self.weight * mtp_loss_BS)
+        return _AddGradient.apply(scores_NBS, self.weight * mtp_loss_BS)

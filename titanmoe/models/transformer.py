@@ -102,7 +102,7 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), the
-        cross-entropy of each label (B, S), or logits."""
+        labels' Scores (N, B, S), or logits."""
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
         if self.embed is not None and with_mtp:  # at once, because the weights are gathered for each call
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
@@ -125,8 +125,8 @@ class Transformer(nn.Module):
         (mtp,) = self.mtp
         second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
         with region("head and loss"):
-            loss_BS, mtp_loss_BS = self.head(x, labels_BS, second)
-        return mtp.add_loss(loss_BS, mtp_loss_BS, tokens.microbatch)
+            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, second)
+        return mtp.add_loss(scores_NBS, mtp_loss_BS, tokens.microbatch)
 
     def tie(self) -> None:
         """One parameter if a stage's embedding and head are one matrix."""

@@ -6,6 +6,8 @@ rank's vocabulary, v a slice of it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,30 +44,42 @@ class Embedding(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """logsumexp(logits) - logit[label] of each token, 0 if it has no label. The logits are only ever this rank's
-    columns."""
+    """logsumexp(logits) - logit[label] of each token, and the entropy of its distribution or None; both 0 if it has no
+    label. The logits are only ever this rank's columns."""
 
     @staticmethod
-    def forward(ctx, logits_TV, label_T, tp):
+    def forward(ctx, logits_TV, label_T, tp, with_entropy):
         has_label_T = label_T != IGNORE
         row_T, is_own_T = _own(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
-        exp_TV = torch.exp(logits_TV - top_T.unsqueeze(1))
+        lower_TV = logits_TV - top_T.unsqueeze(1)
+        exp_TV = torch.exp(lower_TV)
         label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (is_own_T & has_label_T)
-        total_T, label_logit_T = all_reduce(torch.stack((exp_TV.sum(1), label_logit_T)), tp)
-        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, is_own_T & has_label_T, has_label_T)
-        return (total_T.log() - label_logit_T) * has_label_T
+        sums = [exp_TV.sum(1), label_logit_T, *([(exp_TV * lower_TV).sum(1)] if with_entropy else [])]
+        total_T, label_logit_T, *weighted = all_reduce(torch.stack(sums), tp)
+        softmax_TV, entropy_T = exp_TV.div_(total_T.unsqueeze(1)), None
+        if with_entropy:
+            entropy_T = (total_T.log() - weighted[0] / total_T) * has_label_T
+        ctx.save_for_backward(softmax_TV, row_T, is_own_T & has_label_T, has_label_T, entropy_T)
+        return (total_T.log() - label_logit_T) * has_label_T, entropy_T
 
     @staticmethod
-    def backward(ctx, grad_T):
-        softmax_TV, row_T, is_own_T, has_label_T = ctx.saved_tensors
+    def backward(ctx, grad_T, grad_entropy_T):
+        softmax_TV, row_T, is_own_T, has_label_T, entropy_T = ctx.saved_tensors
         grad_TV = softmax_TV * has_label_T.unsqueeze(1)
         grad_TV.scatter_add_(1, row_T.unsqueeze(1), -is_own_T.unsqueeze(1).to(grad_TV.dtype))
-        return grad_TV * grad_T.unsqueeze(1), None, None
+        grad_TV *= grad_T.unsqueeze(1)
+        if entropy_T is not None:  # d entropy / d logit = -p (log p + entropy); torch.special.entr(p) is -p log p
+            scale_T1 = (grad_entropy_T * has_label_T).unsqueeze(1)
+            grad_TV += (torch.special.entr(softmax_TV) - softmax_TV * entropy_T.unsqueeze(1)) * scale_T1
+        return grad_TV, None, None, None
 
 
-def cross_entropy(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
-    return _CrossEntropy.apply(promote(logits_TV), label_T, tp)
+def cross_entropy(
+    logits_TV: Tensor, label_T: Tensor, tp: Group, with_entropy: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Of each token, and its entropy if asked for."""
+    return _CrossEntropy.apply(promote(logits_TV), label_T, tp, with_entropy)
 
 
 CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
@@ -86,18 +100,37 @@ def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
     return weight_VD.split(width if width < 1024 else width + -width % 128)
 
 
-def _slice(logits_Tv: Tensor, row_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor) -> None:
+def _slice(
+    logits_Tv: Tensor,
+    row_T: Tensor,
+    begin: int,
+    top_T: Tensor,
+    total_T: Tensor,
+    label_logit_T: Tensor,
+    weighted_T: Tensor | None = None,
+) -> None:
     """Adds a slice, whose first column is number `begin`, to each token's largest logit, the sum of exp(logit -
-    largest), and the logit of its label. The logits are overwritten.
+    largest), the logit of its label and, for the entropy, the sum of exp(logit - largest) * (logit - largest). The
+    logits are overwritten.
     """
     logits_Tv = promote(logits_Tv)
     place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
     within_T = place_T == row_T - begin
     label_logit_T += logits_Tv.gather(1, place_T.unsqueeze(1)).squeeze(1).where(within_T, 0)
     higher_T = torch.maximum(top_T, logits_Tv.amax(1))
+    if weighted_T is not None:
+        weighted_T.copy_(_lowered(weighted_T, total_T, top_T - higher_T))
     total_T *= torch.exp(top_T - higher_T)
-    total_T += logits_Tv.sub_(higher_T.unsqueeze(1)).exp_().sum(1)
+    logits_Tv.sub_(higher_T.unsqueeze(1))
+    if weighted_T is not None:
+        weighted_T += (logits_Tv.exp() * logits_Tv).sum(1)
+    total_T += logits_Tv.exp_().sum(1)
     top_T.copy_(higher_T)
+
+
+def _lowered(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Tensor:
+    """The sum of exp(l) * l after all l have changed by this number, which is -inf where nothing was summed yet."""
+    return (torch.exp(by_T) * (weighted_T + total_T * by_T)).where(total_T > 0, 0)
 
 
 def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
@@ -108,37 +141,50 @@ def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: T
     return grad_Tv.mul_(scale_T.unsqueeze(1)).to(logits_Tv.dtype)
 
 
+def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
+    """What a slice's logits get from the entropies: -p (log p + entropy) times their gradients."""
+    log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
+    return (log_p_Tv.exp() * (log_p_Tv + entropy_T.unsqueeze(1))).mul_(-scale_T.unsqueeze(1)).to(logits_Tv.dtype)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """cross_entropy of x times the head's weight, with never more logits in memory than one slice's.
+    """cross_entropy of x times the head's weight, with never more logits in memory than one slice's, or two with the
+    entropy, which has no kernel.
 
     The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product,
     rounded once, and products stay large. Forward keeps a running log-sum-exp; backward computes the logits again.
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels):
-        take = _slice
+    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy):
+        take, kernels = _slice, "off" if with_entropy else kernels
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
         row_T, is_own_T = _own(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
-        total_T, label_logit_T = (x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(2))
+        sums = [x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(3 if with_entropy else 2)]
         begin = 0
         for weight_vD in _slices(weight_VD, chunks):
-            take(x_TD @ weight_vD.t(), row_T, begin, top_T, total_T, label_logit_T)
+            take(x_TD @ weight_vD.t(), row_T, begin, top_T, *sums)
             begin += weight_vD.shape[0]
-        highest_T = all_reduce(top_T, tp, "max")
+        total_T, label_logit_T, *weighted = sums
+        highest_T, entropy_T = all_reduce(top_T, tp, "max"), None
         label_logit_T = (label_logit_T - highest_T) * (is_own_T & has_label_T)
-        total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
-        ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, highest_T + total_T.log())
+        weighted = [_lowered(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
+        sums = (total_T * torch.exp(top_T - highest_T), label_logit_T, *weighted)
+        total_T, label_logit_T, *weighted = all_reduce(torch.stack(sums), tp)
+        if with_entropy:
+            entropy_T = (total_T.log() - weighted[0] / total_T) * has_label_T
+        log_total_T = highest_T + total_T.log()
+        ctx.save_for_backward(x_TD, weight_VD, row_T.where(is_own_T, -1), has_label_T, log_total_T, entropy_T)
         ctx.chunks, ctx.kernels = chunks, kernels
-        return (total_T.log() - label_logit_T) * has_label_T
+        return (total_T.log() - label_logit_T) * has_label_T, entropy_T
 
     @staticmethod
-    def backward(ctx, grad_T):
-        x_TD, weight_VD, row_T, has_label_T, log_total_T = ctx.saved_tensors
+    def backward(ctx, grad_T, grad_entropy_T):
+        x_TD, weight_VD, row_T, has_label_T, log_total_T, entropy_T = ctx.saved_tensors
         scale_T, use_kernel = has_label_T * grad_T, fused(ctx.kernels, x_TD)
         if use_kernel:
             from titanmoe.ops.kernels.loss import loss_slice_backward
@@ -150,27 +196,46 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_Tv = x_TD @ weight_vD.t()
             if use_kernel:
                 loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
-            else:
+            elif entropy_T is None:
                 grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
+            else:
+                further_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, has_label_T * grad_entropy_T)
+                grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + further_Tv
             if grad_x_TD is not None:
                 grad_x_TD += grad_Tv @ weight_vD
             if grad_w_VD is not None:
                 torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
             begin = end
             del grad_Tv
-        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None
+        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None, None
 
 
 @torch.compiler.disable  # its graph would repeat the operations for every chunk
 def chunked_cross_entropy(
-    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int, kernels: str = "auto"
-) -> Tensor:
-    return _ChunkedCrossEntropy.apply(with_own_node(x_TD), with_own_node(weight_VD), label_T, tp, chunks, kernels)
+    x_TD: Tensor,
+    weight_VD: Tensor,
+    label_T: Tensor,
+    tp: Group,
+    chunks: int,
+    kernels: str = "auto",
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
+    return _ChunkedCrossEntropy.apply(x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy)
+
+
+class Scores(NamedTuple):
+    """What the head says of each position's label; both 0 where there is none. In float32 at least, with gradients."""
+
+    loss_BS: Tensor
+    """-log p of the label."""
+    entropy_BS: Tensor | None = None
+    """Of the distribution that the label is one draw of, in nats; there if the objective asks for it."""
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary, loss. With labels: the cross-entropy of each, 0 where there is none;
-    without: logits.
+    """Final norm, projection to the vocabulary, loss. With labels: the Scores of each as one tensor (N, B, S), which
+    pipelines can pass on; without: logits.
 
     mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their losses come
     second.
@@ -191,7 +256,13 @@ class Head(nn.Module):
         self.norm = RMSNorm(dim, eps, dtype)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
+        self.with_entropy = False
         self.tp = NO_GROUP
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers a label's Scores are."""
+        return 2 if self.with_entropy else 1
 
     def forward(
         self, x_BsD: Tensor, labels_BS: Tensor | None = None, mtp: tuple[Tensor, Tensor] | None = None
@@ -199,19 +270,20 @@ class Head(nn.Module):
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
-        loss_BS = self.loss(normed_BsD, labels_BS)
+        scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
         if mtp is None:
-            return loss_BS
-        return loss_BS, self.loss(*mtp)
+            return scores_NBS
+        return scores_NBS, self.scores(*mtp, False)[0]
 
-    def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
+    def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
         most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
         label_T = labels_BS.flatten()
         if chunks > 1:
-            loss_T = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels)
+            scores = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels, with_entropy)
         else:
-            loss_T = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp)
-        return loss_T.view_as(labels_BS).clone()  # on a view, FSDP would lose its hooks
+            scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy)
+        # A copy: on a view, FSDP would lose its hooks.
+        return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])

@@ -8,6 +8,7 @@ Shapes: B samples, S positions of the attention slice, T owned tokens.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,8 @@ class Slice(NamedTuple):
     ids_BS: Tensor
     tokens: Tokens
     labels_BS: Tensor
+    further: Mapping[str, Tensor]
+    """As in Batch: per position (B, S), or per sample (B,)."""
 
 
 def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -49,7 +52,7 @@ def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
     """with_mtp: include what multi-token prediction needs."""
-    tensors = *batch, *(shifted(batch) if with_mtp else (None, None))
+    tensors = *batch[:-1], *(shifted(batch) if with_mtp else (None, None))
     ids, labels, valid, document, position, number, following, later = (
         x if x is None else to_device(x, device) for x in tensors
     )
@@ -75,7 +78,9 @@ def take_slice(
         next_BS=over_cp(following) if with_mtp else None,
         later_BS=over_cp(later) if with_mtp else None,
     )
-    return Slice(over_cp(ids), tokens, over_cp(labels))
+    further = {name: to_device(x, device) for name, x in batch.further.items()}
+    further = {name: over_cp(x) if x.dim() > 1 else x for name, x in further.items()}
+    return Slice(over_cp(ids), tokens, over_cp(labels), further)
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:

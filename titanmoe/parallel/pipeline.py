@@ -60,7 +60,7 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
 # ---- running
 
 Objective = Callable[[Tensor, Slice], Tensor]
-"""From the cross-entropy of each label (B, S) of a microbatch, and the microbatch, this rank's sum of the loss."""
+"""From the head's scores (N, B, S) of a microbatch's labels, and the microbatch, this rank's sum of the loss."""
 
 
 class Chunks:
@@ -181,9 +181,9 @@ class WithoutPipeline:
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                loss_BS = self.model(*piece)
+                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS)
                 with region("head and loss"):
-                    loss = objective(loss_BS, piece) / divisor
+                    loss = objective(scores_NBS, piece) / divisor
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -213,7 +213,8 @@ class Pipeline:
         # Static shapes: without them the first step runs an extra, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
-        loss = torch.empty(B, length, dtype=torch.promote_types(compute, torch.float32), device="meta")
+        wide = torch.promote_types(compute, torch.float32)
+        scores = [torch.empty(m.head.numbers, B, length, dtype=wide, device="meta") for m in models if m.head]
         self.stages = [
             Stage(
                 model,
@@ -221,7 +222,7 @@ class Pipeline:
                 len(ranks),
                 device,
                 input_args=(ids if model.embed is not None else hidden.requires_grad_(),),
-                output_args=(hidden.requires_grad_() if model.head is None else loss.requires_grad_(),),
+                output_args=(hidden.requires_grad_() if model.head is None else scores[0].requires_grad_(),),
                 group=pp.process_group,
             )
             for model, stage in zip(models, own_stages, strict=True)
@@ -250,9 +251,9 @@ class Pipeline:
             rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
         self.bubble = bubble(rows, len(ranks))
 
-    def _scaled(self, loss_BS: Tensor, piece: Slice) -> Tensor:
+    def _scaled(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         with region("head and loss"):
-            return self.objective(loss_BS, piece) / self.divisor
+            return self.objective(scores_NBS, piece) / self.divisor
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import WEIGHT, Batch
 from titanmoe.data.loader import Share
 
 DOCUMENTS = 4
@@ -28,7 +28,8 @@ class Samples:
             length = -(-share.seq_len // DOCUMENTS)
             place = torch.arange(share.seq_len).expand(shape)
             document, position = place // length, place % length
-        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position)
+        further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, None, further)
         return [batch] * self.microbatches
 
     def peek(self) -> list[Batch]:

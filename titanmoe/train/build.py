@@ -66,6 +66,9 @@ def build_training(
     batches = loader(config, meshes.data.rank, meshes.data.size)
 
     stages = build(config, meshes, batches.microbatches, device)
+    for stage in stages:
+        if stage.head is not None:
+            stage.head.with_entropy = OBJECTIVES.look_up(training.objective).entropy
     engine = make_engine(stages, config, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}

@@ -162,7 +162,7 @@ class Gradients:
         count = totals.count.where(totals.count > 0, 1)
         dispatchers = [moe.dispatcher for moe in self.moe_layers.values()]
         with symmetric.attach(dispatchers) if symmetric else nullcontext():
-            loss = self.engine.run(slices, self.objective.sum, count)
+            loss = self.engine.run(slices, self.objective, count)
         mtp_loss = sum(
             (mtp.loss_M.sum() / count for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
         )

@@ -58,7 +58,7 @@ class Validation:
         for batches in self.samples:
             totals = self.slicer.count(batches)
             gradients.begin_step(totals)
-            total += gradients.engine.run(self.slicer.slices(batches), objective.sum, one, backward=False)
+            total += gradients.engine.run(self.slicer.slices(batches), objective, one, backward=False)
             count += totals.count
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         return (all_reduce(total, meshes.world) / meshes.tp.size / count.clamp(min=1)).item()

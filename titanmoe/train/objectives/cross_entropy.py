@@ -5,14 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from titanmoe.data.batch import Batch
+from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
 
 
 class CrossEntropy(Objective):
-    def sum(self, loss_BS: Tensor, piece: Slice) -> Tensor:
-        return loss_BS.sum()
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        return scores.loss_BS.sum()
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels_BS != IGNORE).sum()

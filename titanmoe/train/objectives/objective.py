@@ -1,4 +1,4 @@
-"""What an objective is: a sum, and the number that it is divided by.
+"""What an objective is: a sum, made from what the head says of each label, and the number that it is divided by.
 
 The step's loss is the sum over all microbatches and ranks divided by the count over all of them, once. Only ranks with
 the last pipeline stage have a sum, and all ranks of a tp group the same one; cp ranks have parts of a sample each.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
+from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 
 
@@ -25,10 +26,12 @@ class Objective:
     def __init__(self, meshes: Meshes):
         self.meshes = meshes
 
+    def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
+        return self.sum(Scores(*scores_NBS), piece)
+
     @abstractmethod
-    def sum(self, loss_BS: Tensor, piece: Slice) -> Tensor:
-        """This rank's sum over a microbatch. loss_BS: each label's cross-entropy, its negative log-likelihood, 0 where
-        there is no label, in float32 at least; gradients go through it. piece: ids, labels and places of the same
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        """This rank's sum over a microbatch, with gradients. piece: ids, labels, places and further numbers of the same
         positions."""
         raise NotImplementedError(f"{type(self).__name__} has no method `sum`")
 

@@ -20,6 +20,9 @@ class ObjectiveRules(Rules):
     further_tokens = False
     """Whether the cross-entropy of multi-token prediction may get the gradients of that of the same positions."""
 
+    entropy = False
+    """Whether it reads the entropy at each label, too."""
+
     def loss_of_a_guess(self, config: Config) -> float:
         """Of a model that gives every token the same probability; a loss that stays above is reported. Infinite if it
         is not known."""
@@ -32,6 +35,23 @@ class ObjectiveRules(Rules):
                 f'training.objective = "{config.training.objective}" says nothing of the token after next, which '
                 f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
                 '"cross_entropy"',
+            )
+
+
+class WeightedCrossEntropyRules(ObjectiveRules):
+    help = "weighted_cross_entropy weights each label as data.label_weights says."
+    implementation = "titanmoe.train.objectives.weighted_cross_entropy:WeightedCrossEntropy"
+
+    def loss_of_a_guess(self, config: Config) -> float:
+        return math.log(config.model.vocab_size)
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        if not config.data.label_weights:
+            yield Violation(
+                ("training.objective", "data.label_weights"),
+                'training.objective = "weighted_cross_entropy" reads the weights of labels: set data.label_weights = '
+                "true",
             )
 
 
@@ -48,6 +68,7 @@ OBJECTIVES = Kind(
     "training.objective",
     {
         "cross_entropy": CrossEntropyRules(),
+        "weighted_cross_entropy": WeightedCrossEntropyRules(),
     },
     ObjectiveRules,
     members=("sum", "count"),

@@ -1,0 +1,36 @@
+"""An objective that needs the entropy at each label: cross-entropy less a bonus for entropy."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tests import reference
+from titanmoe.data.batch import Batch
+from titanmoe.models.vocabulary import Scores
+from titanmoe.parallel.batch_slice import Slice
+from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.objective import Objective
+from titanmoe.train.objectives.rules import ObjectiveRules
+
+NAME = f"{__name__}:EntropyBonus"
+BONUS = 0.3
+
+
+class EntropyRules(ObjectiveRules):
+    entropy = True
+    further_tokens = True
+
+
+class EntropyBonus(Objective):
+    rules = EntropyRules()
+
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        return (scores.loss_BS - BONUS * scores.entropy_BS).sum()
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.labels_BS != IGNORE).sum()
+
+
+def mean(scores: reference.Scores, tokens: reference.Tokens) -> Tensor:
+    """For the plain model."""
+    return (scores.loss_GS - BONUS * scores.entropy_GS).sum() / (tokens.labels_GS != IGNORE).sum()
