@@ -18,7 +18,7 @@ from rich.text import Text
 
 from titanmoe.checkpoint.checkpoint_command import add_checkpoint
 from titanmoe.checkpoint.hf.convert_command import add_convert
-from titanmoe.config.load import ConfigError, format_problems, load
+from titanmoe.config.load import ConfigError, format_problems, read_draft
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.data.tokenize_command import add_tokenize
@@ -175,17 +175,8 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
         # Batch and schedule are not known: GPipe runs with any number of microbatches.
         nothing = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
         argv, given = [], nothing | given
-    seen: list[Config] = []
-
-    def keep(config: Config) -> list[str]:
-        seen.append(config)
-        return []  # the mapping is checked by the caller, who knows the degrees of this command line
-
-    try:
-        load([*argv, *(f"--{path}={value}" for path, value in given.items())], PARTS, keep)
-    except ConfigError as error:
-        return seen[0] if seen else None, error.problems, error.source
-    return seen[0], [], ""
+    draft = read_draft([*argv, *(f"--{path}={value}" for path, value in given.items())], PARTS)
+    return draft.config, draft.problems, draft.source if draft.problems else ""
 
 
 def _requested(asked: dict[str, int], config: Config | None = None) -> Parallelism:
