@@ -255,7 +255,7 @@ def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
     """The value of every field that neither recipe nor command line sets. A part that cannot be used is refused, and
     its field has its default."""
     defaults, presets = flat(Config()), {}
-    for kind in parts:
+    for kind in parts.kinds:
         values = defaults | settings.values
         try:
             preset = {

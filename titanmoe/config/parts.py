@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanmoe.config.ranges import Violation
 
@@ -128,9 +128,10 @@ class Kind:
         return getattr(found, member)
 
     def _check_members(self, name: str, where: str, found: Any) -> None:
-        members = {name: getattr(found, name, None) for name in self.members}
-        # What the base class only declares is lacking too.
-        if lacking := [n for n, m in members.items() if m is None or getattr(m, "__isabstractmethod__", False)]:
+        kind = found if isinstance(found, type) else type(found)
+        declared = [member for member in dir(kind) if _is_abstract(getattr(kind, member, None))]  # by a base class
+        lacking = [member for member in self.members if getattr(found, member, None) is None] + declared
+        if lacking:
             raise self._unusable(name, f"{where} lacks {', '.join(lacking)}")
 
     def _unusable(self, name: str, why: str) -> PartError:
@@ -143,14 +144,28 @@ class Kind:
         return PartError((self.field,), text)
 
 
-class Parts(tuple[Kind, ...]):
-    """All kinds. Empty in a config that no recipe was read for: it then has the rules of no part."""
+def _is_abstract(member: Any) -> bool:
+    return getattr(member, "__isabstractmethod__", False) is True
+
+
+class Parts(NamedTuple):
+    """What the rooms above know of a recipe. Empty in a config that no recipe was read for."""
+
+    kinds: tuple[Kind, ...] = ()
+    laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
+    """Each yields the fields of a config that contradict each other, whatever parts it names."""
 
     def of(self, field: str) -> Kind | None:
-        return next((kind for kind in self if kind.field == field), None)
+        return next((kind for kind in self.kinds if kind.field == field), None)
 
     def rules(self, config: Config) -> Iterator[Rules]:
         """Those of the parts that a config names."""
-        for kind in self:
+        for kind in self.kinds:
             table, _, name = kind.field.rpartition(".")
             yield from kind.named(getattr(getattr(config, table), name))
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        for law in self.laws:
+            yield from law(config)
+        for rules in self.rules(config):
+            yield from rules.contradictions(config)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
-from titanmoe.config.data_laws import steps_in
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.data.rules import steps_in
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
