@@ -53,12 +53,13 @@ def build_training(
     garbage: Callable[[int], GarbageCollection] = GarbageCollection,
     checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
-    reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
+    reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
 ) -> Training:
     """All ranks call it together. The arguments after `runtime` replace a component.
 
     loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
-    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its dispatchers.
+    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its
+    dispatchers, from their tables.
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
@@ -66,10 +67,10 @@ def build_training(
     batches = loader(config, meshes.data.rank, meshes.data.size)
 
     stages = build(config, meshes, batches.microbatches, device)
-    engine = make_engine(stages, config, meshes, batches.microbatches, device)
+    engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
-    shared_buffers = reserve_buffers(config, meshes, device)
+    shared_buffers = reserve_buffers(config.model, config.moe, training, meshes, device)
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
