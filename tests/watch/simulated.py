@@ -104,7 +104,7 @@ class Cluster:
 
     def pairs(self, fault: Fault) -> slow_links.Pairs:
         found: slow_links.Pairs = {}
-        for number in slow_links.once(self.groups):
+        for number in slow_links.groups_to_probe(self.groups):
             group = self.groups[number]
             for distance in slow_links.distances(len(group.parts[0]), group.lane):
                 for part in group.parts:

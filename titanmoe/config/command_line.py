@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from titanmoe.config import other_names
-from titanmoe.config.field_values import nearest_field, shortened
+from titanmoe.config.field_values import nearest_field, shorten
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipes import names
 from titanmoe.config.schema import OWN
@@ -81,5 +81,5 @@ def split_words(argv: Sequence[str]) -> CommandLine:
             near = nearest_field(name) if len(line.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists them all"
             hint = other_names.hint(name, texts) or hint
-            line.problems.append(f"command line: unknown option {shortened(argument.partition('=')[0])}: {hint}")
+            line.problems.append(f"command line: unknown option {shorten(argument.partition('=')[0])}: {hint}")
     return line

@@ -22,21 +22,21 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
     """The values, given by path, that are impossible whatever the others are."""
-    found = []
+    violations = []
     for path, limits in ranges().items():
         value = values.get(path, [])
         several = isinstance(value, list)
         for place, number in enumerate(value if several else [value]):
             name = f"{path}[{place}]" if several else path
             if number != number or number in (math.inf, -math.inf):
-                found.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
+                violations.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
             elif number not in limits or not -LIMIT < number < LIMIT:
                 why = f", because {limits.reason}" if limits.reason and number > 0 else ""
                 if number in limits:
                     why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
                 text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}"
-                found.append(Violation((path,), text))
-    return found
+                violations.append(Violation((path,), text))
+    return violations
 
 
 def contradictions(config: Config) -> list[Violation]:

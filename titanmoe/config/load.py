@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from titanmoe.config import laws, other_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
-from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shortened, shown
+from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
@@ -149,7 +149,7 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
     for path, texts in words.overrides.items():
         settings.on_command_line.add(path)
         if path in fields():
-            settings.put(fields()[path], fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""')
+            settings.put(fields()[path], fit_texts(texts, fields()[path]), shorten(" ".join(texts)) or '""')
         else:
             settings.own[path] = texts
 
@@ -209,17 +209,17 @@ def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
-            settings.put(fields()[path], fit(value, fields()[path]), shown(value))
+            settings.put(fields()[path], fit(value, fields()[path]), value_text(value))
         elif prefix == f"{OWN}.":
             settings.own[path] = value
         elif path in tables() and isinstance(value, dict):
             _take(value, f"{path}.", settings)
         elif path in tables():
-            settings.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
+            settings.blame((path,), f"{path} = {value_text(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
             hint = _hint(path) if len(settings.problems) < HINTS else "--help lists all fields"
-            settings.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
+            settings.blame((path,), f"unknown {kind} {shorten(path)}: {hint}")
 
 
 def _take_own(settings: Settings, own: dict[str, Field]) -> None:
@@ -227,14 +227,14 @@ def _take_own(settings: Settings, own: dict[str, Field]) -> None:
     family_known = settings.unsound.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
         if path in own and path in settings.on_command_line:
-            settings.put(own[path], fit_texts(value, own[path]), shortened(" ".join(value)) or '""')
+            settings.put(own[path], fit_texts(value, own[path]), shorten(" ".join(value)) or '""')
         elif path in own:
-            settings.put(own[path], fit(value, own[path]), shown(value))
+            settings.put(own[path], fit(value, own[path]), value_text(value))
         elif family_known:
             near = closest(path.removeprefix(f"{OWN}."), [field.name for field in own.values()])
             known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
             hint = f"did you mean {OWN}.{near}?" if near else known
-            settings.blame((path,), f"unknown key {shortened(path)}: {hint}")
+            settings.blame((path,), f"unknown key {shorten(path)}: {hint}")
 
 
 def _hint(path: str) -> str:
@@ -258,9 +258,8 @@ def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
     for kind in parts.kinds:
         values = defaults | settings.values
         try:
-            preset = {
-                path: value for rules in kind.named(values[kind.field]) for path, value in rules.preset(values).items()
-            }
+            rules = kind.rules_of(values[kind.field])
+            preset = {path: value for part in rules for path, value in part.preset(values).items()}
         except PartError as error:
             settings.blame(error.fields, str(error))
             for path in error.fields:
@@ -268,8 +267,8 @@ def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
                 settings.values.pop(path, None)
             preset = {}
         presets |= preset
-    named = ("model.family", "model.size")
-    if not settings.unsound.isdisjoint(named):
+    family_fields = ("model.family", "model.size")
+    if not settings.unsound.isdisjoint(family_fields):
         rest = {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
         settings.unsound.update(rest)
     return defaults | presets
@@ -280,8 +279,8 @@ def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) 
     stand_ins = [path for path in values if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem
-    taken = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
-    return f"{problem} (taking {taken}, because what was given is refused above)"
+    values_text = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
+    return f"{problem} (taking {values_text}, because what was given is refused above)"
 
 
 def _first_rank() -> bool:

@@ -72,17 +72,17 @@ class Kind:
     names: Callable[[Any], list[str]] = lambda value: [value]
     """Those in a value of the field; PartError if it cannot be read."""
 
-    def named(self, value: Any) -> list[Rules]:
+    def rules_of(self, value: Any) -> list[Rules]:
         """The rules of all parts that a value of the field names; PartError with all that cannot be used."""
-        found, problems = [], []
+        rules, problems = [], []
         for name in self.names(value):
             try:
-                found.append(self.look_up(name))
+                rules.append(self.look_up(name))
             except PartError as error:
                 problems.append(str(error))
         if problems:
             raise PartError((self.field,), "; ".join(problems))
-        return found
+        return rules
 
     def look_up(self, name: str) -> Rules:
         """The rules of a part; PartError if it cannot be used."""
@@ -91,19 +91,19 @@ class Kind:
             return entry
         if ":" not in entry:
             raise self._unknown(name)
-        found = self._import(name, entry)
-        rules = found if isinstance(found, Rules) else getattr(found, "rules", None)
+        member = self._import(name, entry)
+        rules = member if isinstance(member, Rules) else getattr(member, "rules", None)
         if not isinstance(rules, self.rules):
             raise self._unusable(name, f"{entry} has no `rules`, which are made of {self.rules.__name__}")
         if not rules.implementation:
-            self._check_members(name, entry, found)
+            self._check_members(name, entry, member)
         return rules
 
     def implementation(self, name: str) -> Any:
         rules, entry = self.look_up(name), self.table.get(name, name)
-        found = self._import(name, rules.implementation or str(entry))
-        self._check_members(name, rules.implementation or str(entry), found)
-        return found
+        member = self._import(name, rules.implementation or str(entry))
+        self._check_members(name, rules.implementation or str(entry), member)
+        return member
 
     def summary(self) -> str:
         """For --help: what each part says of itself, or their names."""
@@ -115,24 +115,24 @@ class Kind:
                 lines.append(str(error))
         return (" " if any(" " in line for line in lines) else ", ").join(lines).rstrip(".") + "."
 
-    def _import(self, name: str, where: str) -> Any:
-        module, _, member = where.partition(":")
+    def _import(self, name: str, place: str) -> Any:
+        module_name, _, member = place.partition(":")
         if os.getcwd() not in sys.path:  # last: a program that is installed does not search the current folder
             sys.path.append(os.getcwd())
         try:
-            found = import_module(module)
+            module = import_module(module_name)
         except Exception as error:  # its own code may raise anything
-            raise self._unusable(name, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
-        if not hasattr(found, member):
-            raise self._unusable(name, f"{module} has no {member}")
-        return getattr(found, member)
+            raise self._unusable(name, f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        if not hasattr(module, member):
+            raise self._unusable(name, f"{module_name} has no {member}")
+        return getattr(module, member)
 
-    def _check_members(self, name: str, where: str, found: Any) -> None:
-        kind = found if isinstance(found, type) else type(found)
+    def _check_members(self, name: str, place: str, part: Any) -> None:
+        kind = part if isinstance(part, type) else type(part)
         declared = [member for member in dir(kind) if _is_abstract(getattr(kind, member, None))]  # by a base class
-        lacking = [member for member in self.members if getattr(found, member, None) is None] + declared
+        lacking = [member for member in self.members if getattr(part, member, None) is None] + declared
         if lacking:
-            raise self._unusable(name, f"{where} lacks {', '.join(lacking)}")
+            raise self._unusable(name, f"{place} lacks {', '.join(lacking)}")
 
     def _unusable(self, name: str, why: str) -> PartError:
         return PartError((self.field,), f"{self.field} = {json.dumps(name)} cannot be used: {why} ({PAGE})")
@@ -162,7 +162,7 @@ class Parts(NamedTuple):
         """Those of the parts that a config names."""
         for kind in self.kinds:
             table, _, name = kind.field.rpartition(".")
-            yield from kind.named(getattr(getattr(config, table), name))
+            yield from kind.rules_of(getattr(getattr(config, table), name))
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         for law in self.laws:

@@ -228,7 +228,7 @@ def final_config(
 ) -> tuple[Config, Checked]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
     from titanmoe.train.launch import fitted, resolve
-    from titanmoe.train.legal import refusals
+    from titanmoe.train.refusals import refusals
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []

@@ -22,7 +22,7 @@ from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train import failure
 from titanmoe.train.handed_on import Checked, received
-from titanmoe.train.legal import ranks_of_a_node, refusals
+from titanmoe.train.refusals import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
     die_with_launcher,
     grow_segments,

@@ -12,8 +12,8 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
-PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
-STARTING, BETWEEN = 0, PHASES.index("between steps")
+PHASE_NAMES = ("starting", "data", "forward and backward", "norm and update", "between steps")
+STARTING, BETWEEN = 0, PHASE_NAMES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
 ANSWER, END = 32, 8192

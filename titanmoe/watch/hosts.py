@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.late_ranks import Seen
+from titanmoe.watch.late_ranks import RankStatus
 
 SHARED = Path("/dev/shm")
 
@@ -95,12 +95,12 @@ class MachineMessages:
     def read(self, key: str) -> Any:
         return json.loads(self.store.get(key))
 
-    def publish(self, key: str, statuses: list[Seen]) -> None:
+    def publish(self, key: str, statuses: list[RankStatus]) -> None:
         """Publish what is known of this machine's ranks."""
         self.post(f"{key} {self.hosts.number}", [status.as_json() for status in statuses])
 
-    def read_published(self, key: str, host: int) -> list[Seen] | None:
+    def read_published(self, key: str, host: int) -> list[RankStatus] | None:
         name = f"{key} {host}"
         if not self.is_posted(name):
             return None
-        return [Seen.from_json(status) for status in self.read(name)]
+        return [RankStatus.from_json(status) for status in self.read(name)]

@@ -166,8 +166,8 @@ def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
         return (
             f"ranks {first_few(ranks)} should hold the same and differ, and there is no majority to say which is wrong"
         )
-    who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {first_few(ranks)} differ"
-    return f"{who} from {len(group) - len(ranks)} ranks that agree"
+    ranks_that_differ = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {first_few(ranks)} differ"
+    return f"{ranks_that_differ} from {len(group) - len(ranks)} ranks that agree"
 
 
 def first_few(items: list) -> str:
