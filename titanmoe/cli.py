@@ -90,7 +90,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     fold.set_defaults(run=run_fold)
     add_ranks(fold)
     fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks per node (default 8)")
-    degrees = fold.add_argument_group("degrees", "1 unless given, and derived for those marked so")
+    degrees = fold.add_argument_group("degrees", "1 unless set here; those marked (derived) follow from the others")
     for name, text in (
         ("pp", "pipeline stages"),
         ("dp_replicate", "replicas of the sharded state"),
@@ -110,7 +110,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     output = fold.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
     output.add_argument("--svg", type=Path, metavar="FILE", help="draw it as a picture for a page, too")
-    output.add_argument("--list", action="store_true", help="name every legal mapping; degrees given narrow the list")
+    output.add_argument("--list", action="store_true", help="list every legal mapping that has the degrees set here")
 
 
 def run_fold(args: argparse.Namespace) -> int:
@@ -160,7 +160,8 @@ def run_fold(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
-    """The recipe or family asked for, if any and as far as it is sound; what is wrong with it, and where."""
+    """The config of the recipe or family on the command line, as far as it can be read, if there is one; what is wrong
+    with it; and where it comes from."""
     from titanmoe.parts import PARTS
 
     options = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
@@ -180,7 +181,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
 
 def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
-    """The degrees as asked for, including impossible ones."""
+    """The config's mapping with the degrees of the command line, even if they are impossible."""
     table = config.parallelism if config else Parallelism()
     experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
     attention = {name: n for name, n in degrees.items() if name not in EXPERT_DEGREES}

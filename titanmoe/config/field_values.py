@@ -19,7 +19,7 @@ class WrongType(NamedTuple):
 
 
 def fit(value: Any, target: Field) -> Any:
-    """The value as the field stores it, or a misfit."""
+    """The value as the field stores it, or a WrongType."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]

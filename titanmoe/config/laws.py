@@ -21,7 +21,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
-    """The values, given by path, that are impossible whatever the others are."""
+    """The values, by path, that are out of range whatever the other fields are."""
     violations = []
     for path, limits in ranges().items():
         value = values.get(path, [])

@@ -23,7 +23,7 @@ from titanmoe.config.schema import OWN, Config
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot run. `problems` has every reason, `source` says where it was asked for."""
+    """A config that cannot run. `problems` has every reason, `source` says where the config comes from."""
 
     def __init__(self, problems: list[str], source: str = ""):
         super().__init__(problems, source)  # its arguments, from which pickle makes it again
@@ -67,7 +67,7 @@ def load(
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """The config that a command line asks for; ConfigError with everything that is wrong if it cannot run.
+    """The config that a command line stands for; ConfigError with everything that is wrong if it cannot run.
 
     parts: what names of parts stand for. check and resolve: see `Draft.finish`.
     """
@@ -238,9 +238,9 @@ def _take_own(settings: Settings, own: dict[str, Field]) -> None:
 
 
 def _hint(path: str) -> str:
-    near, table = other_names.SAME.get(path) or nearest_field(path), path.rpartition(".")[0]
-    if path in other_names.OTHERWISE:
-        return other_names.OTHERWISE[path]
+    near, table = other_names.FIELDS.get(path) or nearest_field(path), path.rpartition(".")[0]
+    if path in other_names.ADVICE:
+        return other_names.ADVICE[path]
     if near:
         return f"did you mean {near}?"
     if table in tables():

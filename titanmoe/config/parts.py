@@ -27,7 +27,7 @@ class PartError(LookupError):
     """There is no such part, or it cannot be used."""
 
     def __init__(self, fields: tuple[str, ...], text: str):
-        """fields: those of the recipe that ask for it."""
+        """fields: those of the recipe that name it."""
         super().__init__(fields, text)  # its arguments, from which pickle makes it again
         self.fields, self.text = fields, text
 

@@ -40,7 +40,7 @@ def _sources(data: Data) -> Iterator[Violation]:
     if data.source == "stdlib" and data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
+            'data.source = "stdlib" does not read data.paths, which is set: use source = "files", or paths = []',
         )
 
 
@@ -96,12 +96,12 @@ def _validation(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("validation.paths", "validation.held_out"),
             f"validation.held_out = {validation.held_out} holds out documents that nothing reads, as validation.paths "
-            "is given: drop one of them",
+            "is set: drop one of them",
         )
     if validation.paths and not validation.interval:
         yield Violation(
             ("validation.paths", "validation.interval"),
-            "validation.paths is given, but validation.interval = 0 never reads it: set interval, such as 100, or "
+            "validation.paths is set, but validation.interval = 0 never reads it: set interval, such as 100, or "
             "paths = []",
         )
     if validation.held_out == 1:

@@ -75,13 +75,14 @@ keeps them in its caches. On a GPU every slice adds to the gradient of all hidde
 
 
 def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: int = CHUNK_BYTES) -> int:
-    """How many slices of the vocabulary: as asked for, -1 for as many as stay within `most` bytes, 0 for the whole."""
+    """How many slices of the vocabulary: as configured, -1 for as many as stay within `most` bytes, 0 for the whole."""
     count = -(-tokens * vocabulary * width // most) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
 
 
 def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """At most that many. Wide ones in whole units: products on GPUs are slow if rows of logits are not aligned."""
+    """At most that many. The width of wide ones is a multiple of 128, since products on GPUs are slow if rows of logits
+    are not aligned."""
     width = -(-weight_VD.shape[0] // chunks)
     return weight_VD.split(width if width < 1024 else width + -width % 128)
 

@@ -14,30 +14,31 @@ from typing import Any, NamedTuple
 import torch
 
 MOST = 32
-"""How many of a step's latest a report is made from."""
+"""How many of a step's latest collectives a report uses."""
 
-
-Kind = tuple[int, str, str, int]
+MessageKind = tuple[int, str, str, int]
 
 
 class Collective(NamedTuple):
     index: int
-    """In its step."""
+    """Which message of its step it is, from 0."""
     group: int
     op: str
     dtype: str
     elements: int
     number: int
-    """In its group, counted from 1 over the whole run."""
+    """Which message of its group it is, counted from 1 over the whole run."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MessageKind:
         """Group, op, dtype and elements, the same in each step: how many rows an all-to-all sends depends on the data,
         and is 0 here."""
         return self.group, self.op, self.dtype, 0 if self.op == "all_to_all" else self.elements
 
 
 class FlightRecord(NamedTuple):
+    """What a rank's flight recorder says about its step."""
+
     issued: int = 0
     """Messages of this step so far."""
     last: tuple[Collective, ...] = ()

@@ -61,18 +61,18 @@ class Machines:
         )
 
 
-def _create_heartbeat(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
-    folder = where / f"titanmoe-{token}"
+def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
+    folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder, Heartbeat(folder / str(rank), create=True)
 
 
 def _identity(folder: Path) -> str:
     """The same for all ranks that see the same files. Neither host names nor container disks need differ."""
-    draft = folder / f"{uuid.uuid4().hex}.new"
-    draft.write_text(draft.stem)
+    new_file = folder / f"{uuid.uuid4().hex}.new"
+    new_file.write_text(new_file.stem)
     with contextlib.suppress(FileExistsError):
-        os.link(draft, folder / "identity")
+        os.link(new_file, folder / "identity")
     return (folder / "identity").read_text()
 
 

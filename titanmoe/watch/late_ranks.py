@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanmoe.watch.flight_recorder import FlightRecord, Kind
+from titanmoe.watch.flight_recorder import FlightRecord, MessageKind
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, line_in
@@ -87,7 +87,7 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
     """Ranks that issued a different message from most of their stage at the same point of a step. If a stage is split
     evenly, the other stages decide, provided that one of its halves did what they did.
     """
-    issued: dict[tuple[int, int], dict[int, Kind]] = {}  # by step and index in it, then by rank
+    issued: dict[tuple[int, int], dict[int, MessageKind]] = {}  # by step and index in it, then by rank
     for status in statuses:
         for message in status.recorded.last:
             issued.setdefault((status.step, message.index), {})[status.rank] = message.kind

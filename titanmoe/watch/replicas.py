@@ -149,7 +149,7 @@ class Replicas:
             names = sorted(differing_names) or ["the counts of steps, updates or samples"]
             lines.append(f"{_ranks_text(ranks, group)} ({' x '.join(kind.axes)}): {first_few(names)}")
         text = f"after step {step} {'; '.join(dict.fromkeys(lines))}"
-        return text if self.agreed < 0 else f"{text}; they were alike after step {self.agreed}"
+        return text if self.agreed < 0 else f"{text}; they agreed after step {self.agreed}"
 
 
 def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:

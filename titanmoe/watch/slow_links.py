@@ -25,9 +25,10 @@ TRIES = 5
 FEW = 16
 """Groups of up to this many ranks try all pairs, and so do those that rows travel in. In other groups a rank tries only
 partners at distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
-SLOW = 3.0
+SLOW_FACTOR = 3.0
 """A pair is slow if it takes this many times as long as others."""
 Pairs = dict[tuple[int, int], float]
+"""Seconds of a round trip, by pair."""
 
 
 class Link(NamedTuple):
@@ -118,7 +119,7 @@ def slow_link(times: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
     def usual(pair: tuple[int, int]) -> float:
         return medians.get(kind(pair), before.get(pair, times[pair]))
 
-    slow = [pair for pair, seconds in times.items() if seconds > SLOW * usual(pair)]
+    slow = [pair for pair, seconds in times.items() if seconds > SLOW_FACTOR * usual(pair)]
     if not slow:
         return None
     excess = {pair: times[pair] - usual(pair) for pair in slow}

@@ -21,15 +21,15 @@ from titanmoe.watch import slow_links
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.slow_links import Link
-from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
+from titanmoe.watch.slowest import CAUSES, SLOW_SHARE, Cause, Slowest, slowest
 from titanmoe.watch.step_times import COMPUTE, StepTimes
 
 if TYPE_CHECKING:
     from titanmoe.train.training import Training
 
 WINDOW = 16
-"""Steps."""
-RUNNING = 2
+"""Steps between two comparisons."""
+IN_A_ROW = 2
 """A rank is named once it has been slow in this many windows in a row, and forgotten after as many without."""
 CALM = 8
 """How many of the latest windows in which nobody was late, and no link suspected, show how long ranks usually wait."""
@@ -44,11 +44,11 @@ ON_ONE_HOST = {
     "link": "no network is between them: look for other processes on that machine, and at how its GPUs and cores are "
     "connected (nvidia-smi topo -m, lscpu)",
 }
-"""Where every link that is slow, or every rank of the run, is on one machine."""
+"""The advice where all slow links, or all ranks of the run, are on one machine."""
 
 
 class Blamed(NamedTuple):
-    """Who is named."""
+    """The rank, or the link, that others wait for."""
 
     rank: int
     other_end: int | None
@@ -61,7 +61,8 @@ class Stragglers:
         self.training, self.times, self.groups = training, times, groups
         self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
         self.on_their_way: tuple[list[int], ToHost] | None = None
-        """Times on their way to the host, which on a GPU reads them after the next step, where it waits anyway."""
+        """Times that are still being copied to the host. With a GPU it reads them after the next step, where it waits
+        anyway."""
         self.latest: Slowest | None = None
         self.blamed: Blamed | None = None
         self.slow, self.calm = 0, 0
@@ -97,16 +98,16 @@ class Stragglers:
         self.latest = result
         if result.slow:
             self.slow, self.calm = self.slow + 1 if self.slow and previous.rank == result.rank else 1, 0
-            if self.slow >= RUNNING:
+            if self.slow >= IN_A_ROW:
                 self._name(Blamed(result.rank, None, result.cause), result.excess_s)
             return
         self.slow, self.calm = 0, self.calm + 1
-        if len(self.usual) < RUNNING:
+        if len(self.usual) < IN_A_ROW:
             self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
         self._suspect_links(result)
         if self.link is not None:
             self._name(Blamed(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
-        elif self.calm >= RUNNING or (self.blamed and self.blamed.cause == "link"):
+        elif self.calm >= IN_A_ROW or (self.blamed and self.blamed.cause == "link"):
             self.blamed = None
 
     def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
@@ -118,24 +119,24 @@ class Stragglers:
         """Called when nobody is late: then a longer wait comes from the messages themselves. Links are probed only if
         it stays: a first probe opens connections between ranks that may have had none.
         """
-        if not self.waits or result.wait_s - median(self.waits) <= SLOW * result.step_s:
+        if not self.waits or result.wait_s - median(self.waits) <= SLOW_SHARE * result.step_s:
             self.waits.append(result.wait_s)
             self.longer_waits, self.link = 0, None
             return
         self.longer_waits += 1
-        if self.longer_waits == RUNNING:
+        if self.longer_waits == IN_A_ROW:
             self._probe(result)
             if self.link is None:  # this is how long they wait now
                 self.waits.clear()
 
     def _probe(self, result: Slowest) -> None:
         self.link = None
-        for _ in range(RUNNING):  # slow only once: an interruption
+        for _ in range(IN_A_ROW):  # slow only once: an interruption
             pairs = self._pair_times()
             link = slow_links.slow_link(pairs, self.host_of, self.best)
             for pair, seconds in pairs.items():
                 self.best[pair] = min(seconds, self.best.get(pair, seconds))
-            if link is None or self._excess(link) <= SLOW * result.step_s:
+            if link is None or self._excess(link) <= SLOW_SHARE * result.step_s:
                 break
         else:
             self.link = link
