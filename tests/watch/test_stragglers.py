@@ -44,7 +44,7 @@ def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind:
         (event,) = told.go(3, fault, 4)
         assert (event["ranks"], event["cause"]) == (ranks, kind), event
         assert told.report()["straggler.cause"] == 1 + ("compute", "data", "link").index(kind)
-        assert told.go(8, Fault(), 4) == [] and told.blamed is None
+        assert told.go(8, Fault(), 4) == [] and told.straggler is None
     assert told.report()["straggler.cause"] == 0
 
 

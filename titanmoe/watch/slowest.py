@@ -38,7 +38,7 @@ class Slowest(NamedTuple):
     """How much longer than the mean of all."""
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         return self.excess_s > SLOW_SHARE * self.step_s
 
     @property

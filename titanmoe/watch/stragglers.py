@@ -47,7 +47,7 @@ ON_ONE_HOST = {
 """The advice where all slow links, or all ranks of the run, are on one machine."""
 
 
-class Blamed(NamedTuple):
+class Straggler(NamedTuple):
     """The rank, or the link, that others wait for."""
 
     rank: int
@@ -60,12 +60,12 @@ class Stragglers:
     def __init__(self, training: Training, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
         self.training, self.times, self.groups = training, times, groups
         self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
-        self.on_their_way: tuple[list[int], ToHost] | None = None
+        self.pending: tuple[list[int], ToHost] | None = None
         """Times that are still being copied to the host. With a GPU it reads them after the next step, where it waits
         anyway."""
         self.latest: Slowest | None = None
-        self.blamed: Blamed | None = None
-        self.slow, self.calm = 0, 0
+        self.straggler: Straggler | None = None
+        self.slow_windows, self.calm_windows = 0, 0
         """Windows in a row in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
         """How long each rank computed, in the first windows."""
@@ -76,39 +76,40 @@ class Stragglers:
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
         """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
-        self.best: slow_links.Pairs = {}
+        self.fastest: slow_links.Pairs = {}
         """The fastest probe of each pair."""
 
     def after_step(self) -> None:
         """All ranks call it together."""
-        if self.on_their_way is not None:
-            (steps, gathered), self.on_their_way = self.on_their_way, None
+        if self.pending is not None:
+            (steps, gathered), self.pending = self.pending, None
             world = self.training.fold.world
             self.judge(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
         if self.training.state.step % WINDOW == 0:
             steps, rows = self.times.take()
             if steps:
                 own_times = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
-                self.on_their_way = steps, ToHost(all_gather(own_times, 0, self.training.meshes.world))
+                self.pending = steps, ToHost(all_gather(own_times, 0, self.training.meshes.world))
 
     def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
         result, previous = slowest(times_NRK, self.training.fold.stage, usual), self.latest
         self.latest = result
-        if result.slow:
-            self.slow, self.calm = self.slow + 1 if self.slow and previous.rank == result.rank else 1, 0
-            if self.slow >= IN_A_ROW:
-                self._name(Blamed(result.rank, None, result.cause), result.excess_s)
+        if result.is_slow:
+            again = self.slow_windows > 0 and previous.rank == result.rank
+            self.slow_windows, self.calm_windows = self.slow_windows + 1 if again else 1, 0
+            if self.slow_windows >= IN_A_ROW:
+                self._name(Straggler(result.rank, None, result.cause), result.excess_s)
             return
-        self.slow, self.calm = 0, self.calm + 1
+        self.slow_windows, self.calm_windows = 0, self.calm_windows + 1
         if len(self.usual) < IN_A_ROW:
             self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
         self._suspect_links(result)
         if self.link is not None:
-            self._name(Blamed(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
-        elif self.calm >= IN_A_ROW or (self.blamed and self.blamed.cause == "link"):
-            self.blamed = None
+            self._name(Straggler(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
+        elif self.calm_windows >= IN_A_ROW or (self.straggler and self.straggler.cause == "link"):
+            self.straggler = None
 
     def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
         return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
@@ -133,9 +134,9 @@ class Stragglers:
         self.link = None
         for _ in range(IN_A_ROW):  # slow only once: an interruption
             pairs = self._pair_times()
-            link = slow_links.slow_link(pairs, self.host_of, self.best)
+            link = slow_links.slow_link(pairs, self.host_of, self.fastest)
             for pair, seconds in pairs.items():
-                self.best[pair] = min(seconds, self.best.get(pair, seconds))
+                self.fastest[pair] = min(seconds, self.fastest.get(pair, seconds))
             if link is None or self._excess(link) <= SLOW_SHARE * result.step_s:
                 break
         else:
@@ -156,34 +157,36 @@ class Stragglers:
 
     # ---- reporting
 
-    def _name(self, blamed: Blamed, excess_s: float) -> None:
-        previous, self.blamed = self.blamed, blamed
-        alike = previous is not None and (previous.cause == "link") == (blamed.cause == "link")
-        if alike and previous[:2] == blamed[:2]:
+    def _name(self, straggler: Straggler, excess_s: float) -> None:
+        previous, self.straggler = self.straggler, straggler
+        alike = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
+        if alike and previous[:2] == straggler[:2]:
             return
         share = excess_s / self.latest.step_s
 
         def name(rank: int) -> str:
             return f"rank {rank} on {self.host_of[rank]}"
 
-        if blamed.cause == "link":
-            links = f"most links of {name(blamed.rank)}"
-            if blamed.other_end is not None:
-                links = f"the link between {name(blamed.rank)} and {name(blamed.other_end)}"
+        if straggler.cause == "link":
+            links = f"most links of {name(straggler.rank)}"
+            if straggler.other_end is not None:
+                links = f"the link between {name(straggler.rank)} and {name(straggler.other_end)}"
             text = (
                 f"{links}: {self.link.seconds * 1e3:.3g} ms there and back, "
                 f"others {self.link.usual_s * 1e3:.3g} ms; about {excess_s:.3g} s ({share:.0%}) of a step"
             )
         else:
-            doing = "reading data" if blamed.cause == "data" else "computing"
-            text = f"{name(blamed.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
-        ranks = [blamed.rank] if blamed.other_end is None else [blamed.rank, blamed.other_end]
-        details = {"ranks": ranks, "cause": blamed.cause, "excess_s": round(excess_s, 6)}
-        if blamed.cause == "link":
+            doing = "reading data" if straggler.cause == "data" else "computing"
+            text = (
+                f"{name(straggler.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
+            )
+        ranks = [straggler.rank] if straggler.other_end is None else [straggler.rank, straggler.other_end]
+        details = {"ranks": ranks, "cause": straggler.cause, "excess_s": round(excess_s, 6)}
+        if straggler.cause == "link":
             details["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
-        concerned = {rank for pair in self.link.pairs for rank in pair} if blamed.cause == "link" else self.host_of
+        concerned = self.host_of if straggler.cause != "link" else {rank for pair in self.link.pairs for rank in pair}
         advice = ON_ONE_HOST if len({self.host_of[rank] for rank in concerned}) == 1 else ADVICE
-        observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[blamed.cause]}", **details)
+        observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[straggler.cause]}", **details)
 
     def report(self) -> dict[str, float]:
         """The last window's result, for the step's line."""
@@ -191,12 +194,12 @@ class Stragglers:
         if result is None:
             return {}
         values = {"rank": result.rank, "excess_s": result.excess_s, "wait_s": result.wait_s, "cause": 0}
-        if self.blamed is not None:
-            values |= {"rank": self.blamed.rank, "cause": 1 + CAUSES.index(self.blamed.cause)}
-            if self.blamed.cause == "link" and self.link is not None:
+        if self.straggler is not None:
+            values |= {"rank": self.straggler.rank, "cause": 1 + CAUSES.index(self.straggler.cause)}
+            if self.straggler.cause == "link" and self.link is not None:
                 values |= {"excess_s": self._excess(self.link)}
-            if self.blamed.other_end is not None:
-                values |= {"other_rank": self.blamed.other_end}
+            if self.straggler.other_end is not None:
+                values |= {"other_rank": self.straggler.other_end}
         if self.training.fold.pp > 1:
             values |= {"stage": result.stage, "stage_excess_s": result.stage_excess_s}
         return {f"straggler.{name}": value for name, value in values.items()}
