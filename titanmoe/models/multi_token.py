@@ -18,7 +18,7 @@ from titanmoe.tokens import Tokens
 
 
 class _AddGradient(torch.autograd.Function):
-    """The losses unchanged, whose gradients also reach the other losses."""
+    """Returns the losses unchanged; their gradients flow to the other losses as well."""
 
     @staticmethod
     def forward(ctx, loss_BS, other_loss_BS):
