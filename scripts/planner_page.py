@@ -46,7 +46,7 @@ from scripts.published_runs import (  # noqa: E402
     run_of,
     why_not,
 )
-from titanmoe.config.load import load  # noqa: E402
+from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
@@ -112,7 +112,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
-    world = recipe_ranks([str(path)], PARTS)
+    world = recipe_ranks(read_draft([str(path)], PARTS))
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
     peaks = [rank.peak for rank in rank_memories(config, fold)]
@@ -163,7 +163,7 @@ def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
     for name in (name for name in names() if not name.startswith("debug")):
-        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], PARTS)
+        config, world = recipe(name), recipe_ranks(read_draft([str(find_recipe(name))], PARTS))
         search_args = config, world, device_of("H100"), Factors(), 1
         mappings = {
             "best": search(*search_args).best[0],

@@ -22,7 +22,7 @@ import torch
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
-from titanmoe.train.legal import refusals
+from titanmoe.train.refusals import refusals
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "train_configs/debug.toml"

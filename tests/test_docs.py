@@ -132,15 +132,15 @@ def test_options_for_newcomers_are_answered_as_on_their_page() -> None:
         for name in re.findall(r"`([a-z_.]+)", cells[0]):
             for path in (name, f"parallelism.{name}"):
                 of.setdefault(path, set()).update(key for key, _ in keys(cells[1]))
-    shown = {name: path for name, path in other_names.SAME.items() if name in of}
+    shown = {name: path for name, path in other_names.FIELDS.items() if name in of}
     assert len(shown) > 70 and [name for name, path in shown.items() if path not in of[name]] == []
 
 
 def test_options_for_newcomers_exist() -> None:
     options = re.compile(r"--([a-z_]+\.[a-z_.]*[a-z_])")
-    said = {path for text in other_names.OTHERWISE.values() for path in options.findall(text)}
-    assert len(said) > 30 and (said | set(other_names.SAME.values())) - fields().keys() == set()
-    assert fields().keys().isdisjoint(other_names.SAME.keys() | other_names.OTHERWISE.keys())
+    said = {path for text in other_names.ADVICE.values() for path in options.findall(text)}
+    assert len(said) > 30 and (said | set(other_names.FIELDS.values())) - fields().keys() == set()
+    assert fields().keys().isdisjoint(other_names.FIELDS.keys() | other_names.ADVICE.keys())
 
 
 @pytest.mark.parametrize("page", ["troubleshooting", "moe_practice", "questions", "evaluate"])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.config.load import read_draft
 from titanmoe.config.recipe import read_recipe
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
@@ -28,7 +29,7 @@ GIVEN = {
 
 
 def world(recipe: Path) -> int:
-    ranks = recipe_ranks([str(recipe)], PARTS)
+    ranks = recipe_ranks(read_draft([str(recipe)], PARTS))
     assert ranks, f"{recipe.name} does not say its number of ranks, as in [job] ranks = 8"
     return ranks
 

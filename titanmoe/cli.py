@@ -18,7 +18,7 @@ from rich.text import Text
 
 from titanmoe.checkpoint.checkpoint_command import add_checkpoint
 from titanmoe.checkpoint.hf.convert_command import add_convert
-from titanmoe.config.load import ConfigError, format_problems, load
+from titanmoe.config.load import ConfigError, format_problems, read_draft
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.data.tokenize_command import add_tokenize
@@ -90,7 +90,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     fold.set_defaults(run=run_fold)
     add_ranks(fold)
     fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks per node (default 8)")
-    degrees = fold.add_argument_group("degrees", "1 unless given, and derived for those marked so")
+    degrees = fold.add_argument_group("degrees", "1 unless set here; those marked (derived) follow from the others")
     for name, text in (
         ("pp", "pipeline stages"),
         ("dp_replicate", "replicas of the sharded state"),
@@ -110,41 +110,41 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     output = fold.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
     output.add_argument("--svg", type=Path, metavar="FILE", help="draw it as a picture for a page, too")
-    output.add_argument("--list", action="store_true", help="name every legal mapping; degrees given narrow the list")
+    output.add_argument("--list", action="store_true", help="list every legal mapping that has the degrees set here")
 
 
 def run_fold(args: argparse.Namespace) -> int:
     from titanmoe.parts import PARTS
 
-    asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
+    degrees = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     try:
         world = world_of(args.ranks, args.overrides, PARTS)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     config, problems, source = _model(args)
-    requested = _requested(asked, config)
-    if requested.node == -1:
-        requested = replace(requested, node=args.node)
+    parallelism = _with_degrees(degrees, config)
+    if parallelism.node == -1:
+        parallelism = replace(parallelism, node=args.node)
     if config is not None:
-        config = replace(config, parallelism=requested)
+        config = replace(config, parallelism=parallelism)
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.list:
-        broken = []
+        broken_laws = []
     elif config is not None:
-        broken = violations(config, world)
+        broken_laws = violations(config, world)
     else:
-        broken = resolve(world, requested)[1]
-    if problems or broken:
-        print(format_problems(problems + broken, source), file=sys.stderr)
-        if broken:
-            print(_nearest(world, requested, config), file=sys.stderr)
+        broken_laws = resolve(world, parallelism)[1]
+    if problems or broken_laws:
+        print(format_problems(problems + broken_laws, source), file=sys.stderr)
+        if broken_laws:
+            print(_nearest(world, parallelism, config), file=sys.stderr)
         return 2
 
     if args.list:
-        return _list(args, world, asked, config)
-    fold = derive(world, requested)
+        return _list(args, world, degrees, config)
+    fold = derive(world, parallelism)
     if args.json:
         print(json.dumps(_groups(fold)))
     else:
@@ -160,47 +160,39 @@ def run_fold(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
-    """The recipe or family asked for, if any and as far as it is sound; what is wrong with it, and where."""
+    """The config of the recipe or family on the command line, as far as it can be read, if there is one; what is wrong
+    with it; and where it comes from."""
     from titanmoe.parts import PARTS
 
-    given = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
-    given = {path: value for path, value in given.items() if value is not None}
+    options = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
+    options = {path: value for path, value in options.items() if value is not None}
     if args.overrides:
         argv = args.overrides
     elif args.family is None and args.size is None:
-        alone = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or a recipe"
-        return None, [alone] if given else [], ""
+        problem = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or a recipe"
+        return None, [problem] if options else [], ""
     else:
         # A name left out is passed as empty, and refused with the names there are.
         # Batch and schedule are not known: GPipe runs with any number of microbatches.
-        nothing = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
-        argv, given = [], nothing | given
-    seen: list[Config] = []
-
-    def keep(config: Config) -> list[str]:
-        seen.append(config)
-        return []  # the mapping is checked by the caller, who knows the degrees of this command line
-
-    try:
-        load([*argv, *(f"--{path}={value}" for path, value in given.items())], PARTS, keep)
-    except ConfigError as error:
-        return seen[0] if seen else None, error.problems, error.source
-    return seen[0], [], ""
+        defaults = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
+        argv, options = [], defaults | options
+    draft = read_draft([*argv, *(f"--{path}={value}" for path, value in options.items())], PARTS)
+    return draft.config, draft.problems, draft.source if draft.problems else ""
 
 
-def _requested(asked: dict[str, int], config: Config | None = None) -> Parallelism:
-    """The degrees as asked for, including impossible ones."""
+def _with_degrees(degrees: dict[str, int], config: Config | None = None) -> Parallelism:
+    """The config's mapping with the degrees of the command line, even if they are impossible."""
     table = config.parallelism if config else Parallelism()
-    experts = {name: asked[name] for name in EXPERT_DEGREES if name in asked}
-    attention = {name: n for name, n in asked.items() if name not in EXPERT_DEGREES}
+    experts = {name: degrees[name] for name in EXPERT_DEGREES if name in degrees}
+    attention = {name: n for name, n in degrees.items() if name not in EXPERT_DEGREES}
     return replace(table, **attention, experts=replace(table.experts, **experts))
 
 
-def _nearest(world: int, requested: Parallelism, config: Config | None) -> str:
+def _nearest(world: int, parallelism: Parallelism, config: Config | None) -> str:
     lines = []
-    for fold in nearest(world, requested, config):
+    for fold in nearest(world, parallelism, config):
         change = []
-        for name, (old, new) in changes(requested, fold).items():
+        for name, (old, new) in changes(parallelism, fold).items():
             change.append(f"{name} {'derived' if old == -1 and name in DERIVED else old} -> {new}")
         lines.append("  " + ", ".join(change))
         for view, axes in ("attention", fold.attention_axes), ("experts", fold.expert_axes):
@@ -210,19 +202,19 @@ def _nearest(world: int, requested: Parallelism, config: Config | None) -> str:
     return "\n".join(["\nNearest legal mappings:", *lines])
 
 
-def _list(args: argparse.Namespace, world: int, asked: dict[str, int], config: Config | None) -> int:
-    def wanted(degrees: dict[str, int]) -> bool:
-        return all(asked.get(name, -1) in (-1, n) for name, n in degrees.items())
+def _list(args: argparse.Namespace, world: int, degrees: dict[str, int], config: Config | None) -> int:
+    def fits(mapping: dict[str, int]) -> bool:
+        return all(degrees.get(name, -1) in (-1, n) for name, n in mapping.items())
 
     stages = []
     for stage in legal_stages(world, config):
-        attention, experts = (list(filter(wanted, views)) for views in (stage.attention, stage.experts))
-        if wanted({"pp": stage.pp}) and attention and experts:
+        attention, experts = (list(filter(fits, views)) for views in (stage.attention, stage.experts))
+        if fits({"pp": stage.pp}) and attention and experts:
             stages.append(replace(stage, attention=attention, experts=experts))
     if not stages:
-        degrees = ", ".join(f"{name} {n}" for name, n in asked.items())
-        problem = f"no mapping of {world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
-        print(format_problems([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
+        text = ", ".join(f"{name} {n}" for name, n in degrees.items())
+        problem = f"no mapping of {world} ranks{f' with {text}' if degrees else ''} is legal: use another world"
+        print(format_problems([problem + " or fewer degrees" * bool(degrees)]), file=sys.stderr)
         return 2
     if args.json:
         _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())

@@ -1,11 +1,16 @@
-"""Every kind of part that a recipe can name, with the table of its names. No torch here."""
+"""Every kind of part that a recipe can name, with the table of its names; and laws of the rooms. No torch here."""
 
 from titanmoe.config.parts import Parts
+from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS
 from titanmoe.models.families import FAMILIES
+from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
-PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS))
+PARTS = Parts(
+    (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
+    (data_rules.contradictions, balance_rules.contradictions),
+)

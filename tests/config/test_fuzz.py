@@ -12,7 +12,7 @@ from titanmoe.config import Config, ConfigError, load
 from titanmoe.config.fields import fields, toml_value
 from titanmoe.models.families import names
 from titanmoe.parts import PARTS
-from titanmoe.train.legal import refusals
+from titanmoe.train.refusals import refusals
 
 ROOT = Path(__file__).parents[2]
 CALLS = 1_000_000

@@ -44,6 +44,18 @@ class Declared(Half):
     def dispatch(self): ...
 
 
+class Base:
+    @abstractmethod
+    def also(self): ...
+
+
+class Undone(Base, OwnRules):
+    pass
+
+
+undone = Undone()
+
+
 class NoRules:
     def dispatch(self): ...
 """
@@ -79,6 +91,7 @@ def test_a_part_is_found_by_its_name_and_by_where_it_lies(kind: Kind) -> None:
         ("own_parts:NoRules", "own_parts:NoRules has no `rules`, which are made of Rules"),
         ("own_parts:Half", "own_parts:Half lacks dispatch"),
         ("own_parts:Declared", "own_parts:Declared lacks dispatch"),
+        ("own_parts:undone", "own_parts:undone lacks dispatch, also"),
     ],
 )
 def test_a_part_that_cannot_be_used_is_refused(kind: Kind, name: str, says: str) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
+from titanmoe.config.load import read_draft
 from titanmoe.config.recipe import toml
 from titanmoe.config.world_size import recipe_ranks, world_of
 from titanmoe.parts import PARTS
@@ -27,28 +28,30 @@ def recipe(tmp_path: Path):
     return write
 
 
+def own_ranks(*words: str) -> int:
+    return recipe_ranks(read_draft(words, PARTS))
+
+
 def test_the_recipes_own_number_and_whatever_overrides_it(recipe):
     file = recipe("[job]\nranks = 8\n" + BODY)
-    assert recipe_ranks([file], PARTS) == recipe_ranks(["--config", file], PARTS) == 8
-    assert (
-        recipe_ranks(["debug", "--job.ranks", "16"], PARTS) == world_of(None, ["debug", "--job.ranks=16"], PARTS) == 16
-    )
-    assert recipe_ranks(["--training.steps", "5", file, "--data.paths", "a"], PARTS) == 8
-    assert recipe_ranks([recipe(BODY)], PARTS) == 0
+    assert own_ranks(file) == own_ranks("--config", file) == 8
+    assert own_ranks("debug", "--job.ranks", "16") == world_of(None, ["debug", "--job.ranks=16"], PARTS) == 16
+    assert own_ranks("--training.steps", "5", file, "--data.paths", "a") == 8
+    assert own_ranks(recipe(BODY)) == 0
     assert world_of(3, [file], PARTS) == 3
 
 
 def test_a_comment_that_said_it_is_told_what_to_write(recipe):
     with pytest.raises(ConfigError) as refusal:
-        recipe_ranks([file := recipe("# world = 4\n#\n" + TP2)], PARTS)
+        own_ranks(file := recipe("# world = 4\n#\n" + TP2))
     assert refusal.value.problems == [
         f"{file}:1: the comment # world = 4 does not say the number of ranks any more: "
         "write ranks = 4 below a line [job], or give --ranks N"
     ]
     with pytest.raises(ConfigError, match=r"write ranks = 4 below \[job\] in line 2, or"):
-        recipe_ranks([recipe('# world = 4\n[job]\nname = "x"\n')], PARTS)
+        own_ranks(recipe('# world = 4\n[job]\nname = "x"\n'))
     file = recipe("# world = 4\n[job]\nranks = 8\n")
-    assert recipe_ranks([file], PARTS) == 8, "the key decides, the comment is only a comment"
+    assert own_ranks(file) == 8, "the key decides, the comment is only a comment"
     assert world_of(2, [recipe("# world = 4\n" + TP2)], PARTS) == 2
 
 

@@ -126,6 +126,14 @@ def test_a_template_is_for_conversations(own):
         load([*words, "jsonl"], PARTS, lambda config: [])
 
 
+def test_a_format_that_reads_nothing_is_refused_when_it_is_named(own):
+    Path("no_read.py").write_text(
+        "from titanmoe.data.formats.format import Format\nclass Silent(Format): ...\nFORMAT = Silent()\n"
+    )
+    with pytest.raises(ConfigError, match=r'data.format = "no_read:FORMAT" cannot be used: no_read:FORMAT lacks read'):
+        load(["--data.format", "no_read:FORMAT"], PARTS, lambda config: [])
+
+
 def test_a_recipe_is_read_without_numpy():
     code = (
         "import sys; from titanmoe.config import load; from titanmoe.parts import PARTS; "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import io
 import os
 import socket
 import subprocess
@@ -12,6 +15,7 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
+from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Config
 from titanmoe.launcher import agent, fit_ranks, train_command
 from titanmoe.launcher.agent import LaunchResult, Logs
@@ -31,6 +35,27 @@ CPUS, GPUS = Machine(0, 2), Machine(8, 64)
 def two_cores(monkeypatch):
     monkeypatch.setattr(fit_ranks, "this_machine", lambda device: CPUS)
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+
+
+def opened_recipes(monkeypatch) -> list[str]:
+    """The names of all TOML files in the order in which they are opened, or parsed without being opened."""
+    opened, parsed, real_open, real_loads = [], [], io.open, toml().loads
+
+    def note_open(file, *rest, **options):
+        if str(file).endswith(".toml"):
+            opened.append(Path(file).name)
+        return real_open(file, *rest, **options)
+
+    def note_loads(text: str) -> dict:
+        parsed.append(text)
+        if len(parsed) > len(opened):
+            opened.append("parsed again")
+        return real_loads(text)
+
+    monkeypatch.setattr(io, "open", note_open)  # pathlib's
+    monkeypatch.setattr(builtins, "open", note_open)
+    monkeypatch.setattr(toml(), "loads", note_loads)
+    return opened
 
 
 def refused(*words: str) -> ConfigError:
@@ -179,6 +204,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
 def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     words = ["debug", "--optimizer.lr=2.5e-4", "--data.skip_steps", "3", "5-7", "--job.name", 'say "ü"']
     prepared, received = prepare(parse_words(words)), []
+    recipes = opened_recipes(monkeypatch)
 
     def start(config: Config) -> None:
         received.append(config)
@@ -188,12 +214,34 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     monkeypatch.setattr(launch, "world_size", lambda: 4)
     expected = launch.read(prepared.request.words, 4, PARTS)
+    assert len(recipes) == 1, "under torchrun each rank reads it once"
     with handed_on(prepared.checked) as file, monkeypatch.context() as without_laws:
         monkeypatch.setenv(handed_on_module.FILE, str(file))
         without_laws.setattr(launch, "refusals", None)
         with pytest.raises(SystemExit):
             launch.main(["--config", "no recipe"], PARTS)
     assert received == [expected] and not file.exists()
+    assert len(recipes) == 1, "a rank of titanmoe train does not read it"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "debug",
+        "debug --training.steps 3 --ranks 4",
+        "debug --ranks auto --fit",
+        "debug_pp --memory ignore",
+        "debug --ranks auto",
+        "debug --parallelism.tp 3",
+        "deepseek_671b",
+        "debug --print-config",
+    ],
+)
+def test_the_launcher_reads_the_recipe_once(words, monkeypatch, capsys):
+    recipes = opened_recipes(monkeypatch)
+    with contextlib.suppress(ConfigError, SystemExit):
+        prepare(parse_words(words.split()))
+    assert recipes == [words.split()[0] + ".toml"]
 
 
 def test_a_restart_on_other_ranks_is_fitted_and_checked(monkeypatch, capsys):

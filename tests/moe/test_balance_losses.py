@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,9 +12,10 @@ from torch import Tensor
 from tests.moe import test_balance as four
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
-from titanmoe.moe.balance import Balance, statistics
+from titanmoe.moe.balance import ROUTING, Balance, statistics
 from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
-from titanmoe.moe.balance_losses.rules import BalanceRules, switched_on
+from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
+from titanmoe.moe.layer import layer_metrics
 from titanmoe.parts import PARTS
 from titanmoe.train.collapse import unbalanced
 
@@ -44,6 +48,7 @@ class Logits(BalanceLoss):
         return routed.logits_TE.square().sum() / routed.step_tokens
 
 
+ROOT = Path(__file__).parents[2]
 EVEN, LOGITS = f"{__name__}:Even", f"{__name__}:Logits"
 
 
@@ -88,6 +93,7 @@ def test_what_names_them_asks_their_rules() -> None:
         (["z_loss 0.1"], "z_loss has a key of its own: write moe.z_loss = 0.1"),
         ([f"{EVEN} 0.1", f"{EVEN} 0.2"], f"{EVEN} is there twice: keep one"),
         ([f"{EVEN} 0.1", f"{LOGITS} 0.2"], f"{EVEN} and {LOGITS} are both reported as unevenness: use one"),
+        ([f"{__name__}:NoForward 0.1"], f'"{__name__}:NoForward" cannot be used: {__name__}:NoForward lacks forward'),
         ([f"{__name__}:Model 0.1"], f"{__name__}:Model has no `rules`, which are made of BalanceRules"),
     ],
 )
@@ -98,6 +104,35 @@ def test_what_is_refused(lines: list[str], says: str) -> None:
     assert says in problems and "training.steps = 0" in problems, "all that is wrong is said at once"
     if len(lines) == 1:
         assert len(refused.value.problems) == 2
+
+
+class LossRules(BalanceRules):
+    metric = "loss"
+
+
+class Loss(Even):
+    rules = LossRules()
+
+
+class Layer(Even):
+    rules = type("LayerRules", (BalanceRules,), {"metric": "layers.1.z_loss"})()
+
+
+class NoForward(BalanceLoss):
+    rules = EvenRules()
+
+
+@pytest.mark.parametrize(("name", "metric"), [("Loss", "loss"), ("Layer", "layers.1.z_loss")])
+def test_one_cannot_overwrite_another_number_of_the_report(name: str, metric: str) -> None:
+    with pytest.raises(ConfigError, match=f"{__name__}:{name} would be reported as {metric}, a name that other"):
+        load(["--moe.balance_losses", f"{__name__}:{name} 0.1"], PARTS, lambda config: [])
+
+
+def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
+    table = (ROOT / "docs/metrics.md").read_text().partition("| key |")[2].partition("\n\n")[0]
+    names = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert len(names) > 20 and names - set(BALANCE_LOSSES.table) <= OTHER_METRICS
+    assert set(ROUTING) | layer_metrics([1.0] * 5, 2, ROUTING).keys() <= OTHER_METRICS
 
 
 def test_all_that_is_wrong_in_the_list_is_said_at_once() -> None:

@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from tests import parity, world
 from tests.support.case_features import DISPATCHERS, MODELS
+from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.pipeline_schedules import splits_backward
@@ -217,7 +218,7 @@ def small(config: Config) -> Config:
 )
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
-    world = recipe_ranks([str(recipe)], PARTS)
+    world = recipe_ranks(read_draft([str(recipe)], PARTS))
     config = small(read(["--config", str(recipe)], world, PARTS))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()

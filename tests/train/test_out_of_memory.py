@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titanmoe.config.load import peek
+from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
 from titanmoe.train import host_memory, launch, out_of_memory
@@ -140,7 +140,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     assert "what helps most:" in out_of_memory.advice(run, run.config)
     # Before there are weights, their number is known.
     monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
-    config, _ = peek(["--config", "debug", "--training.device=cpu"], PARTS)
+    config = read_draft(["--config", "debug", "--training.device=cpu"], PARTS).config
     early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
     assert "optimizer.offload" not in early

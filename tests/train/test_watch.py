@@ -16,7 +16,7 @@ from tests.support.case_features import MODELS
 from tests.support.event_order import Clock
 from titanmoe.config.laws import contradictions
 from titanmoe.train import clock, metrics
-from titanmoe.train.legal import refusals
+from titanmoe.train.refusals import refusals
 
 
 def run(changes: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Cluster:
 
     def pairs(self, fault: Fault) -> slow_links.Pairs:
         found: slow_links.Pairs = {}
-        for number in slow_links.once(self.groups):
+        for number in slow_links.groups_to_probe(self.groups):
             group = self.groups[number]
             for distance in slow_links.distances(len(group.parts[0]), group.lane):
                 for part in group.parts:
@@ -132,7 +132,7 @@ class Told(Stragglers, Observer):
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
 
-    def _pairs(self) -> slow_links.Pairs:
+    def _pair_times(self) -> slow_links.Pairs:
         self.messages = {"world": 1, "ep": 2 * MICROBATCHES, "dp_shard": 1, "pp": 2 * MICROBATCHES}
         return self.cluster.pairs(self.fault)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from titanmoe.watch.flight_recorder import Collective, Recorded
+from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Position
-from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
 from titanmoe.watch.process_groups import LaneGroups
 
 GROUPS = [
@@ -21,14 +21,16 @@ GROUPS = [
 WORLD, TP, EP, PP = range(4)
 
 
-def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs: int = -1, **more: Any) -> Seen:
+def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs: int = -1, **more: Any) -> RankStatus:
     """A rank that has issued these operations in step 7, and 10 in each group before."""
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
         numbers[str(group)] = numbers.get(str(group), 0) + 1
         last.append(Collective(index, group, op, "Float", 16, numbers[str(group)]))
-    one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", Position(0, 1, 3, True))
-    one.recorded = Recorded(len(ops), tuple(last), numbers, differs)
+    one = RankStatus(
+        rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", Position(0, 1, 3, True)
+    )
+    one.recorded = FlightRecord(len(ops), tuple(last), numbers, differs)
     one.stack = [
         "/v/site-packages/torch/x.py:1 in wait",
         f"titanmoe/moe/dispatchers/alltoall.py:{200 + rank} in combine",
@@ -39,7 +41,7 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs:
 STEP = [(WORLD, "all_reduce"), (TP, "all_gather"), (EP, "all_to_all"), (EP, "all_to_all"), (WORLD, "all_reduce")]
 
 
-def of(some: list[Seen], stage: int = 4) -> LateRanks:
+def of(some: list[RankStatus], stage: int = 4) -> LateRanks:
     return judge(some, GROUPS, stage)
 
 

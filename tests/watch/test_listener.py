@@ -9,7 +9,7 @@ import torch
 
 from tests import parity, world
 from titanmoe.observe import Observer, listening
-from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, read_recorder
+from titanmoe.watch.flight_recorder import Collective, FlightRecord, first_difference, read_recorder
 from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
 from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.process_groups import name_groups, own_groups
@@ -69,7 +69,7 @@ def test_a_rank_of_a_pipeline_says_its_stage() -> None:
         }
 
 
-def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
+def two_steps(skips: bool) -> tuple[FlightRecord, list[str]]:
     """What the flight recorder has after two steps of a rank, which skips a sum in the second, if it does."""
     from titanmoe.train import gradients as module
 
@@ -98,7 +98,7 @@ def test_what_the_flight_recorder_has_of_a_step() -> None:
         for group, number in found.numbers.items():
             assert number == max([m.number for m in found.last if m.group == int(group)] or [number])
     assert [m.kind for m in results[0][0].last] == [m.kind for m in results[1][0].last]
-    assert Recorded.from_json(found.as_json()) == found
+    assert FlightRecord.from_json(found.as_json()) == found
 
 
 def test_a_skipped_message_shows_as_a_difference_from_the_step_before() -> None:

@@ -124,7 +124,7 @@ def test_of_two_both_are_named_with_the_axes_and_the_tensor(name: str, tmp_path:
     ends = world.run(2, hit, str(tmp_path), changes | {"debug.replicas_every": 2}, 3, tensor)
     assert ends[0] == ends[1]
     assert ends[0].startswith("after step 4 ranks 0, 1 should hold the same and differ, and there is no majority")
-    assert text in ends[0] and ends[0].endswith("; they were alike after step 2")
+    assert text in ends[0] and ends[0].endswith("; they agreed after step 2")
 
 
 def test_the_last_agreement_is_restored_to_the_last_bit(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.watch.simulated import Cluster, Fault, Told
 from titanmoe.observe import listening
 from titanmoe.watch import slow_links, stragglers
 from titanmoe.watch.process_groups import LaneGroups, name_groups, own_groups
-from titanmoe.watch.slow_links import Link, distances, once, slow_link
+from titanmoe.watch.slow_links import Link, distances, groups_to_probe, slow_link
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 from titanmoe.watch.stragglers import ON_ONE_HOST
@@ -44,7 +44,7 @@ def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind:
         (event,) = told.go(3, fault, 4)
         assert (event["ranks"], event["cause"]) == (ranks, kind), event
         assert told.report()["straggler.cause"] == 1 + ("compute", "data", "link").index(kind)
-        assert told.go(8, Fault(), 4) == [] and told.named is None
+        assert told.go(8, Fault(), 4) == [] and told.straggler is None
     assert told.report()["straggler.cause"] == 0
 
 
@@ -95,17 +95,17 @@ def test_links_are_probed_on_suspicion_only() -> None:
     probes = 0
 
     class Counted(Told):
-        def _pairs(self) -> slow_links.Pairs:
+        def _pair_times(self) -> slow_links.Pairs:
             nonlocal probes
             probes += 1
-            return super()._pairs()
+            return super()._pair_times()
 
     told = Counted(Cluster(1, 8, 8, 0))
     told.go(20, Fault(), 8)
     told.go(4, Fault(compute=2.0, rank=3), 8)
     assert probes == 0, "all is calm, then a rank is late"
     told.go(4, Fault(link_s=0.01, rank=1, other=2), 8)
-    assert 0 < probes <= stragglers.RUNNING, "once it has lasted for two windows, until the second probe agrees"
+    assert 0 < probes <= stragglers.IN_A_ROW, "once it has lasted for two windows, until the second probe agrees"
 
 
 def test_which_link() -> None:
@@ -132,7 +132,7 @@ def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
         LaneGroups("rows", halves, "ep"),
         LaneGroups("rows", whole, "ep = dp"),
     ]
-    assert once(groups) == [1, 2]
+    assert groups_to_probe(groups) == [1, 2]
 
 
 # ---- a rank's own times

@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
-from titanmoe.watch.flight_recorder import Collective, Recorded
+from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.hosts import MachineMessages, Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
-RECORDED = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
+RECORDED = FlightRecord(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
 GROUPS = [LaneGroups("blocking", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
@@ -122,7 +122,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert event["report"] == report.removeprefix("error: ").splitlines()
     assert event["groups"] == [{"lane": "blocking", "axes": "world", "parts": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
-    assert Recorded.from_json(first["recorded"]) == RECORDED and last["recorded"]["numbers"] == {}
+    assert FlightRecord.from_json(first["recorded"]) == RECORDED and last["recorded"]["numbers"] == {}
     assert last["state"] == "silent" and last["position"] == {
         "stage": 0, "microbatch": 0, "layer": -1, "backward": False
     }  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.config.field_values import WrongType, fit, shown
+from titanmoe.config.field_values import WrongType, fit, value_text
 from titanmoe.config.fields import fields, own_fields
 from titanmoe.config.parse_json import parse_json
 
@@ -127,7 +127,7 @@ def type_errors(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterat
                 yield from type_errors(item, ANY, path, depth + 1)
     elif not _has_type(value, kind):
         name = {dict: "a table", list: "a list"}.get(type(kind)) or (kind if isinstance(kind, str) else kind.__name__)
-        yield f"{path} is {shown(value)}, not {name}"
+        yield f"{path} is {value_text(value)}, not {name}"
 
 
 def _has_type(value: Any, kind: Any) -> bool:
@@ -157,7 +157,7 @@ def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     values = {path: value for path, value in recorded.items() if path in known_fields}
     fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}
     problems = [
-        f"{path} = {shown(values[path])} is not {known_fields[path].expected}"
+        f"{path} = {value_text(values[path])} is not {known_fields[path].expected}"
         for path, value in fitted.items()
         if isinstance(value, WrongType)
     ]

@@ -19,7 +19,7 @@ class WrongType(NamedTuple):
 
 
 def fit(value: Any, target: Field) -> Any:
-    """The value as the field stores it, or a misfit."""
+    """The value as the field stores it, or a WrongType."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -61,11 +61,11 @@ def parse(text: str, kind: Any) -> Any:
         return None
 
 
-def shown(value: Any) -> str:
-    return shortened(toml_value(value))
+def value_text(value: Any) -> str:
+    return shorten(toml_value(value))
 
 
-def shortened(text: str) -> str:
+def shorten(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -77,7 +77,7 @@ def _correction(value: Any, target: Field) -> str:
         sample = (
             [value] if type(value) is target.item else {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"]}[target.item]
         )
-        return f": write it as {shown(sample)}"
+        return f": write it as {value_text(sample)}"
     if isinstance(value, str) and parse(value, target.kind) is not None:
         return f": write {toml_value(parse(value, target.kind))}, without quotes"
     number = parse(value, float) if isinstance(value, str) else value
@@ -105,9 +105,9 @@ def nearest_field(path: str) -> str:
     empty."""
     table, _, name = path.replace("-", "_").rpartition(".")
     known = _names()
-    same = [other for other, (_, _, its) in known.items() if its == name]
+    same = [other for other, (_, _, field_name) in known.items() if field_name == name]
     if same:
         return closest(path, same) or same[0]
-    siblings = {its: other for other, (where, _, its) in known.items() if where == table}
+    siblings = {field_name: other for other, (where, _, field_name) in known.items() if where == table}
     near = closest(name, siblings)
     return siblings[near] if near else closest(path, fields(), cutoff=0.75)

@@ -58,11 +58,11 @@ def tables() -> dict[str, type]:
     """Every table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
-        found = {}
+        paths = {}
         for name, kind in hints(cls).items():
             if _is_table(kind):
-                found |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
-        return found
+                paths |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
+        return paths
 
     return walk(Config, "")
 
@@ -120,13 +120,13 @@ def build(values: Mapping[str, Any], parts: Parts | None = None) -> Config:
     def table(cls: type, prefix: str) -> Any:
         if cls is Own:
             return Own({field.name: values[path] for path, field in own_fields(values).items()})
-        given = {}
+        members = {}
         for name, kind in hints(cls).items():
             if _is_table(kind):
-                given[name] = table(kind, f"{prefix}{name}.")
+                members[name] = table(kind, f"{prefix}{name}.")
             elif prefix + name in values:
-                given[name] = values[prefix + name]
-        return cls(**given)
+                members[name] = values[prefix + name]
+        return cls(**members)
 
     return replace(table(Config, ""), parts=parts or Parts())
 
@@ -162,19 +162,19 @@ def docstrings() -> dict[str, str]:
     """What the schema's source says under every field, by path, on one line. {parts} stands for what it may name."""
     import ast
 
-    said: dict[tuple[str, str], str] = {}
+    docs: dict[tuple[str, str], str] = {}
     for cls in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
         if isinstance(cls, ast.ClassDef):
             for field, below in zip(cls.body, cls.body[1:], strict=False):
                 if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
-                    said[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
-    found = {}
+                    docs[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    texts = {}
     for path, field in fields().items():
-        text = said.get((tables()[field.table].__name__, field.name), "")
+        text = docs.get((tables()[field.table].__name__, field.name), "")
         limits = ranges().get(path)
         bounded = limits and (limits.high is not None or limits.without_low)
-        found[path] = f"{text} {str(limits).capitalize()}." if bounded else text
-    return found
+        texts[path] = f"{text} {str(limits).capitalize()}." if bounded else text
+    return texts
 
 
 def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, parts: Parts) -> str:

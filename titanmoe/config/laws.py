@@ -1,6 +1,7 @@
 """Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
 
-What depends on the world size is checked with the mapping (`titanmoe.fold`).
+What depends on the world size is checked with the mapping (`titanmoe.fold`); what a part, or the room of one, knows
+better comes with `Config.parts`.
 """
 
 from __future__ import annotations
@@ -11,32 +12,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.data_laws import of_samples
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.fields import ranges
 from titanmoe.config.ranges import LIMIT, Violation, digits
-from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
+from titanmoe.config.schema import Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
-    """The values, given by path, that are impossible whatever the others are."""
-    found = []
+    """The values, by path, that are out of range whatever the other fields are."""
+    violations = []
     for path, limits in ranges().items():
         value = values.get(path, [])
         several = isinstance(value, list)
         for place, number in enumerate(value if several else [value]):
             name = f"{path}[{place}]" if several else path
             if number != number or number in (math.inf, -math.inf):
-                found.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
+                violations.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
             elif number not in limits or not -LIMIT < number < LIMIT:
                 why = f", because {limits.reason}" if limits.reason and number > 0 else ""
                 if number in limits:
                     why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
                 text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}"
-                found.append(Violation((path,), text))
-    return found
+                violations.append(Violation((path,), text))
+    return violations
 
 
 def contradictions(config: Config) -> list[Violation]:
@@ -47,11 +47,9 @@ def contradictions(config: Config) -> list[Violation]:
         *_window(config.model),
         *_rope(config.model),
         *_routing(config.model),
-        *_data(config.data),
-        *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
-        *(violation for rules in config.parts.rules(config) for violation in rules.contradictions(config)),
+        *config.parts.contradictions(config),
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),
@@ -208,19 +206,6 @@ def _routing(model: Model) -> Iterator[Violation]:
             ("model.top_groups", "model.num_groups", "model.num_experts", "model.top_k"),
             f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts have "
             f"{model.top_groups * size}, fewer than model.top_k = {top_k}: use at least {-(-top_k // size)}",
-        )
-
-
-def _data(data: Data) -> Iterator[Violation]:
-    if data.source == "files" and not data.paths:
-        yield Violation(
-            ("data.source", "data.paths"),
-            'data.source = "files" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
-        )
-    if data.source == "stdlib" and data.paths:
-        yield Violation(
-            ("data.source", "data.paths"),
-            'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
         )
 
 

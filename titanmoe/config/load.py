@@ -13,21 +13,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanmoe.config import laws, other_names
-from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shortened, shown
+from titanmoe.config.command_line import HINTS, CommandLine, split_words
+from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
-from titanmoe.config.recipes import find_recipe, names
+from titanmoe.config.recipes import find_recipe
 from titanmoe.config.schema import OWN, Config
-
-_OPTION = re.compile(r"--|-[A-Za-z]")
-"""How an option begins; a value may be negative."""
-HINTS = 20
-"""Up to this many problems, an unknown name gets a suggestion: each is compared with every field's name."""
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot run. `problems` has every reason, `source` says where it was asked for."""
+    """A config that cannot run. `problems` has every reason, `source` says where the config comes from."""
 
     def __init__(self, problems: list[str], source: str = ""):
         super().__init__(problems, source)  # its arguments, from which pickle makes it again
@@ -71,93 +67,121 @@ def load(
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """The config that a command line asks for; ConfigError with everything that is wrong if it cannot run.
+    """The config that a command line stands for; ConfigError with everything that is wrong if it cannot run.
 
-    parts: what names of parts stand for. check(config) lists what else is wrong with it, such as a mapping that does
-    not fit. resolve(config) fills in what is derived, once nothing is wrong. --help and --print-config print and exit
-    with code 0.
+    parts: what names of parts stand for. check and resolve: see `Draft.finish`.
     """
-    asked = _split(argv)
-    given = _Given()
-    source = " and ".join(filter(None, [asked.recipe, "the command line" if asked.overrides or asked.problems else ""]))
-    try:
-        if asked.recipe is not None:
-            given.recipe = read_recipe(str(find_recipe(asked.recipe)))
-            _take(given.recipe.data, "", given)
-    except RecipeError as error:
-        raise ConfigError([str(error), *asked.problems], source) from None
-    given.problems += asked.problems
-    for path, texts in asked.overrides.items():
-        given.on_command_line.add(path)
-        if path in fields():
-            given.put(fields()[path], fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""')
-        else:
-            given.own[path] = texts
+    return read_draft(argv, parts).finish(check, resolve)
 
-    fallback = _fallback(given, parts)
-    _take_own(given, own_fields(fallback))
-    values = fallback | given.values
-    if not values["job.name"]:
-        size = f"{values['model.family']}_{values['model.size']}"
-        values["job.name"] = Path(asked.recipe).stem if asked.recipe else size
-    if asked.help:
+
+@dataclass(frozen=True)
+class Draft:
+    """What recipe and command line say, before the mapping is checked. Made by `read_draft`."""
+
+    argv: Sequence[str]
+    parts: Parts
+    command_line: CommandLine
+    settings: Settings
+    fallback: dict[str, Any]
+    """Of every field, the value that it has if it is not set, or cannot be set."""
+    config: Config | None
+    """None if the recipe cannot be read."""
+
+    @property
+    def problems(self) -> list[str]:
+        return self.settings.problems
+
+    @property
+    def source(self) -> str:
+        """Where it comes from, for a message."""
+        words = self.command_line
+        return " and ".join(filter(None, [words.recipe, "the command line" * bool(words.overrides or words.problems)]))
+
+    def error(self, *problems: str) -> ConfigError:
+        """With these problems, after its own."""
+        return ConfigError([*self.problems, *problems], self.source if self.problems else "")
+
+    def with_words(self, words: Sequence[str]) -> Draft:
+        """With these at the end of the command line. The recipe is not read again."""
+        return read_draft([*self.argv, *words], self.parts, self.settings.recipe)
+
+    def finish(self, check: Callable[[Config], list[str]], resolve: Callable[[Config], Config] | None = None) -> Config:
+        """The config; ConfigError with everything that is wrong if it cannot run.
+
+        check(config) lists what else is wrong with it, such as a mapping that does not fit. resolve(config) fills in
+        what is derived, once nothing is wrong. --help and --print-config print and exit with code 0.
+        """
+        if self.config is None:
+            raise ConfigError(self.problems, self.source)
+        if self.command_line.help:
+            self._print_help_and_exit()
+        values, unsound = flat(self.config), self.settings.unsound
+        problems = [*self.problems, *(_mention_fallbacks(problem, unsound, values) for problem in check(self.config))]
+        if problems:
+            raise ConfigError(problems, self.source)
+        config = resolve(self.config) if resolve else self.config
+        if self.command_line.print_config:
+            _print_and_exit(to_toml(config))
+        return config
+
+    def _print_help_and_exit(self) -> NoReturn:
         import shutil
 
-        origins = {path: given.where(path) for path in given.values}
+        settings = self.settings
+        values = self.fallback | settings.values | {"job.name": self.config.job.name}
+        origins = {path: settings.where(path) for path in settings.values}
         width = min(shutil.get_terminal_size().columns, 120)
-        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, parts))
+        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, self.parts))
 
+
+def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) -> Draft:
+    """recipe: the one that argv names, if it has been read before."""
+    words, settings = split_words(argv), Settings(recipe)
+    try:
+        if words.recipe is not None and recipe is None:
+            settings.recipe = read_recipe(str(find_recipe(words.recipe)))
+    except RecipeError as error:
+        settings.problems = [str(error), *words.problems]
+        return Draft(argv, parts, words, settings, {}, None)
+    if settings.recipe:
+        _take(settings.recipe.data, "", settings)
+    settings.problems += words.problems
+    for path, texts in words.overrides.items():
+        settings.on_command_line.add(path)
+        if path in fields():
+            settings.put(fields()[path], fit_texts(texts, fields()[path]), shorten(" ".join(texts)) or '""')
+        else:
+            settings.own[path] = texts
+
+    fallback = _fallback(settings, parts)
+    _take_own(settings, own_fields(fallback))
+    values = fallback | settings.values
+    if not values["job.name"]:
+        size = f"{values['model.family']}_{values['model.size']}"
+        values["job.name"] = Path(words.recipe).stem if words.recipe else size
     for violation in laws.out_of_range(values):
-        given.blame(violation.fields, violation.text)
-        given.unsound.update(violation.fields)
+        settings.blame(violation.fields, violation.text)
+        settings.unsound.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}
     config = build(values, parts)
     for violation in laws.contradictions(config):
-        if given.unsound.isdisjoint(violation.fields):
-            given.blame(violation.fields, violation.text)
-    given.problems += [_mention_fallbacks(problem, given.unsound, values) for problem in check(config)]
-    if given.problems:
-        raise ConfigError(given.problems, source)
-
-    if resolve is not None:
-        config = resolve(config)
-    if asked.print_config:
-        _print_and_exit(to_toml(config))
-    return config
-
-
-def peek(argv: Sequence[str], parts: Parts) -> tuple[Config | None, ConfigError | None]:
-    """The config as far as it can be read, whatever its mapping, and what is wrong with it. Prints nothing."""
-    seen: list[Config] = []
-    try:
-        load(argv, parts, lambda config: seen.append(config) or [""])
-    except ConfigError as error:
-        problems = [problem for problem in error.problems if problem]
-        return (seen[0] if seen else None), ConfigError(problems, error.source) if problems else None
-
-
-def recipe_of(argv: Sequence[str]) -> str | None:
-    """The recipe that a command line names."""
-    return _split(argv).recipe
-
-
-def prints(argv: Sequence[str]) -> bool:
-    """Whether --print-config is among the words: then nothing starts, and any machine will do."""
-    return _split(argv).print_config
+        if settings.unsound.isdisjoint(violation.fields):
+            settings.blame(violation.fields, violation.text)
+    return Draft(argv, parts, words, settings, fallback, config)
 
 
 @dataclass
-class _Given:
-    """What recipe and command line say, by path, and what is wrong with it."""
+class Settings:
+    """What recipe and command line set, by path, and what is wrong with it."""
 
+    recipe: Recipe | None
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unsound: set[str] = field(default_factory=set)
     """Fields whose value here replaces one that cannot be used: conclusions from it may be wrong."""
     on_command_line: set[str] = field(default_factory=set)
-    recipe: Recipe | None = None
     own: dict[str, Any] = field(default_factory=dict)
-    """What was given for [model.own]: values, or words of the command line. Its fields are known once the family is."""
+    """What is set in [model.own]: values, or words of the command line. Its fields are known once the family is."""
 
     def put(self, target: Field, value: Any, text: str) -> None:
         path = target.path
@@ -178,143 +202,75 @@ class _Given:
         self.problems.append(f"{places}: {text}" if places else text)
 
 
-# ---- the command line
-
-
-@dataclass
-class _Asked:
-    recipe: str | None = None
-    overrides: dict[str, list[str]] = field(default_factory=dict)
-    help: bool = False
-    print_config: bool = False
-    problems: list[str] = field(default_factory=list)
-
-    def take_recipe(self, name: str) -> None:
-        if self.recipe is None:
-            self.recipe = name
-        else:
-            self.problems.append(
-                f"command line: two recipes are given, {self.recipe} and {name}: a run has one, "
-                "put the rest into overrides"
-            )
-
-
-def _split(argv: Sequence[str]) -> _Asked:
-    asked = _Asked()
-    rest = list(argv)
-    while rest:
-        argument = rest.pop(0)
-        if argument == "-h":
-            argument = "--help"
-        first = len(rest) == len(argv) - 1
-        if not argument.startswith("-") and (first or Path(argument).suffix == ".toml" or argument in names()):
-            asked.take_recipe(argument)
-            continue
-        if not argument.startswith("--"):
-            asked.problems.append(
-                f"command line: {argument!r} does not belong to an option: fields are set as in --training.steps 10"
-            )
-            continue
-        name, attached, value = argument[2:].partition("=")
-        name = name.replace("-", "_")
-        known = fields().get(name)
-        following = next((i for i, text in enumerate(rest) if _OPTION.match(text)), len(rest))
-        if attached or name in ("help", "print_config"):
-            following = 0
-        elif name == "config" or (known and not known.item) or name.startswith(f"{OWN}."):
-            following = min(following, 1)
-        texts, rest = [value] if attached else rest[:following], rest[following:]
-
-        if name in ("help", "print_config"):
-            setattr(asked, name, True)
-        elif name == "config" and not (texts and texts[0]):
-            asked.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
-        elif name == "config":
-            asked.take_recipe(texts[0])
-        elif name.startswith(f"{OWN}.") or (known and (texts or known.kind is bool)):
-            asked.overrides[name] = texts or ["true"]
-        elif known:
-            asked.problems.append(f"command line: --{name} needs a value, {known.expected}")
-        elif name in tables():
-            members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name) or "the family's own"
-            asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
-        else:
-            near = nearest_field(name) if len(asked.problems) < HINTS else ""
-            hint = f"did you mean --{near}?" if near else "--help lists them all"
-            hint = other_names.hint(name, texts) or hint
-            asked.problems.append(f"command line: unknown option {shortened(argument.partition('=')[0])}: {hint}")
-    return asked
-
-
 # ---- the recipe
 
 
-def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
+def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
-            given.put(fields()[path], fit(value, fields()[path]), shown(value))
+            settings.put(fields()[path], fit(value, fields()[path]), value_text(value))
         elif prefix == f"{OWN}.":
-            given.own[path] = value
+            settings.own[path] = value
         elif path in tables() and isinstance(value, dict):
-            _take(value, f"{path}.", given)
+            _take(value, f"{path}.", settings)
         elif path in tables():
-            given.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
+            settings.blame((path,), f"{path} = {value_text(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
-            hint = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
-            given.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
+            hint = _hint(path) if len(settings.problems) < HINTS else "--help lists all fields"
+            settings.blame((path,), f"unknown {kind} {shorten(path)}: {hint}")
 
 
-def _take_own(given: _Given, own: dict[str, Field]) -> None:
+def _take_own(settings: Settings, own: dict[str, Field]) -> None:
     """own: the fields of [model.own] that the family has."""
-    family_known = given.unsound.isdisjoint(("model.family", "model.size"))
-    for path, value in given.own.items():
-        if path in own and path in given.on_command_line:
-            given.put(own[path], fit_texts(value, own[path]), shortened(" ".join(value)) or '""')
+    family_known = settings.unsound.isdisjoint(("model.family", "model.size"))
+    for path, value in settings.own.items():
+        if path in own and path in settings.on_command_line:
+            settings.put(own[path], fit_texts(value, own[path]), shorten(" ".join(value)) or '""')
         elif path in own:
-            given.put(own[path], fit(value, own[path]), shown(value))
+            settings.put(own[path], fit(value, own[path]), value_text(value))
         elif family_known:
-            near = closest(path.removeprefix(f"{OWN}."), [it.name for it in own.values()])
+            near = closest(path.removeprefix(f"{OWN}."), [field.name for field in own.values()])
             known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
             hint = f"did you mean {OWN}.{near}?" if near else known
-            given.blame((path,), f"unknown key {shortened(path)}: {hint}")
+            settings.blame((path,), f"unknown key {shorten(path)}: {hint}")
 
 
 def _hint(path: str) -> str:
-    near, table = other_names.SAME.get(path) or nearest_field(path), path.rpartition(".")[0]
-    if path in other_names.OTHERWISE:
-        return other_names.OTHERWISE[path]
+    near, table = other_names.FIELDS.get(path) or nearest_field(path), path.rpartition(".")[0]
+    if path in other_names.ADVICE:
+        return other_names.ADVICE[path]
     if near:
         return f"did you mean {near}?"
     if table in tables():
-        return f"[{table}] has {', '.join(it.name for it in fields().values() if it.table == table)}"
+        return f"[{table}] has {', '.join(field.name for field in fields().values() if field.table == table)}"
     return f"the tables are {', '.join(tables())}"
 
 
 # ---- the rest
 
 
-def _fallback(given: _Given, parts: Parts) -> dict[str, Any]:
-    """The value of every field that neither recipe nor command line gives. A part that cannot be used is refused, and
+def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
+    """The value of every field that neither recipe nor command line sets. A part that cannot be used is refused, and
     its field has its default."""
     defaults, presets = flat(Config()), {}
-    for kind in parts:
-        values = defaults | given.values
+    for kind in parts.kinds:
+        values = defaults | settings.values
         try:
-            preset = {
-                path: value for rules in kind.named(values[kind.field]) for path, value in rules.preset(values).items()
-            }
+            rules = kind.rules_of(values[kind.field])
+            preset = {path: value for part in rules for path, value in part.preset(values).items()}
         except PartError as error:
-            given.blame(error.fields, str(error))
+            settings.blame(error.fields, str(error))
             for path in error.fields:
-                given.unsound.add(path)
-                given.values.pop(path, None)
+                settings.unsound.add(path)
+                settings.values.pop(path, None)
             preset = {}
         presets |= preset
-    named = ("model.family", "model.size")
-    if not given.unsound.isdisjoint(named):
-        given.unsound.update(path for path, it in fields().items() if it.table == "model" and path not in given.values)
+    family_fields = ("model.family", "model.size")
+    if not settings.unsound.isdisjoint(family_fields):
+        rest = {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
+        settings.unsound.update(rest)
     return defaults | presets
 
 
@@ -323,8 +279,8 @@ def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) 
     stand_ins = [path for path in values if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem
-    taken = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
-    return f"{problem} (taking {taken}, because what was given is refused above)"
+    values_text = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
+    return f"{problem} (taking {values_text}, because what was given is refused above)"
 
 
 def _first_rank() -> bool:

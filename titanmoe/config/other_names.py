@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 RANKS = ("nproc", "nproc-per-node", "nprocs", "world", "world-size", "gpus", "num-gpus", "np")
-_SAME = {
+_FIELDS = {
     # Megatron-LM (docs/from_megatron.md)
     "tensor-model-parallel-size": "parallelism.tp",
     "context-parallel-size": "parallelism.cp",
@@ -107,7 +107,7 @@ _NO_COPIES = (
     "a run no longer keeps copies in the memory of its hosts: leave it out, and set checkpoint.interval to as many "
     "steps as you can afford to repeat"
 )
-_OTHERWISE = {
+_ADVICE = {
     **dict.fromkeys(("checkpoint.local", "checkpoint.local_folder"), _NO_COPIES),
     **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.epochs", "training.num_epochs"), _EPOCHS),
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
@@ -170,8 +170,8 @@ def _plain(name: str) -> str:
     return name.replace("-", "_")
 
 
-SAME = {_plain(name): path for name, path in _SAME.items()}
-OTHERWISE = {_plain(name): text for name, text in _OTHERWISE.items()}
+FIELDS = {_plain(name): path for name, path in _FIELDS.items()}
+ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
 def hint(name: str, texts: Sequence[str]) -> str:
@@ -179,6 +179,6 @@ def hint(name: str, texts: Sequence[str]) -> str:
     name = _plain(name)
     if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"
-    if name in SAME:
-        return f"it is {' '.join([f'--{SAME[name]}', *texts])} here"
-    return OTHERWISE.get(name, "")
+    if name in FIELDS:
+        return f"it is {' '.join([f'--{FIELDS[name]}', *texts])} here"
+    return ADVICE.get(name, "")

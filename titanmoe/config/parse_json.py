@@ -1,4 +1,4 @@
-"""JSON from files that others wrote."""
+"""Parses JSON from files that other programs wrote."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanmoe.config.ranges import Violation
 
@@ -27,7 +27,7 @@ class PartError(LookupError):
     """There is no such part, or it cannot be used."""
 
     def __init__(self, fields: tuple[str, ...], text: str):
-        """fields: those of the recipe that ask for it."""
+        """fields: those of the recipe that name it."""
         super().__init__(fields, text)  # its arguments, from which pickle makes it again
         self.fields, self.text = fields, text
 
@@ -72,17 +72,17 @@ class Kind:
     names: Callable[[Any], list[str]] = lambda value: [value]
     """Those in a value of the field; PartError if it cannot be read."""
 
-    def named(self, value: Any) -> list[Rules]:
+    def rules_of(self, value: Any) -> list[Rules]:
         """The rules of all parts that a value of the field names; PartError with all that cannot be used."""
-        found, problems = [], []
+        rules, problems = [], []
         for name in self.names(value):
             try:
-                found.append(self.look_up(name))
+                rules.append(self.look_up(name))
             except PartError as error:
                 problems.append(str(error))
         if problems:
             raise PartError((self.field,), "; ".join(problems))
-        return found
+        return rules
 
     def look_up(self, name: str) -> Rules:
         """The rules of a part; PartError if it cannot be used."""
@@ -91,19 +91,19 @@ class Kind:
             return entry
         if ":" not in entry:
             raise self._unknown(name)
-        found = self._import(name, entry)
-        rules = found if isinstance(found, Rules) else getattr(found, "rules", None)
+        member = self._import(name, entry)
+        rules = member if isinstance(member, Rules) else getattr(member, "rules", None)
         if not isinstance(rules, self.rules):
             raise self._unusable(name, f"{entry} has no `rules`, which are made of {self.rules.__name__}")
         if not rules.implementation:
-            self._check_members(name, entry, found)
+            self._check_members(name, entry, member)
         return rules
 
     def implementation(self, name: str) -> Any:
         rules, entry = self.look_up(name), self.table.get(name, name)
-        found = self._import(name, rules.implementation or str(entry))
-        self._check_members(name, rules.implementation or str(entry), found)
-        return found
+        member = self._import(name, rules.implementation or str(entry))
+        self._check_members(name, rules.implementation or str(entry), member)
+        return member
 
     def summary(self) -> str:
         """For --help: what each part says of itself, or their names."""
@@ -115,23 +115,24 @@ class Kind:
                 lines.append(str(error))
         return (" " if any(" " in line for line in lines) else ", ").join(lines).rstrip(".") + "."
 
-    def _import(self, name: str, where: str) -> Any:
-        module, _, member = where.partition(":")
+    def _import(self, name: str, place: str) -> Any:
+        module_name, _, member = place.partition(":")
         if os.getcwd() not in sys.path:  # last: a program that is installed does not search the current folder
             sys.path.append(os.getcwd())
         try:
-            found = import_module(module)
+            module = import_module(module_name)
         except Exception as error:  # its own code may raise anything
-            raise self._unusable(name, f"{module} cannot be imported: {type(error).__name__}: {error}") from error
-        if not hasattr(found, member):
-            raise self._unusable(name, f"{module} has no {member}")
-        return getattr(found, member)
+            raise self._unusable(name, f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        if not hasattr(module, member):
+            raise self._unusable(name, f"{module_name} has no {member}")
+        return getattr(module, member)
 
-    def _check_members(self, name: str, where: str, found: Any) -> None:
-        members = {name: getattr(found, name, None) for name in self.members}
-        # What the base class only declares is lacking too.
-        if lacking := [n for n, m in members.items() if m is None or getattr(m, "__isabstractmethod__", False)]:
-            raise self._unusable(name, f"{where} lacks {', '.join(lacking)}")
+    def _check_members(self, name: str, place: str, part: Any) -> None:
+        kind = part if isinstance(part, type) else type(part)
+        declared = [member for member in dir(kind) if _is_abstract(getattr(kind, member, None))]  # by a base class
+        lacking = [member for member in self.members if getattr(part, member, None) is None] + declared
+        if lacking:
+            raise self._unusable(name, f"{place} lacks {', '.join(lacking)}")
 
     def _unusable(self, name: str, why: str) -> PartError:
         return PartError((self.field,), f"{self.field} = {json.dumps(name)} cannot be used: {why} ({PAGE})")
@@ -143,14 +144,28 @@ class Kind:
         return PartError((self.field,), text)
 
 
-class Parts(tuple[Kind, ...]):
-    """All kinds. Empty in a config that no recipe was read for: it then has the rules of no part."""
+def _is_abstract(member: Any) -> bool:
+    return getattr(member, "__isabstractmethod__", False) is True
+
+
+class Parts(NamedTuple):
+    """What the rooms above know of a recipe. Empty in a config that no recipe was read for."""
+
+    kinds: tuple[Kind, ...] = ()
+    laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
+    """Each yields the fields of a config that contradict each other, whatever parts it names."""
 
     def of(self, field: str) -> Kind | None:
-        return next((kind for kind in self if kind.field == field), None)
+        return next((kind for kind in self.kinds if kind.field == field), None)
 
     def rules(self, config: Config) -> Iterator[Rules]:
         """Those of the parts that a config names."""
-        for kind in self:
+        for kind in self.kinds:
             table, _, name = kind.field.rpartition(".")
-            yield from kind.named(getattr(getattr(config, table), name))
+            yield from kind.rules_of(getattr(getattr(config, table), name))
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        for law in self.laws:
+            yield from law(config)
+        for rules in self.rules(config):
+            yield from rules.contradictions(config)

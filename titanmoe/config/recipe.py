@@ -48,7 +48,7 @@ class Recipe:
     @cached_property
     def lines(self) -> dict[str, int]:
         """The line on which each key's statement begins: statements are parsed one at a time, and counted."""
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         begin, header, statement, again = 1, "", "", 0
         for number, line in enumerate(self.text.split("\n"), 1):
             if statement and not _CLOSES.search(line):  # so that a long array is not parsed once per line
@@ -63,11 +63,11 @@ class Recipe:
             except ValueError:  # inside a statement of several lines
                 continue
             for path in _paths(data):
-                found.setdefault(path, begin)
+                lines.setdefault(path, begin)
             if statement.lstrip().startswith("["):
                 header = statement
             begin, statement = number + 1, ""
-        return found
+        return lines
 
     def where(self, path: str) -> str:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else ""
@@ -104,7 +104,7 @@ def parsed(text: str) -> dict[str, Any]:
         raise too_deep from None
     level: list[Any] = [data]
     for _ in range(MOST_DEPTH + 1):
-        level = [it for value in level if isinstance(value, dict | list) for it in _items(value)]
+        level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
     if level:
         raise too_deep
     return data

@@ -47,7 +47,7 @@ class Job:
     name: str = ""
     """Name of the run's folder. Empty: the recipe's file name, or family_size without a recipe."""
     ranks: Annotated[int, Range(0, RANKS)] = 0
-    """Ranks on all machines together that the recipe is written for: those of its mapping. train, plan, rehearse and fold take as many unless --ranks N says otherwise; torchrun's own number always wins, also when a run resumes on more or fewer. 0: not said; train then takes one per GPU, or per core without GPUs."""
+    """Ranks on all machines together that the recipe is written for: those of its mapping. train, plan, rehearse and fold take as many unless --ranks N says otherwise; torchrun's own number always wins, also when a run resumes on more or fewer. 0: not stated; train then takes one per GPU, or per core without GPUs."""
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Data:
     weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
     """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
     format: str = "auto"
-    """Format of the paths; another than auto where extensions mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
+    """Format of the files in `paths`. auto goes by their extensions: name one where these mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
     tokenizer: str = "bytes"
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
     chat_template: str = ""
@@ -172,9 +172,9 @@ class Data:
     label_weights: bool = False
     """Read how much each label counts, for training.objective = "weighted_cross_entropy": in a chat, each message's `weight` (1 unless given). Without it a weight must be 0, for an answer that is not to be learned, or 1."""
     bad_lines: Literal["error", "skip"] = "error"
-    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: name the line and end. skip: leave it out and say how many there were."""
+    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: stop, and name the line. skip: leave it out, and report how many there were."""
     max_document_mb: Annotated[int, Range(1, 2**20)] = 128
-    """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything longer ends the reading. It keeps a small compressed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
+    """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything longer is an error, whatever bad_lines says. It keeps a small compressed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
     cache: str = "cache"
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
@@ -274,7 +274,7 @@ class Optimizer:
     skip_window: Annotated[int, Range(4, 2**16)] = 128
     """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
     skip_limit: Annotated[int, COUNT] = 10
-    """With skip_spikes: this many skips in a row end the run, because then it is not the batch."""
+    """With skip_spikes: this many skips in a row end the run, because bad batches do not come in such numbers."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
@@ -304,7 +304,7 @@ class Experts:
     etp: Annotated[int, Range(1, RANKS)] = 1
     """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
     edp: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks that shard the state of the same experts. -1: derived; a given value is checked, and adapts as dp_shard does."""
+    """Ranks that shard the state of the same experts. -1: derived. A value set here is checked, and adjusted as dp_shard is."""
     edp_replicate: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Groups of those that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
 
@@ -314,15 +314,15 @@ class Parallelism:
     """How attention, dense layers and the vocabulary are mapped onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
     dp_replicate: Annotated[int, Range(1, RANKS)] = 1
-    """Groups of ranks that replicate the sharded state (HSDP). Use it when one replica fits a node or a few. A run restarted on other ranks lowers it if it has to (docs/multi_node.md)."""
+    """Groups of ranks that replicate the sharded state (HSDP). Use it when one replica fits a node or a few. A run that is restarted on another number of ranks lowers it if it has to (docs/multi_node.md)."""
     dp_shard: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked, and adapts when a run is restarted on other ranks."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived. A value set here is checked, and adjusted when a run is restarted on another number of ranks."""
     cp: Annotated[int, Range(1, RANKS)] = 1
     """Context parallel: ranks that split each sequence. For long sequences."""
     tp: Annotated[int, Range(1, RANKS)] = 1
     """Tensor parallel with sequence parallel. Keep it inside a node."""
     pp: Annotated[int, Range(1, RANKS)] = 1
-    """Ranks of a pipeline. For models that do not fit otherwise."""
+    """Pipeline parallel: ranks that each run some of the layers. For models that do not fit otherwise."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
     """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again; all of a rank's stages then stay gathered)."""
     reduce_once: bool = False
@@ -332,7 +332,7 @@ class Parallelism:
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
     """zigzag gives each cp rank an early and a late piece of the sequence, so that the work of causal attention is even."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
-    """Whose attention runs, with cp or without. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
+    """Whose implementation of attention runs, with or without cp. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
     node: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical". Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
@@ -345,7 +345,7 @@ class Pipeline:
     schedule: Literal[
         "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """1F1B: the usual. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
+    """1F1B: the usual choice. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
     schedule_csv: str = ""
     """A file with one row of actions per pipeline rank (0F0, 0B0, ...), instead of `schedule`."""
     virtual_stages: Annotated[int, Range(1, 1024, derived=True)] = -1

@@ -6,43 +6,39 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from titanmoe.config.load import ConfigError, load, peek, prints, recipe_of
+from titanmoe.config.command_line import split_words
+from titanmoe.config.load import ConfigError, Draft, load, read_draft
 from titanmoe.config.parts import Parts
-from titanmoe.config.recipe import read_recipe
-from titanmoe.config.recipes import find_recipe
 
 _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 
 
-def recipe_ranks(argv: Sequence[str], parts: Parts) -> int:
-    """job.ranks of a recipe and its overrides, 0 if they do not say; raises ConfigError if only a comment says it."""
-    config, problem = peek(argv, parts)
-    if config is None:
-        raise problem
-    recipe = recipe_of(argv)
-    if recipe and not config.job.ranks:
-        file = read_recipe(str(find_recipe(recipe)))
-        if comment := _COMMENT.fullmatch(file.text.partition("\n")[0].rstrip()):
-            table = f"below [job] in line {file.lines['job']}" if "job" in file.lines else "below a line [job]"
-            raise ConfigError(
-                [
-                    f"{file.name}:1: the comment {comment[0]} does not say the number of ranks any more: "
-                    f"write ranks = {comment[1]} {table}, or give --ranks N"
-                ]
-            )
-    return config.job.ranks
+def recipe_ranks(draft: Draft) -> int:
+    """job.ranks, 0 if neither recipe nor command line says it; raises ConfigError if only a comment does."""
+    if draft.config is None:
+        raise draft.error()
+    recipe, ranks = draft.settings.recipe, draft.config.job.ranks
+    if recipe and not ranks and (comment := _COMMENT.fullmatch(recipe.text.partition("\n")[0].rstrip())):
+        table = f"below [job] in line {recipe.lines['job']}" if "job" in recipe.lines else "below a line [job]"
+        raise ConfigError(
+            [
+                f"{recipe.name}:1: the comment {comment[0]} does not say the number of ranks any more: "
+                f"write ranks = {comment[1]} {table}, or give --ranks N"
+            ]
+        )
+    return ranks
 
 
 def world_of(ranks: int | None, argv: Sequence[str], parts: Parts) -> int:
     """--ranks N if given, else the recipe's own number; ConfigError if neither says it. --print-config needs none."""
-    if prints(argv):
-        load([*argv, *(["--job.ranks", str(ranks)] if ranks else [])], parts, lambda config: [])  # and exits
+    if split_words(argv).print_config:
+        argv = [*argv, *(["--job.ranks", str(ranks)] if ranks else [])]
+        load(argv, parts, lambda config: [])  # and exits
     if ranks is None:
-        ranks = recipe_ranks(argv, parts) if argv else 0
+        draft = read_draft(argv, parts)
+        ranks = recipe_ranks(draft)
         if not ranks:
-            problem = peek(argv, parts)[1] if argv else None
-            ask = "on how many ranks? Give --ranks N, or write it into the recipe: ranks = N below [job]"
-            raise ConfigError([*(problem.problems if problem else []), ask], problem.source if problem else "")
+            raise draft.error("on how many ranks? Give --ranks N, or write it into the recipe: ranks = N below [job]")
     if ranks < 1:
         raise ConfigError([f"--ranks = {ranks} is not a number of ranks: use 1 or more"])
     return ranks

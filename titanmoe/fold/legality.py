@@ -2,7 +2,7 @@
 
 Training, `titanmoe fold` with its list, and the search for the nearest legal mapping all ask `violations`. A law only
 looks at the degrees that it names, so one view can be checked without the other: no law ties a degree of attention to
-one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.train.legal`).
+one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.train.refusals`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanmoe.config import ConfigError, load, other_names
-from titanmoe.config.load import format_problems, peek, prints
+from titanmoe.config.command_line import split_words
+from titanmoe.config.load import Draft, format_problems, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError
@@ -88,7 +89,7 @@ class Request:
 
     @property
     def checks_memory(self) -> bool:
-        return "memory" not in self.options and not prints(self.words)
+        return "memory" not in self.options and not split_words(self.words).print_config
 
     @property
     def nodes(self) -> int:
@@ -181,12 +182,13 @@ def prepare(request: Request) -> PreparedRun:
     if request.problems:
         raise ConfigError(request.problems)
     waiting("reading the recipe")
-    config, problem = peek(request.words, PARTS)
+    draft = read_draft(request.words, PARTS)
+    config, prints = draft.config, draft.command_line.print_config
     machine = fit_ranks.this_machine(config.training.device if config else "auto")
     requested_ranks = request.get("ranks")
-    recipe_world = recipe_ranks(request.words, PARTS) if not requested_ranks else 0
-    if prints(request.words) and not recipe_world and not requested_ranks.isdecimal():
-        load(request.words, PARTS, lambda config: [])  # and exits: what follows from the number of ranks stays open
+    recipe_world = recipe_ranks(draft) if not requested_ranks else 0
+    if prints and not recipe_world and not requested_ranks.isdecimal():
+        draft.finish(lambda config: [])  # and exits: what follows from the number of ranks stays open
     world = fit_ranks.choose_ranks(requested_ranks, request.nodes, recipe_world, machine)
     nproc = -(-world // request.nodes)
 
@@ -201,35 +203,35 @@ def prepare(request: Request) -> PreparedRun:
         changed = fit_ranks.with_values(config, fit_ranks.new_values(fit_ranks.nearest_changes(config, smaller)))
         return "" if violations(changed, smaller) else shortage(changed, smaller)
 
-    if prints(request.words):
+    if prints:
         nproc = min(nproc, machine.gpus or 8)
     elif reason := fit_ranks.too_many(
         world, request.nodes, machine, request.recipe if recipe_world else "", shortage_here
     ):
-        raise ConfigError([*(problem.problems if problem else []), reason], problem.source if problem else "")
+        raise draft.error(reason)
     try:
-        return PreparedRun(request, *final_config(request, world, nproc, machine), nproc, machine)
+        return PreparedRun(request, *final_config(request, draft, world, nproc, machine), nproc, machine)
     except Misfit as misfit:
         change = fit_ranks.nearest_changes(misfit.config, world) if request.get("fit") else {}
         if not change:
             misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, shortage)
             raise
     request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new_values(change).items()])
-    config, checked = final_config(request, world, nproc, machine)
+    config, checked = final_config(request, draft.with_words(request.fitted), world, nproc, machine)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.changes_text(change)}", file=sys.stderr, flush=True)
     return PreparedRun(request, config, checked, nproc, machine)
 
 
-def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> tuple[Config, Checked]:
+def final_config(
+    request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
+) -> tuple[Config, Checked]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
     from titanmoe.train.launch import fitted, resolve
-    from titanmoe.train.legal import refusals
+    from titanmoe.train.refusals import refusals
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []
-    overrides = "the command line" if request.rest or request.fitted else ""
-    source = " and ".join(filter(None, [request.recipe, overrides]))
 
     def check(config: Config) -> list[str]:
         try:
@@ -246,14 +248,14 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
 
     def finish(config: Config) -> Config:
         nonlocal checked
-        checked = Checked(config, world, source)
+        checked = Checked(config, world, draft.source)
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
         return resolve(fitted(config, nproc, world)[0], world)
 
     checked = None
     try:
-        return load(request.words, PARTS, check, finish), checked
+        return draft.finish(check, finish), checked
     except ConfigError as error:
         if misfits:
             misfit = Misfit(error.problems, error.source)

@@ -32,7 +32,7 @@ LATENT_EPS = 1e-6
 """The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
 
 
-def use_made(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+def make_and_use(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
     return use(*make())
 
 
@@ -61,8 +61,8 @@ class LatentAttention(nn.Module):
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
         self.kernels, self.tp = kernels, NO_GROUP
         self.attend = causal_attention
-        # Recomputation replaces it with one that does not keep what is made.
-        self.use_made = use_made
+        # Recomputation replaces it with a function that does not keep the tensors in between.
+        self.make_and_use = make_and_use
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
@@ -73,13 +73,13 @@ class LatentAttention(nn.Module):
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
         source_BSr = gather(source_Bsr, 1, self.tp)
         if self.wq is None:
-            out_BSHv = self.use_made(
+            out_BSHv = self.make_and_use(
                 lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
                 lambda q, k, v: self.attend(q, k, v, document_BL),
             )
         else:  # queries are a product of the full width: not recomputed
             q_BSHh = self.queries(source_BSr, rope)
-            out_BSHv = self.use_made(
+            out_BSHv = self.make_and_use(
                 lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
                 lambda k, v: self.attend(q_BSHh, k, v, document_BL),
             )

@@ -46,13 +46,13 @@ class RMSNorm(nn.Module):
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    if weight_D.dtype == x.dtype:  # one kernel on GPUs, which torch has for one dtype alone
+    if weight_D.dtype == x.dtype:  # a single kernel on GPUs, which needs both in one dtype
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     return plain_norm(x, weight_D, eps)
 
 
 def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) -> Tensor:
-    """tp: what the width is split over."""
+    """tp: the group that the width is split over."""
     wide = promote(x)
     mean_square = wide.square().mean(-1, keepdim=True)
     if tp.size > 1:
@@ -157,7 +157,7 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
     """RoPE in the two-halves convention of the published checkpoints."""
-    if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # a compiler fuses by itself
+    if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
     return device.way(x_BSHh, plain_rotate, cpu=rowwise.rotate)(x_BSHh, rope)

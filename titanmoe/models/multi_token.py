@@ -18,7 +18,7 @@ from titanmoe.tokens import Tokens
 
 
 class _AddGradient(torch.autograd.Function):
-    """The scores unchanged; the gradients of the first, the losses, also reach the other losses."""
+    """Returns the scores unchanged; the gradients of the first, the losses, flow to the other losses as well."""
 
     @staticmethod
     def forward(ctx, scores_NBS, other_loss_BS):

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), the
         labels' Scores (N, B, S), or logits."""
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
-        if self.embed is not None and with_mtp:  # at once, because the weights are gathered for each call
+        if self.embed is not None and with_mtp:  # in one call, because each call gathers the weights
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
         elif self.embed is not None:
             x = self.embed(x)
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
         return mtp.add_loss(scores_NBS, mtp_loss_BS, tokens.microbatch)
 
     def tie(self) -> None:
-        """One parameter if a stage's embedding and head are one matrix."""
+        """Makes embedding and head one parameter, if the model ties them and this stage has both."""
         if self.shape.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 

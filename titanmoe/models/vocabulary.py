@@ -20,7 +20,7 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 from titanmoe.tokens import IGNORE
 
 
-def _own(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
+def _own_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
     """Row numbers within this rank's piece of the vocabulary (0 for ids of other ranks), and which ids are its own."""
     row = ids - tp.rank * size
     is_own = (row >= 0) & (row < size)
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         weight = local(self.weight)
         if self.tp.size == 1:
             return F.embedding(ids_BS, weight)
-        row_BS, is_own_BS = _own(ids_BS, weight.shape[0], self.tp)
+        row_BS, is_own_BS = _own_rows(ids_BS, weight.shape[0], self.tp)
         return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
@@ -50,7 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp, with_entropy):
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = _own(label_T, logits_TV.shape[1], tp)
+        row_T, is_own_T = _own_rows(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
         lower_TV = logits_TV - top_T.unsqueeze(1)
         exp_TV = torch.exp(lower_TV)
@@ -89,13 +89,14 @@ keeps them in its caches. On a GPU every slice adds to the gradient of all hidde
 
 
 def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: int = CHUNK_BYTES) -> int:
-    """How many slices of the vocabulary: as asked for, -1 for as many as stay within `most` bytes, 0 for the whole."""
+    """How many slices of the vocabulary: as configured, -1 for as many as stay within `most` bytes, 0 for the whole."""
     count = -(-tokens * vocabulary * width // most) if setting == -1 else setting
     return min(max(count, 1), vocabulary)
 
 
 def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """At most that many. Wide ones in whole units: products on GPUs are slow if rows of logits are not aligned."""
+    """At most that many. The width of wide ones is a multiple of 128, since products on GPUs are slow if rows of logits
+    are not aligned."""
     width = -(-weight_VD.shape[0] // chunks)
     return weight_VD.split(width if width < 1024 else width + -width % 128)
 
@@ -161,7 +162,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = _own(label_T, weight_VD.shape[0], tp)
+        row_T, is_own_T = _own_rows(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
         sums = [x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(3 if with_entropy else 2)]

@@ -9,6 +9,7 @@ import torch
 
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
@@ -71,10 +72,16 @@ def build(
 
 
 def make_engine(
-    stages: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
+    stages: list[Transformer],
+    pipeline: PipelineOptions,
+    parallelism: Parallelism,
+    training: Training,
+    meshes: Meshes,
+    microbatches: int,
+    device: torch.device,
 ) -> WithoutPipeline | Pipeline:
     """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
-        return WithoutPipeline(stages, config.parallelism.reduce_once)
-    keep_gathered = not reshard(config.parallelism)
-    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, keep_gathered)
+        return WithoutPipeline(stages, parallelism.reduce_once)
+    keep_gathered = not reshard(parallelism)
+    return Pipeline(stages, pipeline, training, meshes, microbatches, device, keep_gathered)

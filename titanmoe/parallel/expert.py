@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Model, Training
+from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.protocol import ExpertRanks, SharedBuffers
@@ -36,14 +37,19 @@ def expert_ranks(meshes: Meshes) -> ExpertRanks:
 
 
 def reserve_buffers(
-    config: Config, meshes: Meshes, device: torch.device, reserve: Callable[..., Any] | None = None
+    model: Model,
+    moe: MoEOptions,
+    training: Training,
+    meshes: Meshes,
+    device: torch.device,
+    reserve: Callable[..., Any] | None = None,
 ) -> SharedBuffers | None:
     """The buffers that a step attaches to its dispatchers; None if they need none. Collective over the world.
 
     reserve: called in place of the dispatcher's own `reserve`.
     """
-    reserve = reserve or DISPATCHERS.implementation(config.moe.dispatcher).reserve
-    training, fold = config.training, meshes.fold
+    reserve = reserve or DISPATCHERS.implementation(moe.dispatcher).reserve
+    fold = meshes.fold
     tokens = training.local_batch_size * training.seq_len // (fold.cp * fold.tp)
     dtype = getattr(torch, training.mixed_precision_param)
-    return reserve(config.model, config.moe, expert_ranks(meshes), tokens, dtype, device)
+    return reserve(model, moe, expert_ranks(meshes), tokens, dtype, device)

@@ -75,8 +75,8 @@ def _selective(block: Block) -> None:
     for module in block.modules():
         if isinstance(module, FeedForward):
             _checkpointed(module, "down")
-        elif hasattr(module, "use_made"):
-            module.use_made = _use_and_drop
+        elif hasattr(module, "make_and_use"):
+            module.make_and_use = _use_and_drop
 
 
 def recompute(model: Transformer, options: ActivationCheckpoint) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.config import ConfigError, load
+from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import to_toml
-from titanmoe.config.load import recipe_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
@@ -93,7 +93,7 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
     data = {"hardware": device.name, "considered": result.considered}
     data["best"] = [as_json(mapping) | {"within_error": is_tie(mapping, best)} for mapping in result.best]
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
-    head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
+    head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {split_words(args.overrides).recipe}.\n\n"
     best_config = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
     return lines, data, {args.write: head + to_toml(best_config)} if args.write else {}, 0
 

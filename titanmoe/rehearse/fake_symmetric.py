@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.config.blocks import moe_blocks
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Model, Training
+from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
@@ -95,11 +96,17 @@ def _key(sizes: Tensor) -> int:
 
 
 def reserve(
-    recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: torch.device
+    recorder: FakeRecorder,
+    fake: FakeTensorMode,
+    model: Model,
+    moe: MoEOptions,
+    training: Training,
+    meshes: Meshes,
+    device: torch.device,
 ) -> SharedBuffers | None:
-    if DISPATCHERS.implementation(config.moe.dispatcher) is Symmetric:
-        return reserve_buffers(config, meshes, device, partial(RehearsedBuffers, recorder, fake))
-    return reserve_buffers(config, meshes, device)
+    symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
+    own = partial(RehearsedBuffers, recorder, fake) if symmetric else None
+    return reserve_buffers(model, moe, training, meshes, device, own)
 
 
 def _overflows(

@@ -43,7 +43,7 @@ from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import resolve
-from titanmoe.train.legal import refusals
+from titanmoe.train.refusals import refusals
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.trainer import Trainer
 from titanmoe.train.training import Training

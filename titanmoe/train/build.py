@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
-from titanmoe.config.data_laws import steps_in
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.data.rules import steps_in
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
@@ -53,12 +53,13 @@ def build_training(
     garbage: Callable[[int], GarbageCollection] = GarbageCollection,
     checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
-    reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
+    reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
 ) -> Training:
     """All ranks call it together. The arguments after `runtime` replace a component.
 
     loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
-    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its dispatchers.
+    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its
+    dispatchers, from their tables.
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
@@ -69,10 +70,10 @@ def build_training(
     for stage in stages:
         if stage.head is not None:
             stage.head.with_entropy = OBJECTIVES.look_up(training.objective).entropy
-    engine = make_engine(stages, config, meshes, batches.microbatches, device)
+    engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
-    shared_buffers = reserve_buffers(config, meshes, device)
+    shared_buffers = reserve_buffers(config.model, config.moe, training, meshes, device)
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)

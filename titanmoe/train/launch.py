@@ -12,8 +12,8 @@ from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.config import ConfigError, load
-from titanmoe.config.load import prints, recipe_of
+from titanmoe.config import ConfigError
+from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
@@ -22,7 +22,7 @@ from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train import failure
 from titanmoe.train.handed_on import Checked, received
-from titanmoe.train.legal import ranks_of_a_node, refusals
+from titanmoe.train.refusals import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
     die_with_launcher,
     grow_segments,
@@ -78,24 +78,25 @@ def read(argv: list[str], world: int, parts: Parts) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
-    if prints(argv) and not read_environment().launched:
-        world = node = recipe_ranks(argv, parts)
+    draft = read_draft(argv, parts)
+    if draft.command_line.print_config and not read_environment().launched:
+        world = node = recipe_ranks(draft)
         if not world:
-            load(argv, parts, lambda config: [])  # and exits: what follows from the number of ranks stays open
+            draft.finish(lambda config: [])  # and exits: what follows from the number of ranks stays open
 
     def check(config: Config) -> list[str]:
         try:
             problems = refusals(fitted(config, node, world)[0], world)
         except FoldError as error:
             problems = error.problems
-        return for_launcher(config, argv, parts) or problems if problems else []
+        return for_launcher(config, draft) or problems if problems else []
 
     def finish(config: Config) -> Config:
         nonlocal change
         config, change = fitted(config, node, world)
         return resolve(config, world)
 
-    config = load(argv, parts, check, finish)
+    config = draft.finish(check, finish)
     if change:
         say(f"mapping: {change}")
     return config
@@ -117,15 +118,15 @@ def receive(checked: Checked, world: int) -> Config:
     return config
 
 
-def for_launcher(config: Config, argv: list[str], parts: Parts) -> list[str]:
+def for_launcher(config: Config, draft: Draft) -> list[str]:
     """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
-    recipe = recipe_of(argv)
+    recipe = draft.command_line.recipe
     if read_environment().launched or recipe is None:
         return []
-    ranks = recipe_ranks(argv, parts)
+    ranks = recipe_ranks(draft)
     if ranks < 2:
         return []
-    rest = [word for word in argv if word not in ("--config", f"--config={recipe}", recipe)]
+    rest = [word for word in draft.argv if word not in ("--config", f"--config={recipe}", recipe)]
     command = shlex.join(["titanmoe", "train", recipe, *rest])
     there = refusals(on_nodes(config, ranks), ranks)
     return [*there, f"this recipe is for {ranks} ranks, and this is one process without a launcher: {command}"]

@@ -205,16 +205,16 @@ def describe(first_by_rank: list[FirstNotFinite | None]) -> str:
     firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
     if not firsts:
         return "a second forward and backward is finite in every module on all ranks"
-    where = min(first[:4] for first in firsts.values())
-    ranks = [rank for rank, first in firsts.items() if first[:4] == where]
+    earliest = min(first[:4] for first in firsts.values())
+    ranks = [rank for rank, first in firsts.items() if first[:4] == earliest]
     first = firsts[ranks[0]]
     kind = "gradient that leaves the backward" if first.backward else "output"
     kind = "gradient" if first.weight else kind
-    same_place = [other for other in firsts.values() if other[:3] == where[:3]]
+    same_place = [other for other in firsts.values() if other[:3] == earliest[:3]]
     samples = {number: text for other in same_place for number, text in other.samples.items()}
-    shown = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]
+    sample_texts = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]
     return (
         f"first not finite: the {kind} of {first.module or 'the stage'}, microbatch {first.microbatch}, on rank"
         f"{'s' * (len(ranks) > 1)} {first_few(ranks)} ({first.bad:,} of {first.numbers:,} numbers)"
-        + (f"; sample{'s' * (len(shown) > 1)} {first_few(shown)} of the run" if shown else "")
+        + (f"; sample{'s' * (len(sample_texts) > 1)} {first_few(sample_texts)} of the run" if sample_texts else "")
     )

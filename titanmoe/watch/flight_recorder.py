@@ -14,30 +14,31 @@ from typing import Any, NamedTuple
 import torch
 
 MOST = 32
-"""How many of a step's latest a report is made from."""
+"""How many of a step's latest collectives a report uses."""
 
-
-Kind = tuple[int, str, str, int]
+MessageKind = tuple[int, str, str, int]
 
 
 class Collective(NamedTuple):
     index: int
-    """In its step."""
+    """Which message of its step it is, from 0."""
     group: int
     op: str
     dtype: str
     elements: int
     number: int
-    """In its group, counted from 1 over the whole run."""
+    """Which message of its group it is, counted from 1 over the whole run."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MessageKind:
         """Group, op, dtype and elements, the same in each step: how many rows an all-to-all sends depends on the data,
         and is 0 here."""
         return self.group, self.op, self.dtype, 0 if self.op == "all_to_all" else self.elements
 
 
-class Recorded(NamedTuple):
+class FlightRecord(NamedTuple):
+    """What a rank's flight recorder says about its step."""
+
     issued: int = 0
     """Messages of this step so far."""
     last: tuple[Collective, ...] = ()
@@ -51,11 +52,11 @@ class Recorded(NamedTuple):
         return self._asdict()
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Recorded:
-        return Recorded(**value | {"last": tuple(Collective(*collective) for collective in value["last"])})
+    def from_json(value: dict[str, Any]) -> FlightRecord:
+        return FlightRecord(**value | {"last": tuple(Collective(*collective) for collective in value["last"])})
 
 
-def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> Recorded:
+def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightRecord:
     """groups: numbers of groups by torch's names; others do not count. begun, before: when this step and the one
     before it began (`titanmoe.watch.heartbeat`).
     """
@@ -63,11 +64,11 @@ def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> Recorde
     step = _messages(entry for entry in entries if entry[0] >= begun)
     previous = _messages(entry for entry in entries if before <= entry[0] < begun)
     # A step whose beginning is no longer there cannot be compared.
-    whole = before > 0 and bool(entries) and entries[0][0] < before
+    comparable = before > 0 and bool(entries) and entries[0][0] < before
     numbers: dict[str, int] = {}
     for _, group, *_, number in entries:
         numbers[str(group)] = max(number, numbers.get(str(group), 0))
-    return Recorded(len(step), tuple(step[-MOST:]), numbers, first_difference(step, previous) if whole else -1)
+    return FlightRecord(len(step), tuple(step[-MOST:]), numbers, first_difference(step, previous) if comparable else -1)
 
 
 def first_difference(step: list[Collective], previous: list[Collective]) -> int:

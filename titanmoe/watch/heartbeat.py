@@ -12,8 +12,8 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import NamedTuple
 
-PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
-STARTING, BETWEEN = 0, PHASES.index("between steps")
+PHASE_NAMES = ("starting", "data", "forward and backward", "norm and update", "between steps")
+STARTING, BETWEEN = 0, PHASE_NAMES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
 ANSWER, END = 32, 8192
@@ -23,8 +23,8 @@ ANSWER, END = 32, 8192
 )
 """Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN, BEFORE: when this step and
 the one before it began, in nanoseconds of the clock that shows the date. WAITING: whether this rank was waiting for a
-message when its watchdog thread last ran. REPORTED: the report is out. PROGRESS, TICK: when the step last came to
-another place, and when the watchdog thread last ran, in nanoseconds of the machine's monotonic clock."""
+message when its watchdog thread last ran. REPORTED: the report is out. PROGRESS, TICK: when the step last moved
+on, and when the watchdog thread last ran, in nanoseconds of the machine's monotonic clock."""
 
 
 class Position(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.late_ranks import Seen
+from titanmoe.watch.late_ranks import RankStatus
 
 SHARED = Path("/dev/shm")
 
@@ -61,18 +61,18 @@ class Machines:
         )
 
 
-def _create_heartbeat(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
-    folder = where / f"titanmoe-{token}"
+def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
+    folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder, Heartbeat(folder / str(rank), create=True)
 
 
 def _identity(folder: Path) -> str:
     """The same for all ranks that see the same files. Neither host names nor container disks need differ."""
-    draft = folder / f"{uuid.uuid4().hex}.new"
-    draft.write_text(draft.stem)
+    new_file = folder / f"{uuid.uuid4().hex}.new"
+    new_file.write_text(new_file.stem)
     with contextlib.suppress(FileExistsError):
-        os.link(draft, folder / "identity")
+        os.link(new_file, folder / "identity")
     return (folder / "identity").read_text()
 
 
@@ -95,12 +95,12 @@ class MachineMessages:
     def read(self, key: str) -> Any:
         return json.loads(self.store.get(key))
 
-    def publish(self, key: str, statuses: list[Seen]) -> None:
+    def publish(self, key: str, statuses: list[RankStatus]) -> None:
         """Publish what is known of this machine's ranks."""
         self.post(f"{key} {self.hosts.number}", [status.as_json() for status in statuses])
 
-    def read_published(self, key: str, host: int) -> list[Seen] | None:
+    def read_published(self, key: str, host: int) -> list[RankStatus] | None:
         name = f"{key} {host}"
         if not self.is_posted(name):
             return None
-        return [Seen.from_json(status) for status in self.read(name)]
+        return [RankStatus.from_json(status) for status in self.read(name)]

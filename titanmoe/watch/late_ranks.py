@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanmoe.watch.flight_recorder import Kind, Recorded
+from titanmoe.watch.flight_recorder import FlightRecord, MessageKind
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, line_in
@@ -17,7 +17,7 @@ LINES = 8
 
 
 @dataclass
-class Seen:
+class RankStatus:
     """A rank, as its heartbeat and its own answer show it."""
 
     rank: int
@@ -31,7 +31,7 @@ class Seen:
     step: int = 0
     phase: str = ""
     position: Position = field(default_factory=Position)
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: FlightRecord = field(default_factory=FlightRecord)
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
@@ -40,9 +40,9 @@ class Seen:
         return vars(self) | {"position": self.position._asdict(), "recorded": self.recorded.as_json()}
 
     @staticmethod
-    def from_json(value: dict[str, Any]) -> Seen:
-        position, recorded = Position(**value["position"]), Recorded.from_json(value["recorded"])
-        return Seen(**value | {"position": position, "recorded": recorded})
+    def from_json(value: dict[str, Any]) -> RankStatus:
+        position, recorded = Position(**value["position"]), FlightRecord.from_json(value["recorded"])
+        return RankStatus(**value | {"position": position, "recorded": recorded})
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,21 @@ class LateRanks:
     """Which part of the step each late rank is in."""
 
 
-def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
+def judge(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
     """stage: the size of a pipeline stage, whose ranks all issue the same messages."""
-    by_rank = {one.rank: one for one in seen}
+    by_rank = {status.rank: status for status in statuses}
     late = (
-        _odd(seen, groups, stage)
-        or _strayed(seen, groups, stage)
-        or _lost(seen)
-        or dict.fromkeys(_awaited(by_rank, groups), "")
-        or dict.fromkeys(_apart(seen), "")
-        or {one.rank: "" for one in seen if _writes(one)}
+        _with_odd_message(statuses, groups, stage)
+        or _with_new_message(statuses, groups, stage)
+        or _not_running(statuses)
+        or dict.fromkeys(_last_of_chains(by_rank, groups), "")
+        or dict.fromkeys(_in_own_code(statuses), "")
+        or {status.rank: "" for status in statuses if _is_saving(status)}
     )
     return LateRanks(late, report(by_rank, groups, late), {rank: _during(by_rank[rank]) for rank in late})
 
 
-def _lost(seen: Iterable[Seen]) -> dict[int, str]:
+def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
     words = {
         "failed": "failed",
         "stopped": "stopped by a signal",
@@ -78,88 +78,90 @@ def _lost(seen: Iterable[Seen]) -> dict[int, str]:
         "unknown": "its machine does not answer",
     }
     for states in (("failed",), ("gone", "unknown"), ("stopped", "silent"), ("ended",)):
-        if found := {one.rank: words[one.state] for one in seen if one.state in states}:
-            return found
+        if ranks := {status.rank: words[status.state] for status in statuses if status.state in states}:
+            return ranks
     return {}
 
 
-def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
+def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
     """Ranks that issued a different message from most of their stage at the same point of a step. If a stage is split
     evenly, the other stages decide, provided that one of its halves did what they did.
     """
-    issued: dict[tuple[int, int], dict[int, Kind]] = {}  # by step and index in it, then by rank
-    for one in seen:
-        for message in one.recorded.last:
-            issued.setdefault((one.step, message.index), {})[one.rank] = message.kind
+    issued: dict[tuple[int, int], dict[int, MessageKind]] = {}  # by step and index in it, then by rank
+    for status in statuses:
+        for message in status.recorded.last:
+            issued.setdefault((status.step, message.index), {})[status.rank] = message.kind
     for (_, index), by_rank in sorted(issued.items()):
         for first in range(0, max(by_rank) + 1, stage):
-            mine = {rank: what for rank, what in by_rank.items() if first <= rank < first + stage}
-            votes, everywhere = Counter(mine.values()), Counter(by_rank.values())
+            of_stage = {rank: kind for rank, kind in by_rank.items() if first <= rank < first + stage}
+            votes, everywhere = Counter(of_stage.values()), Counter(by_rank.values())
             if len(votes) < 2:
                 continue
-            usual = max(votes, key=lambda what: (votes[what], everywhere[what]))
-            others = [(votes[what], everywhere[what]) for what in votes if what != usual]
-            if (votes[usual], everywhere[usual]) > max(others):
-                due = _sized(groups, *usual)
+            usual = max(votes, key=lambda kind: (votes[kind], everywhere[kind]))
+            rivals = [(votes[kind], everywhere[kind]) for kind in votes if kind != usual]
+            if (votes[usual], everywhere[usual]) > max(rivals):
+                due = _message_text(groups, *usual)
                 return {
-                    rank: f"issued {_sized(groups, *what)} as message {index + 1} of its step, where "
+                    rank: f"issued {_message_text(groups, *kind)} as message {index + 1} of its step, where "
                     f"{everywhere[usual]} other ranks issued {due}"
-                    for rank, what in mine.items()
-                    if what != usual
+                    for rank, kind in of_stage.items()
+                    if kind != usual
                 }
     return {}
 
 
-def _strayed(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
+def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
     """Ranks that issued a different message from the one in the step before, where another of their stage repeated its
     own.
     """
     late = {}
-    for one in seen:
-        differs = one.recorded.differs
-        others = [other.recorded for other in seen if other.rank // stage == one.rank // stage]
-        there = [other for other in others if other.issued > differs]
-        if differs >= 0 and any(not 0 <= other.differs <= differs for other in there):
-            issued = [f"{_named(groups, *m.kind[:2])} as " for m in one.recorded.last if m.index == differs]
-            late[one.rank] = f"issued {''.join(issued)}message {differs + 1} of its step, not that of the step before"
+    for status in statuses:
+        differs = status.recorded.differs
+        peers = [peer.recorded for peer in statuses if peer.rank // stage == status.rank // stage]
+        reached = [peer for peer in peers if peer.issued > differs]
+        if differs >= 0 and any(not 0 <= peer.differs <= differs for peer in reached):
+            message = f"message {differs + 1} of its step, not that of the step before"
+            issued = [m.kind[:2] for m in status.recorded.last if m.index == differs]
+            what = "".join(f"{_collective_text(groups, *kind)} as " for kind in issued)
+            late[status.rank] = f"issued {what}{message}"
     return late
 
 
-def _awaited(by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> list[int]:
+def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> list[int]:
     """Ranks at the end of a chain of waits: others wait for them, and they wait for nobody; or those of a cycle."""
-    waits = {rank: _waits_for(one, by_rank, groups) for rank, one in by_rank.items()}
+    waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
 
 
-def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> set[int]:
+def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> set[int]:
     """The ranks that have not yet issued a message that this one has."""
-    found = set()
-    for name, number in one.recorded.numbers.items():
-        others = (by_rank[rank] for rank in groups[int(name)].of(one.rank) if rank in by_rank)
-        found |= {other.rank for other in others if other.recorded.numbers.get(name, 0) < number}
-    return found
+    behind = set()
+    for name, number in status.recorded.numbers.items():
+        peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)
+        behind |= {peer.rank for peer in peers if peer.recorded.numbers.get(name, 0) < number}
+    return behind
 
 
-def _apart(seen: Sequence[Seen]) -> list[int]:
+def _in_own_code(statuses: Sequence[RankStatus]) -> list[int]:
     """Ranks whose own code runs while others are in a message that heartbeats do not have, as between two steps."""
-    there = [one for one in seen if one.stack]
-    waiting = [one.rank for one in there if in_message(one.stack)]
-    return [one.rank for one in there if one.rank not in waiting] if waiting else []
+    with_stack = [status for status in statuses if status.stack]
+    waiting = [status.rank for status in with_stack if in_message(status.stack)]
+    return [status.rank for status in with_stack if status.rank not in waiting] if waiting else []
 
 
-def _writes(one: Seen) -> bool:
+def _is_saving(status: RankStatus) -> bool:
     """Whether the saving thread is busy itself, and not waiting for other ranks."""
-    lines = one.threads.get("checkpoint", [])
+    lines = status.threads.get("checkpoint", [])
     return bool(lines) and not any(" in on_all_ranks" in line for line in lines)
 
 
 # ---- the report
 
 
-def report(by_rank: dict[int, Seen], groups: Sequence[LaneGroups], late: dict[int, str]) -> str:
+def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: dict[int, str]) -> str:
     if not late:
-        longest = max(by_rank.values(), key=lambda one: one.silent_s)
+        longest = max(by_rank.values(), key=lambda status: status.silent_s)
         lines = [f"hang: {_ranks(by_rank)} wait for each other, and none is behind: check the network"]
         lines.append(f"  since {longest.silent_s:.0f} s, in step {longest.step}")
     else:
@@ -168,63 +170,64 @@ def report(by_rank: dict[int, Seen], groups: Sequence[LaneGroups], late: dict[in
         lines = [f"hang: rank {first.rank} on {first.host} is late{others}, in step {first.step}"]
         for rank, why in sorted(late.items())[:LINES]:
             lines += _about(by_rank[rank], groups, why)
-    waiting: dict[str, list[Seen]] = {}
-    for one in by_rank.values():
-        if one.rank not in late:
-            waiting.setdefault(_waits_in(one, groups), []).append(one)
+    waiting: dict[str, list[RankStatus]] = {}
+    for status in by_rank.values():
+        if status.rank not in late:
+            waiting.setdefault(_waits_in(status, groups), []).append(status)
     if waiting:
         lines.append("  the others wait:")
-    for what, some in sorted(waiting.items(), key=lambda pair: -len(pair[1]))[:LINES]:
-        longest = max(one.silent_s for one in some)
-        lines.append(f"    {_ranks(one.rank for one in some)}: {what}, for {longest:.0f} s")
+    for activity, waiting_ranks in sorted(waiting.items(), key=lambda pair: -len(pair[1]))[:LINES]:
+        longest = max(status.silent_s for status in waiting_ranks)
+        lines.append(f"    {_ranks(status.rank for status in waiting_ranks)}: {activity}, for {longest:.0f} s")
     return "\n".join(lines)
 
 
-def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
+def _about(status: RankStatus, groups: Sequence[LaneGroups], why: str) -> list[str]:
     lines = [
-        f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for nobody")
+        f"  rank {status.rank}, process {status.pid} on {status.host}: "
+        + (why or "others wait for it, and it waits for nobody")
     ]
-    lines.append(f"    {_during(one)}; no progress for {one.silent_s:.0f} s")
-    if one.recorded.last:
-        last = one.recorded.last[-1]
+    lines.append(f"    {_during(status)}; no progress for {status.silent_s:.0f} s")
+    if status.recorded.last:
+        last = status.recorded.last[-1]
         lines.append(
-            f"    its last collective: {_named(groups, last.group, last.op)}, number {last.number} there, "
+            f"    its last collective: {_collective_text(groups, last.group, last.op)}, number {last.number} there, "
             f"message {last.index + 1} of its step"
         )
-    if one.stack:
-        lines.append(f"    it is at {line_in(one.stack)}")
-    for name, stack in one.threads.items():
+    if status.stack:
+        lines.append(f"    it is at {line_in(status.stack)}")
+    for name, stack in status.threads.items():
         if name == "checkpoint":
             lines.append(f"    its thread that saves is at {line_in(stack)}")
-    if one.note:
-        lines.append(f"    {one.note.strip().partition(chr(10))[0]}")
+    if status.note:
+        lines.append(f"    {status.note.strip().partition(chr(10))[0]}")
     return lines
 
 
-def _during(one: Seen) -> str:
-    during = f"step {one.step}, {one.phase}"
-    if one.phase == "forward and backward":
-        where = one.position
-        layer = f" of layer {where.layer}" if where.layer >= 0 else ""
-        during += f": {'backward' if where.backward else 'forward'}{layer}, microbatch {where.microbatch}"
-        during += f", stage {where.stage}" if where.stage else ""
+def _during(status: RankStatus) -> str:
+    during = f"step {status.step}, {status.phase}"
+    if status.phase == "forward and backward":
+        position = status.position
+        layer = f" of layer {position.layer}" if position.layer >= 0 else ""
+        during += f": {'backward' if position.backward else 'forward'}{layer}, microbatch {position.microbatch}"
+        during += f", stage {position.stage}" if position.stage else ""
     return during
 
 
-def _waits_in(one: Seen, groups: Sequence[LaneGroups]) -> str:
-    where = f" at {line_in(one.stack)}" if one.stack else ""
-    if not one.recorded.last or one.phase in ("starting", "between steps"):
-        return f"{one.phase}{where}"
-    last = one.recorded.last[-1]
-    return f"{_named(groups, last.group, last.op)}, number {last.number}{where}"
+def _waits_in(status: RankStatus, groups: Sequence[LaneGroups]) -> str:
+    place = f" at {line_in(status.stack)}" if status.stack else ""
+    if not status.recorded.last or status.phase in ("starting", "between steps"):
+        return f"{status.phase}{place}"
+    last = status.recorded.last[-1]
+    return f"{_collective_text(groups, last.group, last.op)}, number {last.number}{place}"
 
 
-def _named(groups: Sequence[LaneGroups], group: int, op: str) -> str:
+def _collective_text(groups: Sequence[LaneGroups], group: int, op: str) -> str:
     return f"{op.replace('_', '-')} over {groups[group].axes}"
 
 
-def _sized(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
-    return _named(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
+def _message_text(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
+    return _collective_text(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

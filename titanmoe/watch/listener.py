@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from titanmoe.observe import Observer
-from titanmoe.watch.heartbeat import BEFORE, BEGUN, BETWEEN, FIRST, PHASES, STEP, Heartbeat, Position
+from titanmoe.watch.heartbeat import BEFORE, BEGUN, BETWEEN, FIRST, PHASE_NAMES, STEP, Heartbeat, Position
 
-PHASE = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
+NAME_OF = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
 
 
 class HeartbeatListener(Observer):
@@ -20,7 +20,7 @@ class HeartbeatListener(Observer):
         if name == "data":
             numbers[FIRST] = numbers[FIRST] or step
             numbers[BEFORE], numbers[BEGUN] = numbers[BEGUN], time.time_ns()
-        self.heart.enter_phase(PHASES.index(PHASE[name]) if name in PHASE else BETWEEN)
+        self.heart.enter_phase(PHASE_NAMES.index(NAME_OF[name]) if name in NAME_OF else BETWEEN)
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
         self.position = Position(stage, number, -1, backward)

@@ -1,4 +1,4 @@
-"""The checks of a run's numbers that [debug] asks for.
+"""The checks of a run's numbers that [debug] switches on.
 
 torch and the rest are imported only when there is a run, so that a refusal does not wait for them.
 """
@@ -40,7 +40,7 @@ class NumberChecks(Checks):
     options: Debug
     replicas: Replicas | None
     trace: Callable[[], Trace]
-    """Makes what looks into a pass for the first number that is not finite."""
+    """Makes the trace that finds the first number of a pass that is not finite."""
     passes: Gradients
     state: RunState
     stragglers: Stragglers | None = None

@@ -149,7 +149,7 @@ class Replicas:
             names = sorted(differing_names) or ["the counts of steps, updates or samples"]
             lines.append(f"{_ranks_text(ranks, group)} ({' x '.join(kind.axes)}): {first_few(names)}")
         text = f"after step {step} {'; '.join(dict.fromkeys(lines))}"
-        return text if self.agreed < 0 else f"{text}; they were alike after step {self.agreed}"
+        return text if self.agreed < 0 else f"{text}; they agreed after step {self.agreed}"
 
 
 def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:
@@ -166,8 +166,8 @@ def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
         return (
             f"ranks {first_few(ranks)} should hold the same and differ, and there is no majority to say which is wrong"
         )
-    who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {first_few(ranks)} differ"
-    return f"{who} from {len(group) - len(ranks)} ranks that agree"
+    ranks_that_differ = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {first_few(ranks)} differ"
+    return f"{ranks_that_differ} from {len(group) - len(ranks)} ranks that agree"
 
 
 def first_few(items: list) -> str:

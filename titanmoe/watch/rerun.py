@@ -58,9 +58,9 @@ def describe(differences: list[list[str]]) -> str:
             return 0, int(name.rpartition(" ")[2])
         return (1, 0) if name == "the loss" else (2, 0)
 
-    where = min((names[0] for names in differing.values()), key=order)
-    ranks = [rank for rank, names in differing.items() if order(names[0]) == order(where)]
-    what = "gradients" if where.startswith("the gradient") else where
-    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {first_few(ranks)}, first seen in {what}"
-    others = len(differing) - len(ranks)
-    return text + (f"; what {others} other rank{'s' * (others > 1)} computed from it differs too" if others else "")
+    earliest = min((names[0] for names in differing.values()), key=order)
+    ranks = [rank for rank, names in differing.items() if order(names[0]) == order(earliest)]
+    earliest_text = "gradients" if earliest.startswith("the gradient") else earliest
+    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {first_few(ranks)}, first seen in {earliest_text}"
+    rest = len(differing) - len(ranks)
+    return text + (f"; what {rest} other rank{'s' * (rest > 1)} computed from it differs too" if rest else "")

@@ -25,14 +25,15 @@ TRIES = 5
 FEW = 16
 """Groups of up to this many ranks try all pairs, and so do those that rows travel in. In other groups a rank tries only
 partners at distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
-SLOW = 3.0
+SLOW_FACTOR = 3.0
 """A pair is slow if it takes this many times as long as others."""
 Pairs = dict[tuple[int, int], float]
+"""Seconds of a round trip, by pair."""
 
 
 class Link(NamedTuple):
     rank: int
-    other: int | None
+    other_end: int | None
     """None: most links of this rank are slow."""
     seconds: float
     """Of the round trip."""
@@ -47,7 +48,7 @@ def distances(size: int, lane: str) -> list[int]:
     return list(range(1, past)) if size <= FEW or lane == "rows" else [1 << i for i in range(past.bit_length() - 1)]
 
 
-def once(groups: Sequence[LaneGroups]) -> list[int]:
+def groups_to_probe(groups: Sequence[LaneGroups]) -> list[int]:
     """Which groups to probe: one for each set of ranks, if possible one whose pairs are all tried."""
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
@@ -56,51 +57,53 @@ def once(groups: Sequence[LaneGroups]) -> list[int]:
     return sorted(chosen.values())
 
 
-def probe(groups: Sequence[LaneGroups], made: Sequence[dist.ProcessGroup | None], device: torch.device) -> list[float]:
+def probe(
+    groups: Sequence[LaneGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
+) -> list[float]:
     """What this rank measured in each round, or 0 where it did not measure. All ranks call it together."""
-    x, found = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
-    for number in once(groups):
-        process_group, size = made[number], len(groups[number].parts[0])
+    x, seconds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
+    for number in groups_to_probe(groups):
+        process_group, size = process_groups[number], len(groups[number].parts[0])
         for distance in distances(size, groups[number].lane):
-            mine = -1 if process_group is None else process_group.rank()
-            peer = mine ^ distance if mine >= 0 else size
-            found.append(_there_and_back(x, process_group, mine, peer) if peer < size else 0.0)
-    return found
+            own_rank = -1 if process_group is None else process_group.rank()
+            peer = own_rank ^ distance if own_rank >= 0 else size
+            seconds.append(_there_and_back(x, process_group, own_rank, peer) if peer < size else 0.0)
+    return seconds
 
 
-def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, mine: int, peer: int) -> float:
+def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
     fastest = float("inf")
     for attempt in range(TRIES + 1):
         begin = time.perf_counter()
-        if mine < peer:
+        if own_rank < peer:
             dist.send(x, group=group, group_dst=peer, tag=TAG)
         dist.recv(x, group=group, group_src=peer, tag=TAG)
-        if mine > peer:
+        if own_rank > peer:
             dist.send(x, group=group, group_dst=peer, tag=TAG)
         elif x.is_cuda:
             torch.cuda.synchronize()
         if attempt:
             fastest = min(fastest, time.perf_counter() - begin)
-    return fastest if mine < peer else 0.0
+    return fastest if own_rank < peer else 0.0
 
 
-def pairs(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
+def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
     """The time of each pair, from what all ranks measured."""
-    found: Pairs = {}
+    times: Pairs = {}
     column = 0
-    for number in once(groups):
+    for number in groups_to_probe(groups):
         group = groups[number]
         for distance in distances(len(group.parts[0]), group.lane):
             for part in group.parts:
                 for i, rank in enumerate(part):
                     if i < i ^ distance < len(part):
                         pair, seconds = (rank, part[i ^ distance]), float(table_RC[rank, column])
-                        found[pair] = min(found.get(pair, seconds), seconds)
+                        times[pair] = min(times.get(pair, seconds), seconds)
             column += 1
-    return found
+    return times
 
 
-def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]) -> Link | None:
+def slow_link(times: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]) -> Link | None:
     """The slowest pair, if others of its kind (between machines, or within one) are much faster. With fewer than three
     pairs of a kind, a pair is compared with what it took `before`.
     """
@@ -109,32 +112,32 @@ def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
         return host_of[pair[0]] == host_of[pair[1]]
 
     alike: dict[bool, list[float]] = {}
-    for pair, seconds in found.items():
+    for pair, seconds in times.items():
         alike.setdefault(kind(pair), []).append(seconds)
-    medians = {which: sorted(some)[(len(some) - 1) // 2] for which, some in alike.items() if len(some) >= 3}
+    medians = {same: sorted(values)[(len(values) - 1) // 2] for same, values in alike.items() if len(values) >= 3}
 
     def usual(pair: tuple[int, int]) -> float:
-        return medians.get(kind(pair), before.get(pair, found[pair]))
+        return medians.get(kind(pair), before.get(pair, times[pair]))
 
-    slow = [pair for pair, seconds in found.items() if seconds > SLOW * usual(pair)]
+    slow = [pair for pair, seconds in times.items() if seconds > SLOW_FACTOR * usual(pair)]
     if not slow:
         return None
-    excess = {pair: found[pair] - usual(pair) for pair in slow}
+    excess = {pair: times[pair] - usual(pair) for pair in slow}
     worst = max(excess, key=excess.__getitem__)
     about_as_slow = [pair for pair in slow if excess[pair] > excess[worst] / 2]
-    count, tried = (Counter(rank for pair in some for rank in pair) for some in (about_as_slow, found))
+    count, tried = (Counter(rank for pair in pairs for rank in pair) for pairs in (about_as_slow, times))
     share, rank = max((count[rank] / tried[rank], rank) for rank in worst)
-    whole = tried[rank] >= 3 and share > 0.5
+    most_links = tried[rank] >= 3 and share > 0.5
     return Link(
-        rank if whole else worst[0],
-        None if whole else worst[1],
-        found[worst],
+        rank if most_links else worst[0],
+        None if most_links else worst[1],
+        times[worst],
         usual(worst),
-        {pair: found[pair] for pair in slow},
+        {pair: times[pair] for pair in slow},
     )
 
 
 def messages_over(link: Link, groups: Sequence[LaneGroups], messages: Mapping[str, float]) -> float:
     """How many messages of a step go through groups that contain the link. messages: by the names of axes."""
-    both = {link.rank} if link.other is None else {link.rank, link.other}
-    return sum(messages[axes] for axes in {group.axes for group in groups if both <= set(group.of(link.rank))})
+    ends = {link.rank} if link.other_end is None else {link.rank, link.other_end}
+    return sum(messages[axes] for axes in {group.axes for group in groups if ends <= set(group.of(link.rank))})

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 
-SLOW = 0.1
+SLOW_SHARE = 0.1
 """A rank is slow if, in at least half of the steps, it takes longer than its peers by this share of a step."""
 Cause = Literal["compute", "data", "link"]
 CAUSES: tuple[Cause, ...] = ("compute", "data", "link")
@@ -38,8 +38,8 @@ class Slowest(NamedTuple):
     """How much longer than the mean of all."""
 
     @property
-    def slow(self) -> bool:
-        return self.excess_s > SLOW * self.step_s
+    def is_slow(self) -> bool:
+        return self.excess_s > SLOW_SHARE * self.step_s
 
     @property
     def cause(self) -> Cause:

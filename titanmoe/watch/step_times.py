@@ -53,7 +53,7 @@ Wait = tuple[int, Any, Any]
 """The column of its axes, and marks at both ends."""
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     step: int
     begin: Any
     data: Any
@@ -90,7 +90,7 @@ class StepTimes(Observer):
         self._begin = self._data = None
         self._since: tuple[int, Any] | None = None
         self._early: list[Wait] = []
-        self._done: deque[Measured] = deque()
+        self._measured: deque[MeasuredStep] = deque()
 
     def phase(self, name: str, step: int) -> None:
         if name == "data":
@@ -114,27 +114,29 @@ class StepTimes(Observer):
 
     def updated(self, step: int) -> None:
         if self.step and self._data is not None:
-            self._done.append(Measured(self.step, self._begin, self._data, self.mark(), self._early, self.spans))
+            self._measured.append(
+                MeasuredStep(self.step, self._begin, self._data, self.mark(), self._early, self.spans)
+            )
             self.step = 0
 
     def take(self) -> tuple[list[int], list[list[float]]]:
         """Steps that can be read by now and have not been taken, with a row for each; the same steps on all ranks."""
         steps, rows = [], []
-        while len(self._done) > self.marks.behind:
-            one = self._done.popleft()
-            steps.append(one.step)
-            rows.append(self._row(one))
+        while len(self._measured) > self.marks.behind:
+            step = self._measured.popleft()
+            steps.append(step.step)
+            rows.append(self._row(step))
         return steps, rows
 
-    def _row(self, one: Measured) -> list[float]:
+    def _row(self, step: MeasuredStep) -> list[float]:
         row, seconds = [0.0] * (WAITS + len(self.axes)), self.marks.seconds
-        for column, begin, end in one.first:
+        for column, begin, end in step.first:
             row[column] += seconds(begin, end)
-        row[DATA] = seconds(one.begin, one.data) - sum(row)
-        for column, begin, end in one.spans:
+        row[DATA] = seconds(step.begin, step.data) - sum(row)
+        for column, begin, end in step.spans:
             row[column] += seconds(begin, end)
-        row[COMPUTE] = seconds(one.begin, one.end) - sum(row)
+        row[COMPUTE] = seconds(step.begin, step.end) - sum(row)
         self.messages = [0] * len(self.axes)
-        for column, _, _ in one.first + one.spans:
+        for column, _, _ in step.first + step.spans:
             self.messages[column - WAITS] += 1
         return row

@@ -21,15 +21,15 @@ from titanmoe.watch import slow_links
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.slow_links import Link
-from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
+from titanmoe.watch.slowest import CAUSES, SLOW_SHARE, Cause, Slowest, slowest
 from titanmoe.watch.step_times import COMPUTE, StepTimes
 
 if TYPE_CHECKING:
     from titanmoe.train.training import Training
 
 WINDOW = 16
-"""Steps."""
-RUNNING = 2
+"""Steps between two comparisons."""
+IN_A_ROW = 2
 """A rank is named once it has been slow in this many windows in a row, and forgotten after as many without."""
 CALM = 8
 """How many of the latest windows in which nobody was late, and no link suspected, show how long ranks usually wait."""
@@ -44,14 +44,14 @@ ON_ONE_HOST = {
     "link": "no network is between them: look for other processes on that machine, and at how its GPUs and cores are "
     "connected (nvidia-smi topo -m, lscpu)",
 }
-"""Where every link that is slow, or every rank of the run, is on one machine."""
+"""The advice where all slow links, or all ranks of the run, are on one machine."""
 
 
-class Blamed(NamedTuple):
-    """Who is named."""
+class Straggler(NamedTuple):
+    """The rank, or the link, that others wait for."""
 
     rank: int
-    other: int | None
+    other_end: int | None
     """The other end, if it is one link."""
     cause: Cause
 
@@ -60,93 +60,95 @@ class Stragglers:
     def __init__(self, training: Training, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
         self.training, self.times, self.groups = training, times, groups
         self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
-        self.coming: tuple[list[int], ToHost] | None = None
-        """Times on their way to the host, which on a GPU reads them after the next step, where it waits anyway."""
+        self.pending: tuple[list[int], ToHost] | None = None
+        """Times that are still being copied to the host. With a GPU it reads them after the next step, where it waits
+        anyway."""
         self.latest: Slowest | None = None
-        self.named: Blamed | None = None
-        self.slow, self.calm = 0, 0
+        self.straggler: Straggler | None = None
+        self.slow_windows, self.calm_windows = 0, 0
         """Windows in a row in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
         """How long each rank computed, in the first windows."""
         self.waits: deque[float] = deque(maxlen=CALM)
         """In windows in which no link was suspected."""
-        self.longer = 0
+        self.longer_waits = 0
         """Windows in a row in which ranks waited longer than usual though nobody was late."""
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
         """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
-        self.best: slow_links.Pairs = {}
+        self.fastest: slow_links.Pairs = {}
         """The fastest probe of each pair."""
 
     def after_step(self) -> None:
         """All ranks call it together."""
-        if self.coming is not None:
-            (steps, gathered), self.coming = self.coming, None
+        if self.pending is not None:
+            (steps, gathered), self.pending = self.pending, None
             world = self.training.fold.world
             self.judge(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
         if self.training.state.step % WINDOW == 0:
             steps, rows = self.times.take()
             if steps:
-                mine = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
-                self.coming = steps, ToHost(all_gather(mine, 0, self.training.meshes.world))
+                own_times = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
+                self.pending = steps, ToHost(all_gather(own_times, 0, self.training.meshes.world))
 
     def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
-        found, before = slowest(times_NRK, self.training.fold.stage, usual), self.latest
-        self.latest = found
-        if found.slow:
-            self.slow, self.calm = self.slow + 1 if self.slow and before.rank == found.rank else 1, 0
-            if self.slow >= RUNNING:
-                self._name(Blamed(found.rank, None, found.cause), found.excess_s)
+        result, previous = slowest(times_NRK, self.training.fold.stage, usual), self.latest
+        self.latest = result
+        if result.is_slow:
+            again = self.slow_windows > 0 and previous.rank == result.rank
+            self.slow_windows, self.calm_windows = self.slow_windows + 1 if again else 1, 0
+            if self.slow_windows >= IN_A_ROW:
+                self._name(Straggler(result.rank, None, result.cause), result.excess_s)
             return
-        self.slow, self.calm = 0, self.calm + 1
-        if len(self.usual) < RUNNING:
+        self.slow_windows, self.calm_windows = 0, self.calm_windows + 1
+        if len(self.usual) < IN_A_ROW:
             self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
-        self._suspect_links(found)
+        self._suspect_links(result)
         if self.link is not None:
-            self._name(Blamed(self.link.rank, self.link.other, "link"), self._excess(self.link))
-        elif self.calm >= RUNNING or (self.named and self.named.cause == "link"):
-            self.named = None
+            self._name(Straggler(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
+        elif self.calm_windows >= IN_A_ROW or (self.straggler and self.straggler.cause == "link"):
+            self.straggler = None
 
     def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
         return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
 
     # ---- links
 
-    def _suspect_links(self, found: Slowest) -> None:
+    def _suspect_links(self, result: Slowest) -> None:
         """Called when nobody is late: then a longer wait comes from the messages themselves. Links are probed only if
         it stays: a first probe opens connections between ranks that may have had none.
         """
-        if not self.waits or found.wait_s - median(self.waits) <= SLOW * found.step_s:
-            self.waits.append(found.wait_s)
-            self.longer, self.link = 0, None
+        if not self.waits or result.wait_s - median(self.waits) <= SLOW_SHARE * result.step_s:
+            self.waits.append(result.wait_s)
+            self.longer_waits, self.link = 0, None
             return
-        self.longer += 1
-        if self.longer == RUNNING:
-            self._probe(found)
+        self.longer_waits += 1
+        if self.longer_waits == IN_A_ROW:
+            self._probe(result)
             if self.link is None:  # this is how long they wait now
                 self.waits.clear()
 
-    def _probe(self, found: Slowest) -> None:
+    def _probe(self, result: Slowest) -> None:
         self.link = None
-        for _ in range(RUNNING):  # slow only once: an interruption
-            pairs = self._pairs()
-            link = slow_links.slow_link(pairs, self.host_of, self.best)
+        for _ in range(IN_A_ROW):  # slow only once: an interruption
+            pairs = self._pair_times()
+            link = slow_links.slow_link(pairs, self.host_of, self.fastest)
             for pair, seconds in pairs.items():
-                self.best[pair] = min(seconds, self.best.get(pair, seconds))
-            if link is None or self._excess(link) <= SLOW * found.step_s:
+                self.fastest[pair] = min(seconds, self.fastest.get(pair, seconds))
+            if link is None or self._excess(link) <= SLOW_SHARE * result.step_s:
                 break
         else:
             self.link = link
 
-    def _pairs(self) -> slow_links.Pairs:
+    def _pair_times(self) -> slow_links.Pairs:
         training = self.training
-        mine = slow_links.probe(self.groups, list(training.meshes.lanes.groups.values()), training.device)
-        row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), training.device)
+        own_times = slow_links.probe(self.groups, list(training.meshes.lanes.groups.values()), training.device)
+        row = to_device(torch.tensor([own_times + self.times.messages], dtype=torch.float32), training.device)
         table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
-        self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))
-        return slow_links.pairs(table, self.groups)
+        self.messages = dict(zip(self.times.axes, table[:, len(own_times) :].max(0).tolist(), strict=True))
+        return slow_links.pair_times(table, self.groups)
 
     def _excess(self, link: Link) -> float:
         """What it costs a step: half the round trip for each message, at most what everybody waits."""
@@ -155,44 +157,49 @@ class Stragglers:
 
     # ---- reporting
 
-    def _name(self, found: Blamed, excess_s: float) -> None:
-        before, self.named = self.named, found
-        if before is not None and before[:2] == found[:2] and (before.cause == "link") == (found.cause == "link"):
+    def _name(self, straggler: Straggler, excess_s: float) -> None:
+        previous, self.straggler = self.straggler, straggler
+        alike = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
+        if alike and previous[:2] == straggler[:2]:
             return
         share = excess_s / self.latest.step_s
 
-        def who(rank: int) -> str:
+        def name(rank: int) -> str:
             return f"rank {rank} on {self.host_of[rank]}"
 
-        if found.cause == "link":
-            ends = f"the link between {who(found.rank)} and {who(found.other)}" if found.other is not None else ""
+        if straggler.cause == "link":
+            links = f"most links of {name(straggler.rank)}"
+            if straggler.other_end is not None:
+                links = f"the link between {name(straggler.rank)} and {name(straggler.other_end)}"
             text = (
-                f"{ends or f'most links of {who(found.rank)}'}: {self.link.seconds * 1e3:.3g} ms there and back, "
+                f"{links}: {self.link.seconds * 1e3:.3g} ms there and back, "
                 f"others {self.link.usual_s * 1e3:.3g} ms; about {excess_s:.3g} s ({share:.0%}) of a step"
             )
         else:
-            doing = "reading data" if found.cause == "data" else "computing"
-            text = f"{who(found.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
-        ranks = [found.rank] if found.other is None else [found.rank, found.other]
-        more = {"ranks": ranks, "cause": found.cause, "excess_s": round(excess_s, 6)}
-        if found.cause == "link":
-            more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
-        concerned = {rank for pair in self.link.pairs for rank in pair} if found.cause == "link" else self.host_of
+            doing = "reading data" if straggler.cause == "data" else "computing"
+            text = (
+                f"{name(straggler.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
+            )
+        ranks = [straggler.rank] if straggler.other_end is None else [straggler.rank, straggler.other_end]
+        details = {"ranks": ranks, "cause": straggler.cause, "excess_s": round(excess_s, 6)}
+        if straggler.cause == "link":
+            details["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
+        concerned = self.host_of if straggler.cause != "link" else {rank for pair in self.link.pairs for rank in pair}
         advice = ON_ONE_HOST if len({self.host_of[rank] for rank in concerned}) == 1 else ADVICE
-        observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[found.cause]}", **more)
+        observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[straggler.cause]}", **details)
 
     def report(self) -> dict[str, float]:
         """The last window's result, for the step's line."""
-        found = self.latest
-        if found is None:
+        result = self.latest
+        if result is None:
             return {}
-        values = {"rank": found.rank, "excess_s": found.excess_s, "wait_s": found.wait_s, "cause": 0}
-        if self.named is not None:
-            values |= {"rank": self.named.rank, "cause": 1 + CAUSES.index(self.named.cause)}
-            if self.named.cause == "link" and self.link is not None:
+        values = {"rank": result.rank, "excess_s": result.excess_s, "wait_s": result.wait_s, "cause": 0}
+        if self.straggler is not None:
+            values |= {"rank": self.straggler.rank, "cause": 1 + CAUSES.index(self.straggler.cause)}
+            if self.straggler.cause == "link" and self.link is not None:
                 values |= {"excess_s": self._excess(self.link)}
-            if self.named.other is not None:
-                values |= {"other_rank": self.named.other}
+            if self.straggler.other_end is not None:
+                values |= {"other_rank": self.straggler.other_end}
         if self.training.fold.pp > 1:
-            values |= {"stage": found.stage, "stage_excess_s": found.stage_excess_s}
+            values |= {"stage": result.stage, "stage_excess_s": result.stage_excess_s}
         return {f"straggler.{name}": value for name, value in values.items()}

@@ -27,10 +27,10 @@ from titanmoe.train import failure
 from titanmoe.train.outlet import LineFile
 from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat as at
-from titanmoe.watch.flight_recorder import Recorded
+from titanmoe.watch.flight_recorder import FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.hosts import MachineMessages, Machines
-from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, main_stack, other_stacks
 
@@ -72,7 +72,7 @@ class Watchdog(threading.Thread):
         limits: Limits,
         folder: Callable[[], Path | None],
         dump: Callable[[], str] = lambda: "",
-        read_recorder: Callable[[], Recorded] = Recorded,
+        read_recorder: Callable[[], FlightRecord] = FlightRecord,
         messages: MachineMessages | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
@@ -222,9 +222,9 @@ class Watchdog(threading.Thread):
         following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
         failure.leave_note(**report, alike=True, following=following)
 
-    def report(self, statuses: list[Seen]) -> None:
+    def report(self, statuses: list[RankStatus]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
-        all_statuses = statuses + self._others()
+        all_statuses = statuses + self._statuses_elsewhere()
         verdict = judge(all_statuses, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(failure.FILE))
         report = {"text": verdict.text, "during": verdict.during}
@@ -238,7 +238,7 @@ class Watchdog(threading.Thread):
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
         self.end(1)
 
-    def _others(self) -> list[Seen]:
+    def _statuses_elsewhere(self) -> list[RankStatus]:
         """What the other machines say about their ranks, or else what they last published."""
         by_machine = {}
         others = [host for host in range(len(self.hosts.ranks)) if host != self.hosts.number]
@@ -256,12 +256,14 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(RuntimeError, OSError):
                 last_heartbeats = self.messages.read_published("heartbeats", host)
             name = self.hosts.names[host]
-            by_machine[host] = last_heartbeats or [Seen(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]]
+            by_machine[host] = last_heartbeats or [
+                RankStatus(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]
+            ]
             for status in by_machine[host]:
                 status.state = "unknown"
         return [status for statuses in by_machine.values() for status in statuses]
 
-    def _write(self, statuses: list[Seen], verdict: LateRanks) -> None:
+    def _write(self, statuses: list[RankStatus], verdict: LateRanks) -> None:
         folder = self.folder()
         if folder is None:
             return
@@ -297,21 +299,21 @@ class Watchdog(threading.Thread):
         thread.start()
         self._wait_until(lambda: not thread.is_alive(), DISK_S)
 
-    def local_statuses(self) -> list[Seen]:
+    def local_statuses(self) -> list[RankStatus]:
         """The ranks of this machine."""
         return [self._status(rank, heart) for rank, heart in self.hosts.local.items()]
 
-    def _status(self, rank: int, heart: Heartbeat) -> Seen:
+    def _status(self, rank: int, heart: Heartbeat) -> RankStatus:
         numbers = heart.numbers
         idle = time.monotonic() - heart.last_progress
-        status = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
-        status.step, status.phase, status.position = numbers[at.STEP], at.PHASES[numbers[at.PHASE]], heart.position
+        status = RankStatus(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
+        status.step, status.phase, status.position = numbers[at.STEP], at.PHASE_NAMES[numbers[at.PHASE]], heart.position
         with contextlib.suppress(ValueError):
             answer = json.loads(heart.answer() or b"{}")
             status.stack, status.threads = answer.get("stack", []), answer.get("threads", {})
             status.note = answer.get("note", "")
             if "recorded" in answer:
-                status.recorded = Recorded.from_json(answer["recorded"])
+                status.recorded = FlightRecord.from_json(answer["recorded"])
         return status
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -359,7 +361,7 @@ def has_exited(heart: Heartbeat) -> bool:
 
 
 def state(heart: Heartbeat) -> str:
-    """As in `Seen`."""
+    """As in `RankStatus`."""
     if heart.numbers[at.STATE] != at.RUNNING:
         return "ended" if heart.numbers[at.STATE] == at.ENDED else "failed"
     if has_exited(heart):

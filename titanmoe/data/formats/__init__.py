@@ -7,7 +7,7 @@ from functools import cache
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parts import Kind, PartError
-from titanmoe.data.formats.format import Format
+from titanmoe.data.formats.format import FormatRules
 
 FORMATS = Kind(
     "data.format",
@@ -19,7 +19,7 @@ FORMATS = Kind(
         "chat": "titanmoe.data.formats.chat:FORMAT",
         "tokens": "titanmoe.data.formats.tokens:FORMAT",
     },
-    Format,
+    FormatRules,
 )
 
 
@@ -42,4 +42,4 @@ def format_option(conversations: bool) -> Kind:
             format = FORMATS.look_up(name)
             if format.tokenized or (format.conversations and not conversations):
                 del table[name]
-    return Kind("--format", table, Format)
+    return Kind("--format", table, FormatRules)

@@ -1,10 +1,10 @@
 """Each file by its extension."""
 
 from titanmoe.data.formats import format_of
-from titanmoe.data.formats.format import Format
+from titanmoe.data.formats.format import FormatRules
 
 
-class Auto(Format):
+class Auto(FormatRules):
     help = "auto: by extension."
 
     def file_format(self, extension: str) -> str:

@@ -1,10 +1,10 @@
 """Conversations in JSONL or Parquet: a list of messages in a field of each line or row."""
 
 from titanmoe.data.formats import jsonl, parquet
-from titanmoe.data.formats.format import Format
+from titanmoe.data.formats.format import FormatRules
 
 
-class Conversations(Format):
+class Conversations(FormatRules):
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
     conversations = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 
 from titanmoe.config.parts import Rules
@@ -10,8 +11,8 @@ from titanmoe.config.schema import Config
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span
 
 
-class Format(Rules):
-    """The facts about a format, with their usual values; a format that reads files adds `read`."""
+class FormatRules(Rules):
+    """The facts about a format, with their usual values."""
 
     extensions: tuple[str, ...] = ()
     """Extensions of its files, in lower case, without that of a compression. `auto` goes by them, and only such files
@@ -52,6 +53,11 @@ class Format(Rules):
         else:
             yield source.span(0, source.bytes, source.bytes)
 
+
+class Format(FormatRules):
+    """A format that reads files."""
+
+    @abstractmethod
     def read(self, reader: Reader) -> Iterator[Record | Bad]:
         """The documents of a span, in order, and a `Bad` for whatever is not one."""
-        raise NotImplementedError(f"{type(self).__name__} has no method `read`")
+        raise NotImplementedError

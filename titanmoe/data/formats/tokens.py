@@ -1,9 +1,9 @@
 """Token shards, as `titanmoe tokenize` makes them (titanmoe.data.shards)."""
 
-from titanmoe.data.formats.format import Format
+from titanmoe.data.formats.format import FormatRules
 
 
-class TokenShards(Format):
+class TokenShards(FormatRules):
     help = "tokens: token shards alone."
     tokenized = True
 

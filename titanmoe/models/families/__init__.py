@@ -38,7 +38,7 @@ def names() -> dict[str, list[str]]:
 
 
 def preset(family: str, size: str) -> dict[str, object]:
-    """The [model] fields that a family and a size stand for; PartError if there are none such."""
+    """The [model] fields that a family and a size stand for; PartError if there is no such family or size."""
     values = family_of(family).preset({"model.family": family, "model.size": size})
     own = Own({path.removeprefix(f"{OWN}."): value for path, value in values.items() if path.startswith(f"{OWN}.")})
     fields = {path.removeprefix("model."): value for path, value in values.items() if not path.startswith(f"{OWN}.")}

@@ -210,8 +210,8 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
 
 
 def _read_qwen(config: Json) -> dict[str, object]:
-    alone, step = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
-    return dense_blocks([i not in alone and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])])
+    dense_only, step = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
+    return dense_blocks([i not in dense_only and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])])
 
 
 def _write_qwen(model: Model) -> dict[str, object]:

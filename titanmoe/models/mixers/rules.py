@@ -37,7 +37,7 @@ class Product(NamedTuple):
 
 
 class MixerWork(NamedTuple):
-    """What a rank does for a position of its slice besides scores and values, for the planner. Numbers of elements."""
+    """What a rank does for a position of its slice apart from scores and values, for the planner, in elements."""
 
     products: list[Product]
     gathered: float
@@ -77,10 +77,10 @@ class MixerRules(Rules, ABC):
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
-        """What its tokens are multiplied by, of one block. A multiplication by it counts two FLOPs per element."""
+        """The matrices of one block that its tokens are multiplied by, which costs two FLOPs per element."""
 
     def vectors(self, model: Model) -> list[Split]:
-        """All other parameters but norms."""
+        """All other parameters except norms."""
         return []
 
     def norms(self, model: Model) -> list[Split]:
@@ -92,11 +92,11 @@ class MixerRules(Rules, ABC):
         return 0
 
     def token_flops(self, model: Model) -> int:
-        """Forward FLOPs of a token besides its products with matrices, however many it sees."""
+        """Forward FLOPs of a token apart from its products with matrices, however many it sees."""
         return 0
 
     def flops(self, model: Model, layer: int, seq_len: int) -> int:
-        """Forward FLOPs of a token besides its products with matrices, averaged over a sequence."""
+        """Forward FLOPs of a token apart from its products with matrices, averaged over a sequence."""
         width = min(window(model, layer) or seq_len, seq_len)
         twice_visible = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
         return self.pair_flops(model) // 2 * twice_visible + self.token_flops(model)

@@ -9,6 +9,7 @@ Shapes: B samples of a microbatch, T tokens this rank owns, E experts.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +80,7 @@ class BalanceLoss(nn.Module):
     def begin_step(self) -> None:
         """Called before the first microbatch of a step."""
 
+    @abstractmethod
     def forward(self, routed: Routed) -> Tensor:
         """This rank's summand of the term, a scalar with its gradient, without the coefficient.
 

@@ -19,6 +19,12 @@ FIELD = "moe.balance_losses"
 KEYS = frozenset(field.name for field in fields(MoE))
 """The keys of [moe]. A balance loss of the table that is named like one of them has its coefficient there."""
 
+OTHER_METRICS = {"step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"}
+OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy"}
+OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
+OTHER_METRICS |= {"tokens_min", "tokens_mean", "tokens_max", "load", "entropy", "dropped"}
+"""Names of other numbers of a step or a layer."""
+
 
 class BalanceRules(Rules):
     """The facts about a balance loss, with their usual values."""
@@ -29,17 +35,6 @@ class BalanceRules(Rules):
     """Whether it depends on which samples form a microbatch."""
     metric = ""
     """Its name in reports; "" for the name of the loss, without a module."""
-
-    def contradictions(self, config: Config) -> Iterator[Violation]:
-        terms = switched_on(config.moe)
-        for metric in {term.metric for term in terms if term.rules is self}:
-            names = [term.name for term in terms if term.metric == metric]
-            first = next(term for term in terms if term.metric == metric)
-            if len(names) > 1 and first.rules is self:
-                yield Violation(
-                    (FIELD,),
-                    f"{' and '.join(names)} are both reported as {metric}: use one, or give one another metric",
-                )
 
 
 class SequenceRules(BalanceRules):
@@ -126,3 +121,17 @@ def switched_on(moe: MoE) -> list[Term]:
         for entry in [*keys, *entries(moe.balance_losses)]
         if entry.coefficient
     ]
+
+
+def contradictions(config: Config) -> Iterator[Violation]:
+    """Balance losses whose metric would overwrite another."""
+    names: dict[str, list[str]] = {}
+    for term in switched_on(config.moe):
+        names.setdefault(term.metric, []).append(term.name)
+    for metric, losses in names.items():
+        if metric in OTHER_METRICS or "." in metric:
+            text = f"{losses[0]} would be reported as {metric}, a name that other numbers have: give it another metric"
+            yield Violation((FIELD,), text)
+        elif len(losses) > 1:
+            text = f"{' and '.join(losses)} are both reported as {metric}: use one, or give one another metric"
+            yield Violation((FIELD,), text)

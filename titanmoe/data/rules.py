@@ -1,103 +1,116 @@
-"""Which fields of [data] and [validation] contradict each other: in the mix, in packing, in what is held out."""
+"""Which fields of [data] and [validation] contradict each other: sources, mix, packing, what is held out."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from titanmoe.config.schema import Config
-
-Law = tuple[tuple[str, ...], str]
-"""Paths of the fields that do not fit; values, constraint and fix."""
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config, Data
 
 
 def steps_in(texts: list[str]) -> list[range]:
     """The steps of data.skip_steps; ValueError names what is not one."""
-    found = []
+    steps = []
     for text in texts:
         first, _, last = text.partition("-")
         if not re.fullmatch(r"[1-9]\d{0,17}(-[1-9]\d{0,17})?", text) or int(last or first) < int(first):
             raise ValueError(f"data.skip_steps has {text!r}, which is neither a step nor a range: write 120 or 120-130")
-        found.append(range(int(first), int(last or first) + 1))
-    return found
+        steps.append(range(int(first), int(last or first) + 1))
+    return steps
 
 
-def of_samples(config: Config) -> Iterator[Law]:
+def contradictions(config: Config) -> Iterator[Violation]:
+    yield from _sources(config.data)
     try:
         steps_in(config.data.skip_steps)
     except ValueError as error:
-        yield ("data.skip_steps",), str(error)
+        yield Violation(("data.skip_steps",), str(error))
     yield from _mix(config)
     yield from _packing(config)
     yield from _validation(config)
 
 
-def _mix(config: Config) -> Iterator[Law]:
+def _sources(data: Data) -> Iterator[Violation]:
+    if data.source == "files" and not data.paths:
+        yield Violation(
+            ("data.source", "data.paths"),
+            'data.source = "files" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
+        )
+    if data.source == "stdlib" and data.paths:
+        yield Violation(
+            ("data.source", "data.paths"),
+            'data.source = "stdlib" does not read data.paths, which is set: use source = "files", or paths = []',
+        )
+
+
+def _mix(config: Config) -> Iterator[Violation]:
     weights, paths = config.data.weights, config.data.paths
     if (names := config.data.fields) and len(names) != len(paths):
-        yield (
+        yield Violation(
             ("data.fields", "data.paths"),
             f"data.fields has {len(names)} names for {len(paths)} entries of data.paths: give one for each, or none, "
             "which takes data.field for all",
         )
     fields = ("data.weights", "data.paths")
     if weights and len(weights) != len(paths):
-        yield (
+        yield Violation(
             fields,
             f"data.weights has {len(weights)} numbers for {len(paths)} entries of data.paths: give one for each, or "
             "none, which weighs sources by their tokens",
         )
     elif weights and not sum(weights):
-        yield fields, f"data.weights = {weights} sums to 0, so no source would be read: make one positive"
+        yield Violation(fields, f"data.weights = {weights} sums to 0, so no source would be read: make one positive")
     else:
         for path, weight in zip(paths, weights, strict=False):
             if not weight:
-                yield fields, f"data.weights gives {path!r} the weight 0: remove both, or give it a positive weight"
+                text = f"data.weights gives {path!r} the weight 0: remove both, or give it a positive weight"
+                yield Violation(fields, text)
 
 
-def _packing(config: Config) -> Iterator[Law]:
+def _packing(config: Config) -> Iterator[Violation]:
     data = config.data
     if data.source == "synthetic" and data.packing != "stream":
-        yield (
+        yield Violation(
             ("data.packing", "data.source"),
             f'data.packing = "{data.packing}" is about documents, and data.source = "synthetic" has none: set packing '
             '= "stream", or another source',
         )
     elif data.balance_work and data.packing == "stream":
-        yield (
+        yield Violation(
             ("data.balance_work", "data.packing"),
             'data.balance_work = true evens out the cost of samples, but with data.packing = "stream" all cost the '
             'same: set packing = "documents" or "best_fit", or balance_work = false',
         )
 
 
-def _validation(config: Config) -> Iterator[Law]:
+def _validation(config: Config) -> Iterator[Violation]:
     validation, source = config.validation, config.data.source
     if validation.interval and source != "synthetic" and not validation.paths and not validation.held_out:
-        yield (
+        yield Violation(
             ("validation.interval", "validation.paths", "validation.held_out"),
             f"validation.interval = {validation.interval} has nothing to validate on: name validation.paths, or set "
             "validation.held_out = 100 to keep every 100th document of the training data for it",
         )
     if validation.paths and validation.held_out:
-        yield (
+        yield Violation(
             ("validation.paths", "validation.held_out"),
             f"validation.held_out = {validation.held_out} holds out documents that nothing reads, as validation.paths "
-            "is given: drop one of them",
+            "is set: drop one of them",
         )
     if validation.paths and not validation.interval:
-        yield (
+        yield Violation(
             ("validation.paths", "validation.interval"),
-            "validation.paths is given, but validation.interval = 0 never reads it: set interval, such as 100, or "
+            "validation.paths is set, but validation.interval = 0 never reads it: set interval, such as 100, or "
             "paths = []",
         )
     if validation.held_out == 1:
-        yield (
+        yield Violation(
             ("validation.held_out",),
             "validation.held_out = 1 holds out every document and leaves none to train on: use 2 or more, such as 100",
         )
     if source == "synthetic" and validation.interval and not validation.paths and not validation.steps:
-        yield (
+        yield Violation(
             ("validation.steps", "data.source"),
             'validation.steps = 0 asks for the whole set, but data.source = "synthetic" never ends: set steps = 10',
         )

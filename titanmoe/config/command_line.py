@@ -1,0 +1,85 @@
+"""The words of a command line, sorted into a recipe, overrides of its fields, and what cannot be either."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from titanmoe.config import other_names
+from titanmoe.config.field_values import nearest_field, shorten
+from titanmoe.config.fields import fields, tables
+from titanmoe.config.recipes import names
+from titanmoe.config.schema import OWN
+
+_OPTION = re.compile(r"--|-[A-Za-z]")
+"""How an option begins; a value may be negative."""
+HINTS = 20
+"""Up to this many problems, an unknown name gets a suggestion: each is compared with every field's name."""
+
+
+@dataclass
+class CommandLine:
+    recipe: str | None = None
+    overrides: dict[str, list[str]] = field(default_factory=dict)
+    help: bool = False
+    print_config: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def take_recipe(self, name: str) -> None:
+        if self.recipe is None:
+            self.recipe = name
+        else:
+            self.problems.append(
+                f"command line: two recipes are given, {self.recipe} and {name}: a run has one, "
+                "put the rest into overrides"
+            )
+
+
+def split_words(argv: Sequence[str]) -> CommandLine:
+    line = CommandLine()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "-h":
+            argument = "--help"
+        first = len(rest) == len(argv) - 1
+        if not argument.startswith("-") and (first or Path(argument).suffix == ".toml" or argument in names()):
+            line.take_recipe(argument)
+            continue
+        if not argument.startswith("--"):
+            line.problems.append(
+                f"command line: {argument!r} does not belong to an option: fields are set as in --training.steps 10"
+            )
+            continue
+        name, attached, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        known = fields().get(name)
+        following = next((i for i, text in enumerate(rest) if _OPTION.match(text)), len(rest))
+        if attached or name in ("help", "print_config"):
+            following = 0
+        elif name == "config" or (known and not known.item) or name.startswith(f"{OWN}."):
+            following = min(following, 1)
+        texts, rest = [value] if attached else rest[:following], rest[following:]
+
+        if name in ("help", "print_config"):
+            setattr(line, name, True)
+        elif name == "config" and not (texts and texts[0]):
+            line.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
+        elif name == "config":
+            line.take_recipe(texts[0])
+        elif name.startswith(f"{OWN}.") or (known and (texts or known.kind is bool)):
+            line.overrides[name] = texts or ["true"]
+        elif known:
+            line.problems.append(f"command line: --{name} needs a value, {known.expected}")
+        elif name in tables():
+            members = ", ".join(f"--{path}" for path in fields() if path.rpartition(".")[0] == name)
+            members = members or "the family's own"
+            line.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
+        else:
+            near = nearest_field(name) if len(line.problems) < HINTS else ""
+            hint = f"did you mean --{near}?" if near else "--help lists them all"
+            hint = other_names.hint(name, texts) or hint
+            line.problems.append(f"command line: unknown option {shorten(argument.partition('=')[0])}: {hint}")
+    return line
