@@ -47,6 +47,9 @@ PRIVATE = (
     Private(
         "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "ops/cpu/fsdp.py", "gloo, of a group on CPUs"
     ),
+    Private(
+        "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "fold/meshes.py", "NCCL, whose options are copied"
+    ),
     Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "ops/cpu/fsdp.py", "its current time-out"),
     Private(
         "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
