@@ -58,6 +58,13 @@ PRIVATE = (
         "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
     ),
     Private(
+        "torch.cuda.memory",
+        ("_snapshot",),
+        "train/runtime.py",
+        "whether GPU memory segments grow",
+        optional=True,
+    ),
+    Private(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         ("_pcontext",),
         "launcher/agent.py",
