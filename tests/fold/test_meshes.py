@@ -6,11 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FakeProcessGroup
 
 from tests import parity, world
 from tests.support.covering_mappings import all_folds, named
@@ -118,6 +123,37 @@ def test_an_axis_on_which_nobody_sends_says_so() -> None:
                 meshes.experts[axis].get_group()
         whole = build_meshes(derive(8, Parallelism(tp=2)), "cpu", trains=False)
         assert set(lanes_of(whole)) == {"blocking"}
+
+
+@pytest.mark.parametrize(
+    ("node", "lanes"), [(-1, {"rows": 1, "shards": 2, "stages": 1}), (2, {"rows": 2, "shards": 2, "stages": 1})]
+)
+def test_groups_for_rows_and_shards_have_nccl_streams_of_high_priority_and_no_others(node: int, lanes: Any) -> None:
+    """ProcessGroupNCCL.Options is replaced by a stand-in, and a split by a group of torch's `fake` backend."""
+    config, patience = SimpleNamespace(cga_cluster_size=4), timedelta(seconds=77)
+    of_world = SimpleNamespace(is_high_priority_stream=False, _timeout=timedelta(seconds=600), config=config)
+    before, splits = dict(vars(of_world)), []
+
+    def split_group(*, split_ranks: list, timeout: Any, pg_options: Any, group_desc: str) -> dist.ProcessGroup:
+        splits.append((group_desc, pg_options, timeout))
+        own = next(ranks for ranks in split_ranks if dist.get_rank() in ranks)
+        return dist.new_group(own, backend="fake", use_local_synchronization=True)
+
+    with (
+        rank_of(16, 5),
+        mock.patch.object(dist, "split_group", split_group),
+        mock.patch.object(FakeProcessGroup, "options", of_world, create=True),
+    ):
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+        build_meshes(derive(16, FIVE), "cpu", node, patience)
+    high = [(lane, options) for lane, options, _ in splits if options is not None]
+    assert Counter(lane for lane, _, _ in splits) == {"blocking": 4} | lanes
+    assert Counter(lane for lane, _ in high) == {lane: lanes[lane] for lane in ("rows", "shards")}
+    for _, options in high:
+        assert options.is_high_priority_stream and options._timeout == of_world._timeout and options.config == config
+    # Each is a copy of its own, because torch writes into it; and the time-out of the groups is the one asked for.
+    assert len({id(options) for _, options in high} | {id(of_world)}) == len(high) + 1
+    assert vars(of_world) == before and {timeout for _, _, timeout in splits} == {patience}
 
 
 def threads() -> int:

@@ -1,4 +1,5 @@
-"""Every value of every option of [moe] can be rehearsed; an option that is added is covered by itself."""
+"""Every value of every option of [moe] can be rehearsed, and has no operation that `training.deterministic` forbids on
+GPUs; an option that is added is covered by itself."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from tests.rehearse.small import config_of
+from tests.support import nondeterministic
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import ranges
 from titanmoe.config.schema import MoE
@@ -63,7 +65,10 @@ def of(changes: dict[str, Any]) -> Rehearsal | None:
         config = config_of(SMALL | changes, 4, "h100")
     except ConfigError:
         return None
-    return rehearse(config, 4, 1, "h100", 1.7)
+    with nondeterministic.noted() as refused:
+        rehearsal = rehearse(config, 4, 1, "h100", 1.7)
+    assert not refused
+    return rehearsal
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("dropless", "pads")])

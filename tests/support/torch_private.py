@@ -47,12 +47,22 @@ PRIVATE = (
     Private(
         "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "ops/cpu/fsdp.py", "gloo, of a group on CPUs"
     ),
+    Private(
+        "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "fold/meshes.py", "NCCL, whose options are copied"
+    ),
     Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "ops/cpu/fsdp.py", "its current time-out"),
     Private(
         "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
     ),
     Private(
         "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
+    ),
+    Private(
+        "torch.cuda.memory",
+        ("_snapshot",),
+        "train/runtime.py",
+        "whether GPU memory segments grow",
+        optional=True,
     ),
     Private(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",

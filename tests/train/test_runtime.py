@@ -15,8 +15,8 @@ from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.ops.cpu import process as cpu_process
-from titanmoe.train import runtime
-from titanmoe.train.runtime import VARIABLES, grow_segments
+from titanmoe.train import header, runtime
+from titanmoe.train.runtime import ALLOCATOR, VARIABLES, grow_segments
 
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
 WAIT = "time.sleep(999)"  # until the test ends it
@@ -195,14 +195,56 @@ def test_threads_push_no_other_off_its_core_unless_a_policy_was_chosen(before, a
         assert thread.submit(lambda: set(policies())).result() == {getattr(os, after)}
 
 
-@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_memory_of_gpus_grows_in_place_unless_the_environment_says_otherwise(name, monkeypatch):
-    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+def without_settings(monkeypatch):
+    for known in ALLOCATOR:
         monkeypatch.setenv(known, "")
         monkeypatch.delenv(known)
+
+
+@pytest.mark.parametrize("name", ["", *ALLOCATOR])
+def test_memory_of_gpus_grows_in_place_unless_the_environment_says_otherwise(name, monkeypatch):
+    without_settings(monkeypatch)
     if name:
         monkeypatch.setenv(name, "max_split_size_mb:64")
     grow_segments()
-    given = {known: os.environ.get(known) for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    given = {known: os.environ.get(known) for known in ALLOCATOR}
     want = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert {known: value for known, value in given.items() if value} == want
+
+
+ASKED = "expandable_segments:True"
+
+
+def answers(**settings):
+    return lambda: {"segments": [], "allocator_settings": settings}
+
+
+def not_its_own():
+    raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+
+@pytest.mark.parametrize(
+    ("setting", "allocator", "row"),
+    [
+        (ASKED, answers(expandable_segments=True), "segments grow"),
+        ("", answers(expandable_segments=True), "segments grow"),
+        (ASKED, answers(expandable_segments=False), "segments do not grow: PyTorch was in use before {} was set"),
+        ("backend:native", answers(expandable_segments=False), "segments do not grow: {} = backend:native"),
+        ("", answers(expandable_segments=False), "segments do not grow: PYTORCH_ALLOC_CONF is not set"),
+        (ASKED, answers(), "whether segments grow is not known"),
+        (ASKED, not_its_own, "whether segments grow is not known"),
+        (ASKED, None, "whether segments grow is not known"),
+    ],
+)
+@pytest.mark.parametrize("name", ALLOCATOR)
+def test_the_header_says_whether_the_allocator_grows_segments(name, setting, allocator, row, monkeypatch):
+    """With stand-ins for the allocator's answer, None for a torch that has none."""
+    without_settings(monkeypatch)
+    if setting:
+        monkeypatch.setenv(name, setting)
+    monkeypatch.delattr(torch.cuda.memory, "_snapshot")
+    if allocator:
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", allocator, raising=False)
+    rows = header.set_up(Config(), 1, 1, None, torch.device("cuda"))
+    assert rows["GPU memory"].startswith(row.format(name))
+    assert "GPU memory" not in header.set_up(Config(), 1, 1, None, torch.device("cpu"))

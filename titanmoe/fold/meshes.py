@@ -6,11 +6,12 @@ share one, but only within a lane: messages that may be in flight at the same ti
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,10 @@ Lane = Literal["blocking", "rows", "shards", "replicas", "stages"]
 
 Saving has a group of its own, outside these lanes (`titanmoe.checkpoint.saver`).
 """
+
+HIGH_PRIORITY: tuple[Lane, ...] = ("rows", "shards")
+"""Lanes whose NCCL streams have high priority: their messages travel while the device computes, and a grouped product
+could take all of its multiprocessors before their kernels start."""
 
 SILENT = "(nobody sends along this axis)"
 """The name given to a group that was not made; torch repeats it when the group is asked for."""
@@ -60,7 +65,9 @@ class Lanes:
 
     def _make(self, lane: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if dist.group.WORLD.bound_device_id is not None:  # NCCL: else each group would split the whole world
-            return dist.split_group(split_ranks=[list(part) for part in parts], timeout=self.timeout, group_desc=lane)
+            options = _high_priority_options() if lane in HIGH_PRIORITY else None  # None: a copy of the world's
+            ranks = [list(part) for part in parts]
+            return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=lane)
         new_groups = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
         own_groups = [group for part, group in zip(parts, new_groups, strict=True) if dist.get_rank() in part]
         return own_groups[0] if own_groups else None
@@ -71,6 +78,14 @@ class Lanes:
         if dist.get_world_size() == 1:
             return dist.group.WORLD
         return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="alone")
+
+
+def _high_priority_options() -> Any:
+    """The world's NCCL options, with streams of high priority. A copy each time, because a split writes into it."""
+    world = dist.group.WORLD
+    options = copy.deepcopy(world._get_backend(world.bound_device_id).options)
+    options.is_high_priority_stream = True
+    return options
 
 
 @dataclass(frozen=True)

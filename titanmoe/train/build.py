@@ -131,7 +131,7 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        set_up=set_up(config, fold.pp, batches.microbatches, engine),
+        set_up=set_up(config, fold.pp, batches.microbatches, engine, device),
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,

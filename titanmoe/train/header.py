@@ -17,6 +17,7 @@ from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.collapse import unbalanced
 from titanmoe.train.console import mapping, saving
 from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.runtime import segments
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
@@ -69,12 +70,16 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     )
 
 
-def set_up(config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
-    """The rows about compilation, the pipeline and recomputation."""
+def set_up(
+    config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
+) -> dict[str, str]:
+    """The rows about GPU memory, compilation, the pipeline and recomputation."""
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
         rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
+    if device.type == "cuda":
+        rows["GPU memory"] = segments()
     if config.compile.enable:
         reason = why_in_parts(config.moe, splits)
         rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"

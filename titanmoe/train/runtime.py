@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of GPU memory, under their name and their former one."""
 PR_SET_PDEATHSIG = 1  # prctl.h
 STOP_SECONDS = 5.0
 """How long a failed rank waits for its process groups to end."""
@@ -127,10 +129,29 @@ def die_with_launcher() -> None:
 
 def grow_segments() -> None:
     """Let GPU memory segments grow in place: the number of routed rows changes every time, and blocks of fixed sizes
-    would leave gaps. CUDA reads this when it starts; a setting in the environment takes precedence.
+    would leave gaps. PyTorch reads this once, so a program that used it before is too late (`segments`); a setting in
+    the environment takes precedence.
     """
-    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def segments() -> str:
+    """Whether GPU memory segments grow: the allocator's own answer, whatever the environment asks for."""
+    import torch
+
+    try:
+        grow = torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    except (AttributeError, KeyError, RuntimeError):  # RuntimeError: an allocator that is not PyTorch's own
+        return "whether segments grow is not known: this allocator does not say"
+    if grow:
+        return "segments grow"
+    name = next((name for name in ALLOCATOR if os.environ.get(name)), "")
+    if not name:
+        return f"segments do not grow: {ALLOCATOR[0]} is not set"
+    if "expandable_segments:True" not in os.environ[name]:
+        return f"segments do not grow: {name} = {os.environ[name]}"
+    return f"segments do not grow: PyTorch was in use before {name} was set, so set it before the program starts"
 
 
 def start(config: Config) -> Runtime:
