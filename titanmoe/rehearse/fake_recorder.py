@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
-from titanmoe.moe.dispatchers.symm_mem import put_op
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.memory_over_step import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
@@ -72,7 +71,7 @@ class FakeRecorder(Recorder):
         # torch's fake implementation of the wait would allocate a copy.
         if func._overloadpacket.__name__ == "wait_tensor":
             return args[0]
-        return None if func is put_op._opoverload else self.shapes(func, args, kwargs)
+        return None if func is torch.ops.titanmoe.put.default else self.shapes(func, args, kwargs)
 
     def whole_numbers(self, x: Tensor) -> Tensor:
         return values.known_values(x)

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._pytree import tree_leaves
 
-from titanmoe.moe.dispatchers.symm_mem import put_op
 from titanmoe.rehearse.code_site import CodeSite, CodeSites
 from titanmoe.replace import replaced
 
@@ -118,7 +117,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is put_op._opoverload:
+        if func is torch.ops.titanmoe.put.default:
             out = self.run_message(func, args, kwargs)
             self._note(self._from_put(*args[:4], args[5]))
             self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream

@@ -193,7 +193,11 @@ class DeepEPRules(DispatcherRules):
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
         ranks, top_k = ep * etp, config.model.top_k
-        yield from _above(32, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}", config)
+        if top_k * etp > 32:
+            yield (
+                'moe.dispatcher = "deepep" takes at most 32 copies of a token, and model.top_k * etp = '
+                f'{top_k} * {etp} is {top_k * etp}: use another ep or etp, or dispatcher = "alltoall"'
+            )
         if ranks not in self.sizes:
             yield (
                 f'moe.dispatcher = "deepep" is made for {", ".join(map(str, self.sizes))} ranks, and ep * etp = {ep} * '
@@ -211,14 +215,6 @@ class DeepEPRules(DispatcherRules):
         across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.row_bytes * costs.visits(ep) * etp
         return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
-
-
-def _above(most: int, number: int, what: str, where: str, config: Config) -> Iterator[str]:
-    if number > most:
-        yield (
-            f'moe.dispatcher = "{config.moe.dispatcher}" takes at most {most} {what}, and {where} is {number}: '
-            'use another ep or etp, or dispatcher = "alltoall"'
-        )
 
 
 DISPATCHERS = Kind(
