@@ -43,7 +43,7 @@ case $stage in
 1)  # Side by side, so that none waits for another's compiler.
     kernels=tests/ops/test_kernels.py pids=()
     run() { timeout 170 "$python" -m pytest -m gpu --one-of-each -q -p no:cacheprovider "${@:2}" > "$out/$1.log" 2>&1; }
-    run rows $kernels -k 'tokens_to_rows or wider or regrouped or place or rows_by or 8_bits' & pids+=($!)
+    run rows $kernels -k 'tokens_to_rows or wider or regrouped or place or rows_by or rows_put or 8_bits' & pids+=($!)
     run swiglu $kernels -k 'activation or ties or numbers or loss or rotation or watched or spread' & pids+=($!)
     run routing $kernels -k 'test_routing' & pids+=($!)
     run compiled $kernels -k 'compiled' & pids+=($!)

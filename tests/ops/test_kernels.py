@@ -19,6 +19,7 @@ from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.balance import entropy_and_count as balance_spread
+from titanmoe.moe.dispatchers.symm_mem import plain_put
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
@@ -33,7 +34,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
-    from titanmoe.ops.kernels import choice_rows, score_spread
+    from titanmoe.ops.kernels import choice_rows, put, score_spread
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 
@@ -353,3 +354,23 @@ def test_the_loss_over_slices(tokens: int, vocabulary: int, chunks: int, ignored
             results.append([loss, *torch.autograd.grad(loss, (x, weight), of_token + 1)])
         for got, want in zip(*results, strict=True):
             close(got, want, dtype, terms=vocabulary)
+
+
+@pytest.mark.parametrize("width, dtype", [(1, torch.float32), (72, torch.bfloat16), (4100, torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["some go nowhere", "one rank gets none", "none go"])
+def test_rows_put_in_the_buffers_of_two_ranks(kind: str, width: int, dtype: torch.dtype) -> None:
+    """Both buffers are on this device."""
+    N, limit = 21, 16
+    x_ND = random(N, width, dtype=dtype).detach()
+    to_N = torch.randperm(2 * limit, generator=torch.Generator().manual_seed(1))[:N].to(DEVICE)
+    to_N[::5] = -1
+    if kind == "one rank gets none":
+        to_N[to_N < limit] = -1
+    elif kind == "none go":
+        to_N[:] = -1
+    got, want = ([torch.full((limit + 1, width), 7, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2))
+    put.put_rows(x_ND, to_N, torch.tensor([buffer.data_ptr() for buffer in got], device=DEVICE), limit)
+    plain_put(x_ND, to_N, want)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[:limit], b[:limit]) and a[limit].eq(7).all()
+    assert sum(int(b[:limit].ne(7).any(1).sum()) for b in want) == int((to_N >= 0).sum())

@@ -137,3 +137,14 @@ def test_quantise(contiguous: bool) -> None:
     shape = quantise.shape(x if contiguous else x.transpose(1, 2))
     pointers = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
     assert size_of_machine_code(quantise._quantise, pointers, 8, **shape) > 0
+
+
+@pytest.mark.parametrize("width, dtype", [(2048, torch.bfloat16), (7168, torch.bfloat16), (1, torch.float32)])
+def test_put(width: int, dtype: torch.dtype) -> None:
+    """It knows nothing of experts: the same machine code serves 8, 128 and 256."""
+    from titanmoe.ops.kernels import put
+    from titanmoe.ops.kernels.kernel_launch import tile
+
+    rows, columns = tile(width, put.TILE)
+    pointers = {"x": POINTERS[dtype], "to": "*i64", "addresses": "*i64"}
+    assert size_of_machine_code(put._put, pointers, 8, D=width, ROWS=rows, COLUMNS=columns) > 0

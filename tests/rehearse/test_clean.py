@@ -60,7 +60,7 @@ def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
 
 @pytest.mark.parametrize("name", [d for d in DISPATCHERS if d not in ("alltoall", "chunks")])
 def test_dispatchers(name: str) -> None:
-    assert of_all(DISPATCHERS[name] | {"parallelism.node": 2}, 1.7).text == HOST_ORDER
+    assert of_all(DISPATCHERS[name] | {"parallelism.node": 4 if name == "symm_mem" else 2}, 1.7).text == HOST_ORDER
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ FEATURES = {
         for name, of in case_features.SCHEDULES.items()
     },
     **{
-        f"dispatcher {name}": (4, "h100", EP4 | of | {"parallelism.node": 2})
+        f"dispatcher {name}": (4, "h100", EP4 | of | {"parallelism.node": 4 if name == "symm_mem" else 2})
         for name, of in case_features.DISPATCHERS.items()
     },
     "pairs": (

@@ -28,7 +28,6 @@ PRIVATE = (
     Private(
         _C10D, ("_resolve_process_group",), "comm/collectives.py", "the group of a name, as functional collectives use"
     ),
-    Private(_C10D, ("_resolve_process_group",), "rehearse/record.py", "the same"),
     Private(
         _C10D,
         ("_world", "_set_pg_timeout"),
@@ -179,26 +178,11 @@ PRIVATE = (
     Private("torch", ("_softmax_backward_data",), "ops/cpu/blocked_attention.py", "the gradient of a softmax"),
     Private(
         "torch.distributed._symmetric_memory",
-        ("empty", "rendezvous", "get_backend", "set_backend", "is_nvshmem_available"),
+        ("empty", "rendezvous", "get_backend", "set_backend"),
         "moe/dispatchers/symm_mem.py",
         "buffers that peers write to",
     ),
-    Private(
-        "torch.distributed._symmetric_memory", ("empty", "rendezvous"), "rehearse/fake_symmetric.py", "to replace them"
-    ),
-    Private(
-        "torch.distributed._symmetric_memory",
-        ("is_nvshmem_available",),
-        "launcher/check_cluster.py",
-        "whether NVSHMEM is there",
-    ),
     Private("torch.ops", ("_c10d_functional",), "launcher/check_cluster.py", "to time them"),
-    Private(
-        "torch._C",
-        ("_dispatch_has_kernel_for_dispatch_key",),
-        "moe/dispatchers/symm_mem.py",
-        "whether an op runs on a device",
-    ),
     Private(
         "torch._C", ("_will_engine_execute_node",), "ops/split_backward.py", "which gradients a backward pass computes"
     ),
@@ -217,6 +201,7 @@ PRIVATE = (
         "ops/kernels/kernel_launch.py",
         "whether a mode watches operations, so that a kernel has to be one",
     ),
+    Private("torch.utils._python_dispatch", ("is_in_torch_dispatch_mode",), "moe/dispatchers/symm_mem.py", "the same"),
     Private(
         "torch.utils._python_dispatch",
         ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),

@@ -334,7 +334,7 @@ class Parallelism:
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
     """Whose implementation of attention runs, with or without cp. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
     node: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical". Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
+    """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical", and to refuse symm_mem and deepep on groups that they do not serve. Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
 

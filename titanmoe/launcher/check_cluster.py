@@ -259,11 +259,8 @@ def _data(mesh: DeviceMesh) -> Group:
 def versions(runtime: Runtime) -> list[str]:
     lines = [f"torch {torch.__version__}, {runtime.world} ranks"]
     if runtime.device.type == "cuda":
-        import torch.distributed._symmetric_memory as symm_mem
-
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        nvshmem = "found" if symm_mem.is_nvshmem_available() else "not found"
-        lines.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, NVSHMEM {nvshmem}")
+        lines.append(f"CUDA {torch.version.cuda}, NCCL {nccl}")
     return lines
 
 

@@ -16,7 +16,6 @@ from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.memory_over_step import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import IntegerMessages
-from titanmoe.rehearse.sent_rows import Rows
 from titanmoe.rehearse.shapes import Shapes
 from titanmoe.rehearse.work import Operations
 
@@ -27,7 +26,6 @@ class _Dispatching(threading.local):
     microbatch = layer = -1
     exchange: IntegerMessages | None = None
     integer_messages = 0  # received in this layer and microbatch
-    rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 
 
 class FakeRecorder(Recorder):
@@ -73,10 +71,10 @@ class FakeRecorder(Recorder):
         # torch's fake implementation of the wait would allocate a copy.
         if func._overloadpacket.__name__ == "wait_tensor":
             return args[0]
-        return None if func.namespace == "symm_mem" else self.shapes(func, args, kwargs)
+        return None if func is torch.ops.titanmoe.put.default else self.shapes(func, args, kwargs)
 
-    def rows_exchanged(self, op: str, sizes: Tensor, arrived: Tensor, group: str) -> tuple[Rows, Rows]:
-        return self.dispatching.rows
+    def whole_numbers(self, x: Tensor) -> Tensor:
+        return values.known_values(x)
 
     def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # By far the most frequent query, and slow on fake tensors.

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.cpu import Stream, current_stream
 from torch.cpu import _default_cpu_stream as default_stream
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._pytree import tree_leaves
 
 from titanmoe.rehearse.code_site import CodeSite, CodeSites
@@ -44,9 +44,9 @@ C10D = {
     "recv_": "receive",
     "barrier": "barrier",
 }
-SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
-"""All-to-alls of symmetric memory, under torch's own names."""
-ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
+PUT = "put"
+"""Rows written to other ranks' memory, until what they write has arrived too."""
+ALL_TO_ALLS = ("all-to-all", PUT)
 
 
 @dataclass
@@ -117,9 +117,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "symm_mem":
+        if func is torch.ops.titanmoe.put.default:
             out = self.run_message(func, args, kwargs)
-            self._note(self._from_symmetric(func._overloadpacket.__name__, args))
+            self._note(self._from_put(*args[:4], args[5]))
             self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream
             return out
         if func.namespace not in ("c10d", "_c10d_functional"):
@@ -177,20 +177,17 @@ class Recorder(TorchDispatchMode):
             op, group.group_name, inputs, outputs, splits, args[2] if op in ("send", "receive") else -1
         )
 
-    def _from_symmetric(self, op: str, args: tuple) -> Message:
-        x, _, sizes, arrived, group = args[:5]
-        rows = self.rows_exchanged(op, sizes, arrived, group)
-        sent_bytes, received_bytes = (sum(side) * x.shape[1] * x.element_size() for side in rows)
-        return Message(op, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
+    def _from_put(self, x: Tensor, to_N: Tensor, from_M: Tensor, buffers: list[Tensor], group: str) -> Message:
+        limit, ranks = len(buffers[0]) - 1, len(buffers)
+        with outside():
+            places = [self.whole_numbers(place) for place in (to_N, from_M)]
+            rows = tuple(tuple(torch.bincount(x[x >= 0] // limit, minlength=ranks).tolist()) for x in places)
+        sent_bytes, received_bytes = (sum(side) * _row_bytes(x) for side in rows)
+        return Message(PUT, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
 
-    def rows_exchanged(
-        self, op: str, sizes: Tensor, arrived: Tensor, group: str
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows sent to each rank by an operation of symmetric memory that has ended, and received from each."""
-        ranks = _resolve_process_group(group).size()
-        if op == SYMMETRIC[0]:  # sent by rank and expert, received by expert and rank
-            return tuple(sizes.view(ranks, -1).sum(1).tolist()), tuple(arrived[0].view(-1, ranks).sum(0).tolist())
-        return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())
+    def whole_numbers(self, x: Tensor) -> Tensor:
+        """The values of a tensor of integers."""
+        return x
 
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
         inputs, outputs = ([x for x in tree_leaves(value) if isinstance(x, Tensor)] for value in (inputs, outputs))

@@ -23,10 +23,9 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
-from titanmoe.rehearse.sent_rows import RowCounter, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
@@ -164,20 +163,24 @@ class IntegerMessages:
     """What a rank receives when dispatchers send each other integers."""
 
     def __init__(
-        self, routing: Routing, dispatcher_type: type[Dispatcher], template: Dispatcher, node: int, away_rows: int = 0
+        self,
+        routing: Routing,
+        dispatcher_type: type[Dispatcher],
+        template: Dispatcher,
+        node: int,
+        symmetric: bool = False,
     ):
-        """away_rows: room in the receive buffers of symmetric memory, if dispatchers use it here."""
+        """symmetric: whether dispatchers use symmetric memory here, as in a step that fits."""
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
-        self.away_rows = away_rows
+        self.symmetric = symmetric
         self._sent_cache: dict[tuple, tuple] = {}
         self._received_cache: dict[tuple, Tensor] = {}
-        self._rows_cache: dict[tuple, Rows] = {}
 
     def __reduce__(self) -> tuple:
         """Pickled without its caches."""
         routing = self.routing
         fresh = Routing(routing.config, routing.fold, routing.samples, routing.assumed)
-        return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
+        return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.symmetric)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
         """What a rank receives in its n-th message of integers."""
@@ -208,20 +211,6 @@ class IntegerMessages:
                 raise RuntimeError(f"{self.dispatcher_type.__name__} never sends message {n} of integers")
         return self._sent_cache[key]
 
-    def rows_received(self, rank: int, microbatch: int, layer: int) -> Rows:
-        """Through symmetric memory, from each rank of the group."""
-        members = self.members("whole", rank)
-        keys = {other: (other, microbatch, self.routing.key(layer)) for other in members}
-        for other, key in keys.items():
-            if key not in self._rows_cache:
-                chosen_TK, dispatcher = self.routing.chosen_experts(other, microbatch, layer), self._dispatcher(other)
-                run = _DispatcherRun(-1, lambda i, other=other: self.received_integers(other, microbatch, layer, i))
-                with run, torch.no_grad():
-                    dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
-                self._rows_cache[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
-        own_index = members.index(rank)
-        return tuple(self._rows_cache[key][own_index] for key in keys.values())
-
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """The all-to-alls of a forward pass, to the experts and back."""
         chosen_TK = self.routing.chosen_experts(rank, microbatch, layer)
@@ -241,8 +230,8 @@ class IntegerMessages:
         if template.ranks.across.size > 1:
             within, across = (self._group(name, rank) for name in ("within", "across"))
         dispatcher.place(ExpertRanks(whole, fold.ep, fold.etp, within, across))
-        if self.away_rows:
-            dispatcher.memory = RowCounter(self.away_rows)
+        if self.symmetric:  # it stops before it uses any buffer
+            dispatcher.memory = SharedBuffers(torch.device("cpu"))
         return dispatcher
 
     def _group(self, name: str, rank: int) -> Group:

@@ -109,9 +109,9 @@ def _assume_routing(
     node, memory = config.parallelism.node, training.gradients.shared_buffers
     messages = partial(IntegerMessages, routing, type(template), template, node)
     exchange = messages()
-    symmetric_exchange = None if memory is None else messages(memory.away_rows)
+    symmetric_exchange = None if memory is None else messages(symmetric=True)
     if symmetric_exchange is not None:
-        memory.exchange = symmetric_exchange
+        memory.counts = symmetric_exchange
     for layer, moe in training.moe_layers.items():
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:

@@ -127,8 +127,8 @@ class HierarchicalRules(DispatcherRules):
 
 class SymmetricMemoryRules(DispatcherRules):
     help = (
-        "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
-        "sizes: for GPUs of one NVLink domain that often idle waiting for the host."
+        "symm_mem (experimental, not run on GPUs) is alltoall by writing to the memory of other GPUs of the node, in "
+        "which the host never waits for sizes: for GPUs that often idle waiting for the host."
     )
     implementation = "titanmoe.moe.dispatchers.symm_mem:Symmetric"
     host_syncs = 0
@@ -142,13 +142,13 @@ class SymmetricMemoryRules(DispatcherRules):
     )
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
-        """If a block of torch's kernel has more than one piece to send, the first block overwrites offsets that others
-        still read. The grid has 64 blocks, or 8 with more than 8 ranks (torch 2.11 and newer), a warp per expert."""
-        yield from _above(8, ep * etp, "ranks of ep * etp", f"ep * etp = {ep} * {etp}", config)
-        total = config.model.num_experts
-        yield from _above(16, total // ep, "experts on a rank", f"model.num_experts / ep = {total} / {ep}", config)
-        where = f"model.num_experts * etp = {total} * {etp}"
-        yield from _above(64, total * etp, "pieces from a rank", where, config)
+        """Ranks map each other's memory, which they can within a node."""
+        ranks, node = ep * etp, config.parallelism.node  # 1 also where no launcher says
+        if node > 1 and node % ranks:
+            yield (
+                f'moe.dispatcher = "symm_mem" needs its group within a node, and ep * etp = {ep} * {etp} ranks are on '
+                f'nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
+            )
 
 
 class DeepEPRules(DispatcherRules):
@@ -193,7 +193,11 @@ class DeepEPRules(DispatcherRules):
 
     def limits(self, config: Config, ep: int, etp: int) -> Iterator[str]:
         ranks, top_k = ep * etp, config.model.top_k
-        yield from _above(32, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}", config)
+        if top_k * etp > 32:
+            yield (
+                'moe.dispatcher = "deepep" takes at most 32 copies of a token, and model.top_k * etp = '
+                f'{top_k} * {etp} is {top_k * etp}: use another ep or etp, or dispatcher = "alltoall"'
+            )
         if ranks not in self.sizes:
             yield (
                 f'moe.dispatcher = "deepep" is made for {", ".join(map(str, self.sizes))} ranks, and ep * etp = {ep} * '
@@ -211,14 +215,6 @@ class DeepEPRules(DispatcherRules):
         across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.row_bytes * costs.visits(ep) * etp
         return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
-
-
-def _above(most: int, number: int, what: str, where: str, config: Config) -> Iterator[str]:
-    if number > most:
-        yield (
-            f'moe.dispatcher = "{config.moe.dispatcher}" takes at most {most} {what}, and {where} is {number}: '
-            'use another ep or etp, or dispatcher = "alltoall"'
-        )
 
 
 DISPATCHERS = Kind(

@@ -1,27 +1,32 @@
-"""Sends rows to their experts through symmetric memory. Sizes stay on the device, so the host never waits for them.
+"""Puts rows into the memory of their experts' ranks, over NVLink. Sizes stay on the device, so the host never waits.
 
-`torch.ops.symm_mem.all_to_all_vdev_2d` sends rows sorted by rank and expert into a buffer sorted by expert and sender,
-and `all_to_all_vdev_2d_offset` sends them back; each is the other's backward. Both read their sizes on the device. An
-over-subscription factor sets the size of the receive buffer, and the ops do not check where it ends. So the ranks of a
-group first sum their counts, and if any of them would receive more than fits, no rank sends anything and a flag is set:
-the step is then repeated without the buffers, which is exact (`Gradients.sums`).
+Every rank of a group maps the others' receive buffers (torch's symmetric memory). All ranks first gather how many rows
+each has for each expert. From these counts a rank knows where in its expert's rank's buffer each row belongs, and where
+each row that arrives comes from. So a rank writes its rows to their places, by expert and then by sender, and the
+experts' outputs go back to the rows of the sender that they came from; each is the other's backward.
+
+An over-subscription factor sets the size of the receive buffer. If any rank of the group would receive more than fits,
+no rank sends anything and a flag is set: the step is then repeated without the buffers, which is exact
+(`Gradients.sums`).
 
 Shapes as in titanmoe.moe.dispatchers.protocol, and: H rows of the send buffer, T * K * etp, the unused ones last; A
-rows of the receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins
-unused.
+rows that a rank has room for: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all
+bins unused. N rows that leave and M that arrive, either way. A place is rank * limit + row, and -1 is nowhere.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
-import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from titanmoe.comm.collectives import InFlight, all_reduce
+from titanmoe.comm.collectives import InFlight, all_gather
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -30,32 +35,117 @@ from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk, AllToAllE
 from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
+from titanmoe.ops.kernels import fused
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
-OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
+Arrived = TypeVar("Arrived")
 
 
 def missing(device: str) -> str:
     """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
     if devices.pretended() and devices.kind_for(device) == "cuda":
         return ""  # we cannot know what that machine has
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
+    kind = devices.kind_for(device) if device == "auto" else device
+    if kind == "cuda" and not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} finds no GPU"
-    for op in OPS:
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(op, device.upper()):
-            return f"PyTorch {torch.__version__} has no {op} on {device}"
-    if device == "cuda" and not symm_mem.is_nvshmem_available():
-        return f"PyTorch {torch.__version__} finds no NVSHMEM (libnvshmem_host.so.3, of the package nvidia-nvshmem)"
+    if symm_mem.get_backend(torch.device(kind)) is None:
+        return f"PyTorch {torch.__version__} has no symmetric memory on {kind}"
     return ""
 
 
-class Buffers(NamedTuple):
-    """Send and receive buffers, (H, .) and (A, .), for rows of one width; two of each."""
+def exchange_steps(barrier: Callable[[], None], put: Callable[[], None], take: Callable[[], Arrived]) -> Arrived:
+    """What every rank of a group does in an exchange, in the order of its stream. The same buffer takes what arrives in
+    every exchange, of any layer, microbatch and direction.
 
-    home: tuple[Tensor, Tensor]
-    away: tuple[Tensor, Tensor]
+    barrier: returns once all ranks have entered it; what they did before is done, and visible after it. put: writes
+    this rank's rows to the others' buffers. take: copies what arrived out of this rank's buffer.
+    """
+    barrier()  # all ranks have taken what arrived in the exchange before
+    put()
+    barrier()  # all rows have arrived
+    return take()
+
+
+class Places(NamedTuple):
+    to_H: Tensor
+    """Where each row of the send buffer goes."""
+    from_A: Tensor
+    """Where each row of the receive buffer comes from."""
+    bin_e: Tensor
+    """Rows of each expert's bin on this rank."""
+    fits: Tensor
+    """Whether the rows of every rank fit. If not, no row goes anywhere."""
+    overflows: Tensor
+    """Whether this rank's do not."""
+
+
+def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, rows: int, room: int) -> Places:
+    """count_GE: each sender's rows for each expert. limit: rows of a buffer. rows, room: H and A."""
+    rank = ranks.group.rank
+    # By sender, receiver and local expert: all etp ranks of an expert get its rows.
+    size_SRe = count_GE.view(len(count_GE), ranks.ep, -1).repeat_interleave(ranks.etp, 1)
+    need_R = bins(size_SRe.sum(0)).sum(1)
+    fits = (need_R <= room).all()
+    size_SRe = size_SRe * fits
+    bin_Re = bins(size_SRe.sum(0))
+    first_SRe = (size_SRe.flatten(1).cumsum(1) - size_SRe.flatten(1)).view_as(size_SRe)  # in the send buffer
+    place_SRe = bin_Re.cumsum(1) - bin_Re + size_SRe.cumsum(0) - size_SRe  # in the receive buffer
+    begin_G1 = (torch.arange(len(count_GE), device=count_GE.device) * limit).unsqueeze(1)
+    to_H = _by_row(size_SRe[rank], first_SRe[rank], place_SRe[rank] + begin_G1, rows)
+    size_eS, first_eS, place_eS = (x[:, rank].t() for x in (size_SRe, first_SRe, place_SRe))
+    from_A = _by_row(size_eS, place_eS, first_eS + begin_G1.t(), room)
+    return Places(to_H, from_A, bin_Re[rank], fits, need_R[rank] > room)
+
+
+def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
+    """For pieces of consecutive rows, in order: where each row's counterpart is, if that of a piece's first row is
+    `other`; -1 for rows of no piece."""
+    size, begin, other = (x.flatten().contiguous() for x in (size, begin, other))
+    row = torch.arange(rows, device=size.device)
+    piece = torch.searchsorted(begin, row, right=True) - 1  # empty pieces begin where the next one does
+    offset = row - begin[piece]
+    return (other[piece] + offset).where(offset < size[piece], -1)
+
+
+def bins(total: Tensor) -> Tensor:
+    """Rows of each expert's bin: a multiple of ALIGN, at least one."""
+    return ((total + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
+
+
+def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
+    """The last row of each buffer takes what does not belong there."""
+    limit = len(buffers[0]) - 1
+    for rank, buffer in enumerate(buffers):
+        row_N = to_N - rank * limit
+        buffer[row_N.where((row_N >= 0) & (row_N < limit), limit)] = x_ND
+
+
+def _put(
+    x_ND: Tensor,
+    to_N: Tensor,
+    from_M: Tensor,
+    buffers: Sequence[Tensor],
+    addresses_G: Tensor,
+    group: str,
+    kernels: str,
+) -> None:
+    if fused(kernels, x_ND):
+        from titanmoe.ops.kernels import put
+
+        put.put_rows(x_ND, to_N, addresses_G, len(buffers[0]) - 1)
+    else:
+        plain_put(x_ND, to_N, buffers)
+
+
+put_op = torch.library.custom_op("titanmoe::put", _put, mutates_args=("buffers",))
+"""For modes that watch messages, which learn from `from_M` and `group` what arrives."""
+
+
+class Buffers(NamedTuple):
+    """Receive buffers, (limit + 1, .), of all ranks of a group."""
+
+    of_ranks: list[Tensor]
+    addresses_G: Tensor
 
 
 class SymmetricBuffers(SharedBuffers):
@@ -73,65 +163,68 @@ class SymmetricBuffers(SharedBuffers):
         device: torch.device,
     ):
         super().__init__(device)
-        self.group = group = ranks.group
+        self.ranks, self.group, self.kernels = ranks, ranks.group, options.kernels
         local_experts = model.num_experts // ranks.ep
         self.home_rows = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
-        most = group.size * tokens * min(model.top_k, local_experts)
+        most = self.group.size * tokens * min(model.top_k, local_experts)
         room = min(math.ceil(options.symm_mem_factor * self.home_rows), most)
         self.away_rows = room + -room % ALIGN + local_experts * ALIGN
-        self.turn = 0
-        if group.size == 1:
+        self.limit = max(self.home_rows, self.away_rows)
+        if self.group.size == 1:
             return
-        if device.type == "cuda" and symm_mem.get_backend(device) != "NVSHMEM":
-            symm_mem.set_backend("NVSHMEM")
+        self.handles = []
+        wide = torch.promote_types(dtype, getattr(torch, options.router_dtype))
+        self.rows, self.weights = (self.allocate(*kind, device) for kind in ((model.dim, dtype), (1, wide)))
+        self.try_once(model.num_experts)
 
-        def symmetric(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            buffer = symm_mem.empty(*shape, dtype=dtype, device=device)
-            symm_mem.rendezvous(buffer, group.name)
-            return buffer
+    def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+        if device.type == "cuda" and symm_mem.get_backend(device) != "CUDA":
+            symm_mem.set_backend("CUDA")
+        shape = self.limit + 1, width
+        own = symm_mem.empty(*shape, dtype=dtype, device=device)
+        handle = symm_mem.rendezvous(own, self.group.name)
+        self.handles.append((own, handle))  # for as long as a peer may write
+        of_ranks = [handle.get_remote_tensor(rank, shape, dtype) for rank in range(self.group.size)]
+        return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
 
-        def buffers(width: int, dtype: torch.dtype) -> Buffers:
-            home, away = (
-                tuple(symmetric(rows, width, dtype=dtype) for _ in range(2))
-                for rows in (self.home_rows, self.away_rows)
-            )
-            return Buffers(home, away)
+    def barrier(self) -> None:
+        self.handles[0][1].barrier()
 
-        self.rows = buffers(model.dim, dtype)
-        self.weights = buffers(1, torch.promote_types(dtype, getattr(torch, options.router_dtype)))
-        pieces = group.size * local_experts
-        self.send = symmetric(pieces)
-        self.give = symmetric(2, pieces)
-        self.take = symmetric(2, pieces), symmetric(2, pieces)
-        self.try_once(local_experts)
+    def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
+        """rows: of dim, and perhaps routing weights. Returns what arrives, with zeros in unused rows."""
+        kinds = (self.rows, self.weights)[: len(rows)]
+        return exchange_steps(
+            self.barrier, partial(self.put, rows, kinds, to_N, from_M), partial(self.take, kinds, from_M)
+        )
 
-    def try_once(self, local_experts: int) -> None:
-        """Sends one row to each expert of each rank and back, as far as there is room, and checks what arrives. A row
-        names its sender and its expert.
+    def put(self, rows: Sequence[Tensor], kinds: Sequence[Buffers], to_N: Tensor, from_M: Tensor) -> None:
+        put = put_op if is_in_torch_dispatch_mode() else _put
+        for x_ND, (of_ranks, addresses_G) in zip(rows, kinds, strict=True):
+            put(x_ND, to_N, from_M, of_ranks, addresses_G, self.group.name, self.kernels)
 
-        All ranks of the world call this together: a group's first exchange divides up NVSHMEM's world.
-        """
-        buffers, size, rank = self.rows, self.group.size, self.group.rank
-        device, dtype = buffers.home[0].device, buffers.home[0].dtype
-        width, rows = buffers.home[0].shape[1], min(self.home_rows, size * local_experts)
-        piece_P = torch.arange(size * local_experts, device=device)
+    def take(self, kinds: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
+        used_M1 = (from_M >= 0).unsqueeze(1)
+        return tuple(of_ranks[self.group.rank][: len(from_M)].where(used_M1, 0) for of_ranks, _ in kinds)
 
-        def row(sender: Tensor, piece: Tensor) -> Tensor:
-            return torch.stack((sender, piece), 1).to(dtype).repeat(1, width // 2)
+    def try_once(self, num_experts: int) -> None:
+        """Sends rows that name where they come from there and back, if they fit, and checks what arrives: every other
+        expert gets one from a rank, the first of its experts or the second."""
+        group, device, dtype = self.group, self.rows.of_ranks[0].device, self.rows.of_ranks[0].dtype
+        width, rows = self.rows.of_ranks[0].shape[1], min(self.home_rows, num_experts * self.ranks.etp)
 
-        own = row(torch.full((rows,), rank, device=device), piece_P[:rows])
-        x_HD = F.pad(own, (0, width % 2))
-        away, back = self.dispatch(buffers, x_HD, (piece_P < rows).to(torch.int64))
-        arrival = away.clone()
-        home = self.combine(buffers, arrival, back)[:rows].clone()
-        names, places = [], []
-        for expert in range(local_experts):  # of this rank: its bin has the senders' rows in order
-            piece = rank * local_experts + expert
-            if piece < rows:
-                places += [expert * ALIGN + sender for sender in range(size)]
-                names += [(sender, piece) for sender in range(size)]
-        expected = row(*torch.tensor(names, device=device).view(-1, 2).unbind(1))
-        right = torch.equal(home, x_HD) and torch.equal(arrival[places, : width // 2 * 2], expected)
+        def names(place_N: Tensor) -> Tensor:  # of numbers that bfloat16 has
+            row_N = place_N % self.limit
+            name_N3 = torch.stack((place_N // self.limit + 1, row_N // 256, row_N % 256), 1).to(dtype)
+            return name_N3.repeat(1, width // 3 + 1)[:, :width].where((place_N >= 0).unsqueeze(1), 0)
+
+        sender_G1 = torch.arange(group.size, device=device).unsqueeze(1)
+        expert_E = torch.arange(num_experts, device=device)
+        sent_GE = ((sender_G1 + expert_E) % 2) * (expert_E < rows // self.ranks.etp)
+        to_H, from_A, *_ = places(sent_GE, self.ranks, self.limit, rows, self.away_rows)
+        own_HD = names(torch.arange(rows, device=device) + group.rank * self.limit)
+        (away_AD,) = self.exchange([own_HD], to_H, from_A)
+        (home_HD,) = self.exchange([away_AD], from_A, to_H)
+        right = torch.equal(away_AD, names(from_A)) and torch.equal(home_HD, own_HD.where((to_H >= 0).unsqueeze(1), 0))
         wrong = torch.tensor([float(not right)], device=device)
         torch.distributed.all_reduce(wrong)
         if wrong:
@@ -142,29 +235,6 @@ class SymmetricBuffers(SharedBuffers):
                     '"alltoall"'
                 ]
             )
-
-    # When an operation has ended here, a peer may still be reading what it sent, or have started the next one, which
-    # writes sizes to this rank's `take`. But no rank gets past the sizes of an operation before all have finished the
-    # previous one. So two of each buffer that peers read or write, used in turn, are enough, if what arrives is copied
-    # at once.
-
-    def dispatch(self, buffers: Buffers, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
-        """The receive buffer, to be copied before the next operation, and where the rows of each sender and expert
-        lie."""
-        self.turn ^= 1
-        home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
-        home[: x_HD.shape[0]].copy_(x_HD)
-        self.send.copy_(send_Ge)
-        torch.ops.symm_mem.all_to_all_vdev_2d(home, away, self.send, take, self.group.name, ALIGN)
-        return away, take.clone()
-
-    def combine(self, buffers: Buffers, y_AD: Tensor, back: Tensor) -> Tensor:
-        self.turn ^= 1
-        home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
-        away.copy_(y_AD)
-        self.give.copy_(back)
-        torch.ops.symm_mem.all_to_all_vdev_2d_offset(away, home, self.give, take, self.group.name)
-        return home
 
 
 class Symmetric(Dispatcher):
@@ -200,79 +270,39 @@ class Symmetric(Dispatcher):
             flights = InFlight(x_HD, None), InFlight(weights_H1, None)
             chunk = AllToAllChunk(*flights, count_E, None, None, None, self.group, self.kernels)
             return AllToAllExchange([chunk], route, self.kernels)
-        total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
-        need_P, expert_rank = bins(total_Pe).sum(1), self.group.rank // self.etp
-        fits = (need_P <= memory.away_rows).all()
-        memory.overflowed.logical_or_(need_P[expert_rank] > memory.away_rows)
+        count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
+        to_H, from_A, bin_e, fits, overflows = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)
+        memory.overflowed.logical_or_(overflows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
-        send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
-        total_e = total_Pe[expert_rank] * fits
-        used_A1 = used(total_e, memory.away_rows).unsqueeze(1)
-        x_AD, back = _Dispatch.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
-        weights_A1, _ = _Dispatch.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
-        chunk = SymmetricChunk(x_AD, weights_A1, bins(total_e), memory, rows, send_Ge, back, used_A1)
-        return AllToAllExchange([chunk], route, self.kernels)
+        x_AD, weights_A1 = _Exchange.apply(memory, to_H, from_A, x_HD, weights_H1)
+        return AllToAllExchange([SymmetricChunk(x_AD, weights_A1, bin_e, memory, to_H, from_A)], route, self.kernels)
 
 
 class SymmetricChunk(NamedTuple):
     x_AD: Tensor
     weights_A1: Tensor
-    count_e: Tensor
+    bin_e: Tensor
     memory: SymmetricBuffers
-    send_rows: int
-    """How many rows the send buffer has."""
-    send_Ge: Tensor
-    back: Tensor
-    """Sizes and places, in the receive buffer, of the rows from each sender for each expert."""
-    used_A1: Tensor
+    to_H: Tensor
+    from_A: Tensor
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x_AD, self.weights_A1, self.count_e
+        return self.x_AD, self.weights_A1, self.bin_e
 
     @named("combine")
     def send_back(self, y_AD: Tensor) -> InFlight:
-        how = self.memory, self.memory.rows, self.send_rows, self.send_Ge, self.back, self.used_A1
-        return InFlight(_Combine.apply(y_AD, *how), None)
+        return InFlight(*_Exchange.apply(self.memory, self.from_A, self.to_H, y_AD), None)
 
 
-class _Dispatch(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_HD, memory, buffers, send_Ge, used_A1):
-        ctx.memory, ctx.buffers, ctx.rows = memory, buffers, x_HD.shape[0]
-        x_AD, back = memory.dispatch(buffers, x_HD, send_Ge)
-        ctx.save_for_backward(back)
-        ctx.mark_non_differentiable(back)
-        return x_AD.where(used_A1, 0), back
+    def forward(ctx, memory, to_N, from_M, *rows):
+        ctx.memory = memory
+        ctx.save_for_backward(to_N, from_M)
+        return memory.exchange(rows, to_N, from_M)
 
     @staticmethod
-    def backward(ctx, grad_AD, _):
-        (back,) = ctx.saved_tensors
-        return ctx.memory.combine(ctx.buffers, grad_AD, back)[: ctx.rows].clone(), None, None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y_AD, memory, buffers, rows, send_Ge, back, used_A1):
-        ctx.memory, ctx.buffers = memory, buffers
-        ctx.save_for_backward(send_Ge, used_A1)
-        return memory.combine(buffers, y_AD, back)[:rows].clone()
-
-    @staticmethod
-    def backward(ctx, grad_HD):
-        send_Ge, used_A1 = ctx.saved_tensors
-        grad_AD, _ = ctx.memory.dispatch(ctx.buffers, grad_HD, send_Ge)
-        return grad_AD.where(used_A1, 0), None, None, None, None, None, None
-
-
-def bins(total_e: Tensor) -> Tensor:
-    """Rows of each expert's bin: a multiple of ALIGN, at least one."""
-    return ((total_e + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
-
-
-def used(total_e: Tensor, rows: int) -> Tensor:
-    """Which rows of the receive buffer are in use: the first of each bin."""
-    bin_e = bins(total_e)
-    end_e, row_A = bin_e.cumsum(0), torch.arange(rows, device=total_e.device)
-    expert_A = torch.searchsorted(end_e, row_A, right=True)  # past the last bin: e
-    return row_A - F.pad(end_e - bin_e, (0, 1))[expert_A] < F.pad(total_e, (0, 1))[expert_A]
+    def backward(ctx, *grads):
+        to_N, from_M = ctx.saved_tensors
+        return None, None, None, *ctx.memory.exchange(grads, from_M, to_N)

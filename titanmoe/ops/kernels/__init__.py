@@ -8,6 +8,7 @@ score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_a
 route         scores, choice, weights, counts     titanmoe.moe.router
 quantise      rows to 8 bits                      titanmoe.moe.fp8
 loss          slices of the logits                titanmoe.models.vocabulary
+put           rows to other GPUs' memory          titanmoe.moe.dispatchers.symm_mem
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Rows written to the memory of other GPUs. Reference: `titanmoe.moe.dispatchers.symm_mem.plain_put`.
+
+Each row is read once and written once, by one program, and nothing is waited for: who may write when is up to the
+caller. A place is rank * LIMIT + row of that rank's buffer; -1 stands for nowhere.
+
+Shapes: N rows, D width, G ranks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.ops.kernels.kernel_launch import tile
+from titanmoe.ops.kernels.rows import TILE
+
+
+@triton.jit(do_not_specialize=["N", "LIMIT"])
+def _put(x, to, addresses, N, LIMIT, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.load(to + row, mask=row < N, other=-1)
+    goes = place >= 0
+    rank = tl.where(goes, place // LIMIT, 0)
+    buffer = tl.load(addresses + rank).to(tl.pointer_type(x.dtype.element_ty))
+    begin = tl.multiple_of(buffer, 16) + (place - rank * LIMIT) * D
+    for first in range(0, D, COLUMNS):
+        d = first + tl.arange(0, COLUMNS)
+        there = goes[:, None] & (d[None, :] < D)
+        tl.store(begin[:, None] + d[None, :], tl.load(x + row[:, None] * D + d[None, :], mask=there), mask=there)
+
+
+def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> None:
+    """addresses_G: of the ranks' buffers, int64. limit: rows that each has room for."""
+    (N, D), (rows, columns) = x_ND.shape, tile(x_ND.shape[1], TILE)
+    if N:
+        _put[(triton.cdiv(N, rows),)](
+            x_ND.contiguous(), to_N, addresses_G, N, limit, D=D, ROWS=rows, COLUMNS=columns, num_warps=8
+        )
