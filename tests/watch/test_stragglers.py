@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.support.fake_gpu import FakeGPU
 from tests.watch import simulated
 from tests.watch.simulated import Cluster, Fault, Told
 from titanmoe.observe import listening
@@ -191,29 +192,17 @@ def test_what_is_between_steps_does_not_count() -> None:
     assert times.take() == ([], [])
 
 
-def test_on_a_gpu_events_are_read_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for events: this has not been run on a GPU."""
-    clock = SimpleNamespace(now=0.0, read=0)
-
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            self.when = clock.now
-
-        def elapsed_time(self, end: Event) -> float:
-            clock.read += 1
-            return 1e3 * (end.when - self.when)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    times = StepTimes(["world", "ep"], OWN, StreamMarks())
-    for number in range(1, 17):
-        step(times, clock, number)
-        assert clock.read == 0
-    steps, rows = times.take()
-    assert steps == [4, 8, 12], "every fourth; the device may not have finished the last one"
-    assert rows == [[3.0, 1.5, 0.5, 4.0]] * 3
+def test_on_a_gpu_events_are_read_a_step_later() -> None:
+    with FakeGPU() as gpu:
+        gpu.passed = 0.0  # reading an event that the device has not reached fails
+        times = StepTimes(["world", "ep"], OWN, StreamMarks())
+        for number in range(1, 17):
+            step(times, gpu, number)
+        gpu.passed = gpu.now - 1e-3
+        steps, rows = times.take()
+        assert steps == [4, 8, 12], "every fourth; the device may not have finished the last one"
+        assert rows == [pytest.approx([3.0, 1.5, 0.5, 4.0])] * 3
+        assert gpu.host_waits == 0
 
 
 # ---- real ranks
