@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroup, Work
+from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +31,7 @@ from tests.support.stream_order import HOST, Clocks, StreamOrder
 from titanmoe.replace import replaced
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-ROOM = 80 << 30
+ROOM, FREE, RESERVED = 80 << 30, 50 << 30, 20 << 30
 DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__
 ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 WAITS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
@@ -144,7 +144,8 @@ class FakeGPU:
         self.stack.enter_context(replaced(Tensor, "record_stream", record))
         run = torch.autograd._engine_run_backward  # a call of Tensor.backward would leave the mode outside
         self.stack.enter_context(replaced(torch.autograd, "_engine_run_backward", self.asking(run)))
-        for owner, name, around in ((torch.UntypedStorage, "resize_", self._resizing), (Work, "wait", self._waiting)):
+        changed = (torch.UntypedStorage, "resize_", self._resizing), (Work, "wait", self._waiting)
+        for owner, name, around in (*changed, (FakeWork, "wait", self._waiting)):
             self.stack.enter_context(replaced(owner, name, around(getattr(owner, name))))
         self.stack.enter_context(self.order.sites.recording())
         self.stack.enter_context(_Calls(self))
@@ -195,10 +196,12 @@ class FakeGPU:
             "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device: SimpleNamespace(total_memory=ROOM),
-            "mem_get_info": lambda device=None: (ROOM // 2, ROOM),
-            "memory_reserved": lambda device=None: ROOM // 4,
-            "max_memory_reserved": lambda device=None: ROOM // 4,
+            "mem_get_info": lambda device=None: (FREE, ROOM),
+            "memory_reserved": lambda device=None: RESERVED,
+            "max_memory_reserved": lambda device=None: RESERVED,
             "cudart": lambda: runtime,
+            "get_rng_state": lambda device=None: torch.empty(0),
+            "set_rng_state": lambda state, device=None: None,
             "nccl.version": lambda: (2, 28, 9),
             "memory._record_memory_history": called("record"),
             "memory._dump_snapshot": called("snapshot"),

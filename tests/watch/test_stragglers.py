@@ -287,3 +287,17 @@ def test_waiting_for_replicas_is_no_computing(replicas: int, param: str) -> None
     for times in world.run(4, step_with_a_late_rank, parity.TINY | mapping | numbers)[:2]:
         waited = sum(seconds for axes, seconds in times.items() if "replicate" in axes)
         assert waited > 0.8 * LATE_S, times
+
+
+def test_on_a_gpu_the_answer_has_arrived_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for name in ("send", "recv"):
+        monkeypatch.setattr(torch.distributed, name, lambda x, name=name, **group: order.append(name))
+    with FakeGPU() as gpu:
+        x = torch.zeros(8, device="cuda")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+        assert slow_links._there_and_back(x, None, 0, 1) > 0
+        assert order == ["send", "recv", "wait"] * (slow_links.TRIES + 1)
+        order.clear()
+        assert slow_links._there_and_back(x, None, 1, 0) == 0 and "wait" not in order
+        assert gpu.host_waits == 0
