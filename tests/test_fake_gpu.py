@@ -242,8 +242,19 @@ def races(changes: dict[str, Any], plant: str = "") -> list[str]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"parallelism.dp_replicate": 2}, {"parallelism.tp": 2}, {"moe.overlap_chunks": 2}],
-    ids=["FSDP", "HSDP", "tp", "chunks"],
+    [
+        {},
+        {"parallelism.dp_replicate": 2},
+        {"parallelism.tp": 2},
+        {"moe.overlap_chunks": 2},
+        {"activation_checkpoint.mode": "full"},
+        {
+            "parallelism.cp": 2,
+            "training.mixed_precision_param": "float32",
+            "training.mixed_precision_reduce": "float64",
+        },
+    ],
+    ids=["FSDP", "HSDP", "tp", "chunks", "recomputed", "cp, narrow"],
 )
 def test_a_step_has_no_races(changes: dict[str, Any]) -> None:
     assert races(changes) == []

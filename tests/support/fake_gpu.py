@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,6 +144,9 @@ class FakeGPU:
         self.stack.enter_context(replaced(torch.accelerator, "current_stream", lambda device=None: self.stream))
         record = lambda x, stream: self.order.record_stream(x.untyped_storage()._cdata, stream)  # noqa: E731
         self.stack.enter_context(replaced(Tensor, "record_stream", record))
+        # Autograd saves tensors inside an operation, where no mode answers for their device.
+        alike = {"default": lambda x: {"shape": x.shape, "dtype": x.dtype}}
+        self.stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, alike))
         run = torch.autograd._engine_run_backward  # a call of Tensor.backward would leave the mode outside
         self.stack.enter_context(replaced(torch.autograd, "_engine_run_backward", self.asking(run)))
         changed = (torch.UntypedStorage, "resize_", self._resizing), (Work, "wait", self._waiting)
