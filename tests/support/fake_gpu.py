@@ -251,6 +251,8 @@ class FakeGPU:
     # ---- what Python asks for
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if isinstance(func, torch._ops.OpOverload):  # dispatched already: a CPU's device says nothing here
+            return func(*args, **kwargs)
         if func == IS_CUDA or (func == DEVICE and self.has(args[0])):
             return GPU if func == DEVICE else self.has(args[0])
         if func in (Tensor.tolist, Tensor.numpy):
