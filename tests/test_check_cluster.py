@@ -11,14 +11,20 @@ import pytest
 
 from tests import world
 from tests.support import planted_faults, processes
+from tests.support.fake_gpu import GPU, FakeGPU
+from titanmoe.config.schema import Parallelism
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import build_meshes
+from titanmoe.launcher import check_cluster
 from titanmoe.parts import PARTS
+from titanmoe.rehearse.world import fake_world
+from titanmoe.train.runtime import Runtime
 
 SMALL = {"model.num_layers": 1, "training.seq_len": 16}
 
 
 def alone(ranks: int) -> list[float]:
     from tests.parity import runtime_here
-    from titanmoe.launcher import check_cluster
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
         config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, PARTS)
@@ -27,7 +33,6 @@ def alone(ranks: int) -> list[float]:
 
 def checked(expected: list[float], only: list[str], fault: str) -> dict[str, Any]:
     from tests.parity import runtime_here
-    from titanmoe.launcher import check_cluster
 
     undo = planted_faults.FAULTS[fault]() if fault else lambda: None
     known = mock.patch.object(check_cluster, "numbers_of_one_rank", lambda world, device: expected)
@@ -68,3 +73,17 @@ def test_every_case_under_torchrun(ranks: int, tmp_path: Path) -> None:
     skipped = {row["name"] for row in result["rows"] if row["skipped"]}
     assert result["problems"] == [] and len(result["rows"]) == 19
     assert skipped <= {"dispatcher symm_mem"} if ranks == 8 else "dispatcher symm_mem" in skipped
+
+
+def test_on_a_gpu_messages_are_over_when_the_clock_is_read() -> None:
+    sent: list[int] = []
+    with fake_world(0, 2), FakeGPU(2) as gpu:
+        runtime = Runtime(0, 0, 2, GPU)
+        mesh = build_meshes(derive(2, Parallelism()), "cuda")
+        group = check_cluster._data(mesh.dense_data)
+        send = check_cluster.senders(group, 1 << 12, GPU)["all-gather"]
+        assert check_cluster.seconds_per_call(runtime, lambda: sent.append(gpu.host_waits) or send(), 3) > 0
+        # Two to warm up, three that are timed. The host waits before and after these, and then for the slowest group.
+        assert sent == [0, 0, 1, 1, 1] and gpu.host_waits == 3
+        assert gpu.races == []
+        assert check_cluster.versions(runtime)[1].endswith("NCCL 2.28.9, NVSHMEM not found")

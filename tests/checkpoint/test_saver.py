@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
+from tests.support.fake_gpu import FakeGPU
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -106,39 +107,35 @@ def test_an_interval_of_0_saves_only_at_the_end(tmp_path):
     assert list(layout.steps(tmp_path / "run/checkpoints")) == [4]
 
 
-class OnGPU(torch.Tensor):
-    """On the CPU."""
-
-    is_cuda = True
-
-
-def _copies(folder: str) -> tuple[list[Any], list[Any]]:
-    """Of a GPU's state: addresses that were page-locked and released, with their bytes; the lines that were said."""
-    cuda_calls: list[Any] = []
-    refused = SimpleNamespace(cudaHostRegister=lambda *arguments: 1)
-    runtime = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: cuda_calls.append((address, size)) or 0,
-        cudaHostUnregister=lambda address: cuda_calls.append(address),
-    )
+def _copies(folder: str) -> list[str]:
+    """Of a GPU's state. Returns the lines that were said."""
     lines: list[str] = []
     saver = Saver(Path(folder), Checkpoint(enable=True), lines.append)
     shapes: list[Any] = [((5, 3), torch.float32), ((), torch.int64), ((0, 4), torch.bfloat16), ((7,), torch.bfloat16)]
-    state = [torch.ones(shape).mul(i + 2).to(dtype).as_subclass(OnGPU) for i, (shape, dtype) in enumerate(shapes)]
-    with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
+    with FakeGPU() as gpu:
+        state = [torch.full(shape, i + 2, dtype=dtype, device="cuda") for i, (shape, dtype) in enumerate(shapes)]
+        blocks = []
         for factor in (1, 3):
             copies = saver._copy_to_staging([x * factor for x in state])
+            torch.cuda.synchronize()
             for copy, x in zip(copies, state, strict=True):
-                assert copy.dtype == x.dtype and torch.equal(copy, x * factor) and copy.data_ptr() % 64 == 0
-            assert {copy.untyped_storage().data_ptr() for copy in copies} == {cuda_calls[0][0]}
-        assert len(cuda_calls) == 1 and cuda_calls[0][1] == 64 * 3  # once for both, and nothing for what is empty
-        saver._copy_to_staging([*state, torch.zeros(100).as_subclass(OnGPU)])
-        assert cuda_calls[1] == cuda_calls[0][0] and cuda_calls[2][1] == 64 * 3 + 448
-    with mock.patch.object(torch.cuda, "cudart", lambda: refused):
-        saver._copy_to_staging([torch.zeros(10_000).as_subclass(OnGPU)])
+                assert copy.dtype == x.dtype and torch.equal(copy, (x * factor).cpu()) and copy.data_ptr() % 64 == 0
+            blocks.append(dict(gpu.registered))
+            assert {copy.untyped_storage().data_ptr() for copy in copies} == set(gpu.registered)
+        assert blocks[0] == blocks[1] and [*blocks[0].values()] == [64 * 3]  # once, and nothing for what is empty
+        del copies, copy
+        saver._copy_to_staging([*state, torch.zeros(100, device="cuda")])
+        assert [*gpu.registered.values()] == [64 * 3 + 448], "what was there before is not locked any longer"
+        staged = [copy for copy in gpu.copies if copy.place.startswith("checkpoint/saver.py")]
+        assert staged and all(copy.page_locked and not copy.waits for copy in staged)
+        assert gpu.races == []
+        refused = SimpleNamespace(cudaHostRegister=lambda *arguments: 1)
+        with mock.patch.object(torch.cuda, "cudart", lambda: refused):
+            saver._copy_to_staging([torch.zeros(10_000, device="cuda")])
     assert saver._copy_to_staging([]) == []
-    return cuda_calls, lines
+    return lines
 
 
 def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) -> None:
-    ((cuda_calls, message),) = world.run(1, _copies, str(tmp_path / "c"))
-    assert len(cuda_calls) == 4 and "refuses to page-lock" in message[0]
+    (lines,) = world.run(1, _copies, str(tmp_path / "c"))
+    assert len(lines) == 1 and "refuses to page-lock" in lines[0]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.fake_gpu import FakeGPU
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
 from titanmoe.parallel.pairs import Pairs
@@ -112,21 +113,25 @@ class _Fly(torch.autograd.Function):
         return x * 2
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", "fake GPU", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_backward_and_what_it_computes_again_hand_over_like_forward(device: str) -> None:
     """On a GPU backward runs in a third thread, autograd's own; and all three on one stream, here not the default."""
-    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
-        log = both_ways(device)
+    if device == "fake GPU":
+        with FakeGPU() as gpu, torch.cuda.stream(torch.cuda.Stream()):
+            log = both_ways("cuda", gpu.asking)
+    else:
+        with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+            log = both_ways(device)
     assert log == [
         *("f0 sends", "b sends", "f0 lands", "f1 sends", "b lands"),
         *("db sends", "f1 lands", "f2 sends", "db lands", "f2 lands"),
     ]
 
 
-def both_ways(device: str) -> list[str]:
+def both_ways(device: str, in_thread: Callable[..., Any] = lambda work: work) -> list[str]:
     log: list[str] = []
     x, y = (torch.ones(2, requires_grad=True, device=device) for _ in range(2))
-    made = checkpoint(_Fly.apply, y, "b", log, use_reentrant=False, preserve_rng_state=False)
+    made = checkpoint(_Fly.apply, y, "b", log, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
     log.clear()
     streams = _Fly.streams = set()
 
@@ -137,7 +142,7 @@ def both_ways(device: str) -> list[str]:
         assert torch.is_grad_enabled() and z.requires_grad
 
     pairs = Pairs(torch.device(device))
-    pairs.turns.take(first, pairs._here(made.sum().backward))
+    pairs.turns.take(first, pairs._here(in_thread(made.sum().backward)))
     assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
     assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
     return log

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 
 from tests import parity, world
 from tests.support.covering_mappings import all_folds, named
+from tests.support.fake_gpu import GPU
 from titanmoe.config.schema import Checkpoint, Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import group_of
@@ -113,6 +115,28 @@ def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
         parts = zip(meshes.dense["tp"].mesh.tolist(), group_of(fold, "attention", "tp", rank), strict=True)
         assert all(a == b for a, b in parts)
         assert tuple(meshes.experts["ep", "etp"].mesh.flatten().tolist()) == group_of(fold, "experts", ("ep", "etp"), 5)
+
+
+@pytest.mark.parametrize("rank", [0, 5])
+def test_over_nccl_every_group_is_split_off_the_world_in_the_same_order(rank: int) -> None:
+    """Each split is one call of all ranks, with all parts of it: nobody makes a group that others know nothing of."""
+    calls: list[tuple[str, list[list[int]], Any]] = []
+
+    def split_group(split_ranks: list[list[int]], timeout: Any, group_desc: str, **_: Any) -> dist.ProcessGroup:
+        calls.append((group_desc, split_ranks, timeout))
+        (own,) = (part for part in split_ranks if rank in part)
+        return dist.new_group(own, timeout, "fake", use_local_synchronization=True, group_desc=group_desc)
+
+    fold, patience = derive(8, FIVE), timedelta(seconds=77)
+    with rank_of(8, rank), pytest.MonkeyPatch.context() as patch:
+        plain = list(build_meshes(fold, "cpu").lanes.groups)
+        patch.setattr(dist.ProcessGroup, "bound_device_id", property(lambda group: GPU, lambda group, device: None))
+        patch.setattr(dist, "split_group", split_group)
+        meshes = build_meshes(fold, "cpu", timeout=patience)
+        assert list(meshes.lanes.groups) == plain
+        assert [(lane, tuple(map(tuple, parts))) for lane, parts, _ in calls] == plain[1:]
+        assert all(sorted(chain(*parts)) == list(range(8)) and wait == patience for _, parts, wait in calls)
+        assert {g.group_desc for g in list(meshes.lanes.groups.values())[1:]} == {lane for lane, *_ in calls}
 
 
 def test_an_axis_on_which_nobody_sends_says_so() -> None:

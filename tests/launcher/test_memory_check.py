@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 
+from tests.support import fake_gpu
+from tests.support.fake_gpu import FakeGPU
 from titanmoe.config import ConfigError
 from titanmoe.config.load import read_draft
 from titanmoe.fold.degrees import derive
@@ -149,3 +151,10 @@ def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_ha
     assert {"optimizer.offload": True} in list(memory_check._ways(config, 2, GPUS))[-1]
     config.optimizer.name = "stateless"
     assert list(memory_check._ways(config, 2, GPUS))[-1] == [{}]
+
+
+def test_ranks_fit_the_smallest_gpu():
+    with FakeGPU(2):
+        machine = fit_ranks.this_machine("auto")
+        assert (machine.gpus, machine.memory) == (2, fake_gpu.ROOM)
+        assert fit_ranks.this_machine("cpu").gpus == 0

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
 from titanmoe.observe import OTHERS_TURN, listening, named, region
@@ -91,55 +92,27 @@ def test_a_part_within_a_part_is_counted_once(now):
     assert clock.take(1) == {"dispatch": 5.0}
 
 
-def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
-    """With the interface of torch.cuda.Event on a fake stream: nothing may wait for it."""
-    program, device = [0.0], [0.0]
-
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            self.at = program[0]
-
-        def query(self) -> bool:
-            return self.at <= device[0]
-
-        def elapsed_time(self, end: Event) -> float:
-            assert end.query()
-            return 1e3 * (end.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = Clock(torch.device("cuda"))
-    for name, seconds in (("data", 1.0), ("forward_backward", 4.0)):
-        clock.phase(name, 1)
-        program[0] += seconds
-    clock.phase("optimizer", 1)
-    assert clock.take(1) == {}
-    device[0] = 2.0
-    assert clock.take(1) == {"data": 1.0}
-    device[0] = 9.0
-    assert clock.take(1) == {"forward_backward": 4.0}
+def test_on_a_gpu_only_marks_that_it_has_passed_are_read() -> None:
+    with FakeGPU() as gpu:
+        clock, gpu.passed = Clock(GPU), 0.0
+        for name, seconds in (("data", 1.0), ("forward_backward", 4.0)):
+            clock.phase(name, 1)
+            gpu.now += seconds
+        clock.phase("optimizer", 1)
+        assert clock.take(1) == {}
+        gpu.passed = 2.0
+        assert clock.take(1) == {"data": 1.0}
+        gpu.passed = 9.0
+        assert clock.take(1) == {"forward_backward": 4.0}
+        assert gpu.host_waits == 0
 
 
-def test_marks_do_not_pile_up_between_reports(monkeypatch):
-    class Event:
-        def __init__(self, enable_timing: bool):
-            pass
-
-        def record(self) -> None:
-            pass
-
-        def query(self) -> bool:
-            return True
-
-        def elapsed_time(self, end: Event) -> float:
-            return 2.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = Clock(torch.device("cuda"))
-    for _ in range(100):
-        with clock.part("dispatch"):
-            clock.phase("data", 1)
-    assert len(clock._open) <= 2
-    assert clock.take(100)["dispatch"] == pytest.approx(2e-3)
+def test_marks_do_not_pile_up_between_reports() -> None:
+    with FakeGPU() as gpu:
+        clock = Clock(GPU)
+        for _ in range(100):
+            with clock.part("dispatch"):
+                clock.phase("data", 1)
+                gpu.now += 2e-3
+        assert len(clock._open) <= 2
+        assert clock.take(100)["dispatch"] == pytest.approx(2e-3)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import fake_gpu
+from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import load
 from titanmoe.config.schema import Config
@@ -532,3 +534,10 @@ def test_tensorboard_that_fails_is_reopened(config, clock, monkeypatch):
     assert first.startswith("TensorBoard: RuntimeError: worker is gone: the run goes on")
     assert last.startswith("TensorBoard: works again; ")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2
+
+
+def test_a_gpu_has_a_name_a_peak_and_a_memory():
+    with FakeGPU():
+        name = metrics.device_name(GPU)
+        assert metrics.peak_flops(name, "bfloat16") == 989.5e12
+        assert metrics.memory_gib(GPU) == fake_gpu.RESERVED / 2**30

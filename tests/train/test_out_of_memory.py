@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support import fake_gpu
+from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
@@ -188,3 +190,12 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     assert launch.main([], PARTS) == 1
     assert capsys.readouterr().err.startswith("error: rank 0 is out of memory: step 7, in ")
+
+
+def test_on_a_gpu_what_the_allocator_has_and_what_others_have():
+    with FakeGPU():
+        held = out_of_memory.holds(SimpleNamespace(**vars(trainer()) | {"device": GPU}))
+    reserved, room = fake_gpu.RESERVED, fake_gpu.ROOM
+    assert held["of"] == room and held["other programs and libraries on this GPU"] == room - fake_gpu.FREE - reserved
+    own = sum(held[name] for name in ("weights", "gradients", "optimizer state"))
+    assert own > 0 and held[out_of_memory.REST] == reserved - own

@@ -7,11 +7,13 @@ import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.support import processes
+from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.ops.cpu import process as cpu_process
@@ -248,3 +250,26 @@ def test_the_header_says_whether_the_allocator_grows_segments(name, setting, all
     rows = header.set_up(Config(), 1, 1, None, torch.device("cuda"))
     assert rows["GPU memory"].startswith(row.format(name))
     assert "GPU memory" not in header.set_up(Config(), 1, 1, None, torch.device("cpu"))
+
+
+def test_a_rank_takes_the_gpu_of_its_number_and_a_machine_no_more_ranks_than_gpus(monkeypatch):
+    environment = as_torchrun(1, 2, 0)
+    with FakeGPU(1):
+        assert refused(monkeypatch, environment, "cuda").startswith("2 ranks on a machine with 1 visible GPU: use")
+    joined = []
+    monkeypatch.setattr(runtime, "_join", lambda environment, device, timeout: joined.append((device, timeout)))
+    monkeypatch.setattr(cpu_process, "prepare", None)  # for CPUs alone
+    config = Config()
+    with FakeGPU(2) as gpu:
+        started = runtime.start(config)
+        assert gpu.calls == [("set_device", torch.device("cuda", 1))]
+    assert joined == [(torch.device("cuda", 1), timedelta(seconds=config.training.first_step_timeout_s))]
+    assert started.device == torch.device("cuda", 1)
+
+
+def test_the_time_outs_change_when_the_gpu_has_ended_its_first_step(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_world", SimpleNamespace(pg_map={}))
+    with FakeGPU() as gpu:
+        runtime.Runtime(0, 0, 1, GPU).steady_timeout(30)
+        assert gpu.host_waits == 1

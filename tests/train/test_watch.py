@@ -10,10 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from tests import parity, world
 from tests.support.case_features import MODELS
 from tests.support.event_order import Clock
+from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.config.laws import contradictions
 from titanmoe.train import clock, metrics
 from titanmoe.train.refusals import refusals
@@ -145,3 +147,23 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         'pip install "titanmoe[wandb]"',
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("asked", ["steps", "oom"])
+def test_the_history_of_a_gpus_memory_is_kept_where_it_was_asked_for(asked: str, tmp_path: Path) -> None:
+    from titanmoe.config.schema import Profile
+    from titanmoe.train.profile import HISTORY, Profiler
+    from titanmoe.train.runtime import Runtime
+
+    with FakeGPU() as gpu:
+        profiler = Profiler(Profile(steps=[2], ranks=[0], memory=asked), tmp_path, Runtime(0, 0, 1, GPU), False)
+        assert gpu.calls == [("record", HISTORY)]
+        for number in (1, 2):
+            with profiler.step(number):
+                torch.ones(3, device="cuda").sum()
+        with pytest.raises(torch.OutOfMemoryError), profiler.step(3):
+            raise torch.OutOfMemoryError
+    names = [f"step-{number}-rank-0.pickle" for number in (2,) * (asked == "steps")]
+    names.append("out-of-memory-step-3-rank-0.pickle")
+    assert gpu.calls[1:] == [("snapshot", str(tmp_path / "profile" / name)) for name in names]
+    assert (tmp_path / "profile/step-2-rank-0.txt").exists()

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.support.fake_gpu import FakeGPU
 from tests.watch import simulated
 from tests.watch.simulated import Cluster, Fault, Told
 from titanmoe.observe import listening
@@ -191,29 +192,17 @@ def test_what_is_between_steps_does_not_count() -> None:
     assert times.take() == ([], [])
 
 
-def test_on_a_gpu_events_are_read_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for events: this has not been run on a GPU."""
-    clock = SimpleNamespace(now=0.0, read=0)
-
-    class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
-
-        def record(self) -> None:
-            self.when = clock.now
-
-        def elapsed_time(self, end: Event) -> float:
-            clock.read += 1
-            return 1e3 * (end.when - self.when)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    times = StepTimes(["world", "ep"], OWN, StreamMarks())
-    for number in range(1, 17):
-        step(times, clock, number)
-        assert clock.read == 0
-    steps, rows = times.take()
-    assert steps == [4, 8, 12], "every fourth; the device may not have finished the last one"
-    assert rows == [[3.0, 1.5, 0.5, 4.0]] * 3
+def test_on_a_gpu_events_are_read_a_step_later() -> None:
+    with FakeGPU() as gpu:
+        gpu.passed = 0.0  # reading an event that the device has not reached fails
+        times = StepTimes(["world", "ep"], OWN, StreamMarks())
+        for number in range(1, 17):
+            step(times, gpu, number)
+        gpu.passed = gpu.now - 1e-3
+        steps, rows = times.take()
+        assert steps == [4, 8, 12], "every fourth; the device may not have finished the last one"
+        assert rows == [pytest.approx([3.0, 1.5, 0.5, 4.0])] * 3
+        assert gpu.host_waits == 0
 
 
 # ---- real ranks
@@ -298,3 +287,17 @@ def test_waiting_for_replicas_is_no_computing(replicas: int, param: str) -> None
     for times in world.run(4, step_with_a_late_rank, parity.TINY | mapping | numbers)[:2]:
         waited = sum(seconds for axes, seconds in times.items() if "replicate" in axes)
         assert waited > 0.8 * LATE_S, times
+
+
+def test_on_a_gpu_the_answer_has_arrived_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    for name in ("send", "recv"):
+        monkeypatch.setattr(torch.distributed, name, lambda x, name=name, **group: order.append(name))
+    with FakeGPU() as gpu:
+        x = torch.zeros(8, device="cuda")
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
+        assert slow_links._there_and_back(x, None, 0, 1) > 0
+        assert order == ["send", "recv", "wait"] * (slow_links.TRIES + 1)
+        order.clear()
+        assert slow_links._there_and_back(x, None, 1, 0) == 0 and "wait" not in order
+        assert gpu.host_waits == 0
