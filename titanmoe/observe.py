@@ -116,6 +116,17 @@ def listening(observer: Observer) -> Iterator[None]:
         active = _Several(left) if left else NOBODY
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Nobody hears what happens inside, which is not part of any step."""
+    global active
+    before, active = active, NOBODY
+    try:
+        yield
+    finally:
+        active = before
+
+
 def _listening() -> tuple[Observer, ...]:
     return active.observers if isinstance(active, _Several) else ()
 

@@ -16,6 +16,7 @@ from titanmoe.fold.pipeline_schedules import (
     SCHEDULES,
     Action,
     bubble,
+    channels,
     parse_cell,
     read_csv,
     schedule_violations,
@@ -102,6 +103,24 @@ def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:
     )
     assert stage_ranks(Pipeline(schedule_csv=path), 2) == [0, 1, 1, 0]
     assert read_csv(path)[1][:3] == [(), (Action(1, "F", 0),), (Action(2, "F", 0),)]
+
+
+@given(st.lists(st.integers(0, 7), min_size=2, max_size=16))
+def test_a_channel_goes_one_way_and_to_one_rank(ranks: list[int]) -> None:
+    numbers = channels(ranks)
+    sent = {ends for a, b in itertools.pairwise(ranks) if a != b for ends in ((a, b), (b, a))}
+    assert set(numbers) == sent
+    assert set(numbers.values()) == set(range(len(set(numbers.values()))))
+    for (ends, number), (other_ends, other_number) in itertools.combinations(numbers.items(), 2):
+        assert number != other_number or not set(ends) & set(other_ends)
+
+
+@pytest.mark.parametrize(("pp", "count"), [(2, 2), (3, 6), (4, 4), (7, 6), (8, 4)])
+def test_few_channels_are_enough(pp: int, count: int) -> None:
+    for schedule in SCHEDULES:
+        numbers = channels(stage_ranks(Pipeline(schedule=schedule), pp))
+        loops = SCHEDULES[schedule].stages_per_rank > 1 and not SCHEDULES[schedule].v_shape
+        assert len(set(numbers.values())) == (count if loops else min(count, 4))
 
 
 # ---- what cannot run

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +20,12 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tests import parity, world
 from tests.fold.test_pipeline_schedules import table, write
 from tests.rehearse.small import config_of
+from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
-from titanmoe.parallel.pipeline import add_weight_gradients, gathered_once
+from titanmoe.parallel import pipeline
+from titanmoe.parallel.pipeline import Stage, add_weight_gradients, gathered_once
 from titanmoe.rehearse.world import rehearse
 
 # ---- stages
@@ -142,6 +146,36 @@ def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None
         assert idle == pytest.approx(known[schedule])
     else:
         assert idle < 1 / 9
+
+
+def sent_in(changes: dict[str, Any], many: bool) -> tuple[Any, dict[str, set[tuple[str, int]]]]:
+    """A step's report and weights after it, and by group what this rank does in it, and with whom. many: as on GPUs."""
+    seen: dict[str, set[tuple[str, int]]] = {}
+    regrouped = Stage._regrouped
+
+    def noted(stage: Stage, ops: list[Any]) -> list[Any]:
+        for op in regrouped(stage, ops):
+            seen.setdefault(op.group.group_name, set()).add((op.op.__name__, op.group_peer))
+        return ops
+
+    usual = mock.patch.object(pipeline, "way", lambda _, usual, cpu: usual) if many else nullcontext()
+    with mock.patch.object(Stage, "_regrouped", noted), usual:
+        trainer = parity.make_trainer(changes, loader=parity.samples())
+        report = trainer.train_step()
+    weights = {name: local(p).detach().clone() for name, p in trainer.training.parameters.items()}
+    return (report, weights), seen
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
+def test_as_on_gpus_a_group_has_messages_to_one_rank_or_from_one(schedule: str) -> None:
+    changes = {"parallelism.pp": 4, "pipeline.schedule": schedule, "model.num_layers": 8}
+    many, one = (world.run(4, sent_in, changes, groups) for groups in (True, False))
+    for rank, ((report, weights), seen) in enumerate(many):
+        at_end = schedule != "Interleaved1F1B" and rank in (0, 3)
+        assert [len(ways) for ways in seen.values()] == [1] * (2 if at_end else 4)
+        (alone_report, alone_weights), alone_seen = one[rank]
+        assert len(alone_seen) == 1 and report == alone_report
+        assert all(torch.equal(weight, alone_weights[name]) for name, weight in weights.items())
 
 
 class _Gate(torch.autograd.Function):

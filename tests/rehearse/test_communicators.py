@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fold.test_meshes import living
 from tests.parity import no_collection
 from tests.rehearse.small import config_of
+from titanmoe.ops.device import as_on
 from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
+from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.world import _without_values, fake_world, rehearse
 from titanmoe.train.build import build_training
@@ -26,7 +28,7 @@ from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/multi_node.md"
-MOST = 12
+MOST = 15
 EVERY_AXIS = {
     "parallelism.pp": 8,
     "parallelism.dp_replicate": 2,
@@ -45,24 +47,25 @@ EVERY_AXIS = {
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "hierarchical"])
-def test_a_rank_of_1024_has_at_most_12(dispatcher: str) -> None:
+def test_a_rank_of_1024_has_at_most_15(dispatcher: str) -> None:
     """With pp, HSDP, FSDP, cp, tp, ep, etp and a tied embedding. Saving adds a gloo group, which is none of NCCL's."""
-    config = config_of(EVERY_AXIS | {"moe.dispatcher": dispatcher}, 1024, "cpu")
+    config = config_of(EVERY_AXIS | {"moe.dispatcher": dispatcher}, 1024, "h100")
     materialize = _without_values(FakeTensorMode(allow_non_fake_inputs=True))
     without_numbers = partial(apply.build, materialize=materialize)
     on_page = dict(
         re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE)
     )
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
-        with fake_world(rank, 1024):
+        with fake_world(rank, 1024), as_on(HARDWARE["h100"]):
             runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
             training = build_training(config, runtime, loader=Samples, garbage=no_collection, build=without_numbers)
             counts = Counter(lane for (lane, _), group in training.meshes.lanes.groups.items() if group is not None)
             assert len(living()) == sum(counts.values()) <= MOST
             planned = Counter(lane for lane, _ in communicators(config, training.meshes.fold, 8))
+            by_lane = Counter(lane.partition(" ")[0] for lane in counts.elements())
             assert counts == planned or rank == 600  # which is at no end of the pipeline
             if dispatcher == "hierarchical" and rank == 0:
-                assert on_page == {lane: str(count) for lane, count in counts.items()}
+                assert on_page == {lane: str(count) for lane, count in by_lane.items()}
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -75,12 +75,16 @@ class Recorded:
             for step in self.steps
             if step.kind == "issue"
             and step.of.op == op
-            and f"{self.groups[step.of.group].lane} {self.groups[step.of.group].axes}" == lane
+            and self.named(step.of.group) == lane
             and all(getattr(step.of, name) == value for name, value in fields.items())
         ]
 
+    def named(self, group: str) -> str:
+        """Its lane, the same for all channels of the pipeline, and its axes."""
+        return f"{self.groups[group].lane.partition(' ')[0]} {self.groups[group].axes}"
+
     def group(self, lane: str) -> str:
-        return next(name for name, group in self.groups.items() if f"{group.lane} {group.axes}" == lane)
+        return next(name for name in self.groups if self.named(name) == lane)
 
     def drop(self, message: Message) -> None:
         self.steps = [step for step in self.steps if step.of is not message]
@@ -350,6 +354,27 @@ def sends_before_receives(world: World) -> Message:
         send.batch = receive.batch = -1
         recorded.add(send, receive)
     return send
+
+
+@fault("stages", 4, 6)
+def a_send_on_the_channel_of_receives(world: World) -> Message:
+    message, received = (world[4].messages("stages pp", op, dtype=torch.bfloat16, peer=3)[0] for op in WAYS)
+    assert message.group != received.group
+    message.group = received.group
+    return message
+
+
+@fault("stages", 2, 4)
+def two_sends_swapped(world: World) -> Message:
+    """The activations of a microbatch and a smaller message that follows them to the same rank."""
+    small = copy.copy(world[2].messages("stages pp", "send", dtype=torch.bfloat16, peer=2)[-1])
+    small.sent_bytes //= 2
+    received = copy.copy(world[4].messages("stages pp", "receive", dtype=torch.bfloat16, peer=1)[-1])
+    received.received_bytes //= 2
+    world[2].add(small)
+    world[4].add(received)
+    world[2].swap(small, first := world[2].messages("stages pp", "send", dtype=torch.bfloat16, peer=2)[0])
+    return first
 
 
 WAYS = ("send", "receive")

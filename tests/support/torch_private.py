@@ -109,10 +109,11 @@ PRIVATE = (
         f"{_SCHEDULES}._PipelineScheduleRuntime",
         (
             *("_load_csv", "_step_microbatches", "_has_backward", "_stages", "_n_microbatches"),
-            *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss"),
+            *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss", "_prepare_schedule_with_comms"),
         ),
         "parallel",
-        "a step on microbatches that are already split, with or without backward; and the two halves of a pair",
+        "a step on microbatches that are already split, with or without backward; our own rows; the two halves of "
+        "a pair",
     ),
     Private(
         f"{_SCHEDULES}._PipelineScheduleRuntime",

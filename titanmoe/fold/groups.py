@@ -58,7 +58,7 @@ def axes_of(fold: Fold, lane: str, ranks: tuple[int, ...]) -> str:
     names = list(
         dict.fromkeys(
             " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
-            for view, axes in LANES[lane]
+            for view, axes in LANES[lane.partition(" ")[0]]
             if group_of(fold, view, axes, ranks[0]) == ranks
         )
     )

@@ -31,7 +31,7 @@ Lane = Literal["blocking", "rows", "shards", "replicas", "stages"]
     rows      the dispatchers, whose rows travel while the device computes
     shards    FSDP's all-gathers and reduce-scatters, of either view
     replicas  HSDP's all-reduces, of either view
-    stages    the pipeline
+    stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks (`titanmoe.parallel.pipeline`)
 
 Saving has a group of its own, outside these lanes (`titanmoe.checkpoint.saver`).
 """
@@ -50,11 +50,11 @@ class Lanes:
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
         everyone = tuple(range(dist.get_world_size()))
-        self.groups: dict[tuple[Lane, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
+        self.groups: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
             ("blocking", (everyone,)): dist.group.WORLD
         }
 
-    def group(self, lane: Lane, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    def group(self, lane: Lane | str, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
         """The group of this rank's part, if it is in one. No rank is in two parts, and all have the same size."""
         key = lane, tuple(parts)
         if len(key[1][0]) == 1:

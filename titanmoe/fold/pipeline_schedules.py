@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import NamedTuple
 
 from titanmoe.config.schema import Config, Pipeline
@@ -87,6 +89,24 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
     if schedule.v_shape:
         return ranks + ranks[::-1]
     return ranks * virtual
+
+
+def channels(ranks: Sequence[int]) -> dict[tuple[int, int], int]:
+    """The number of the channel that messages from one pipeline rank to another go through, by (source, target).
+
+    ranks: those of the stages, in order. On a channel a rank sends to one other rank, or receives from one, so that no
+    message waits behind one that goes the other way or to another rank. There are 2 for two ranks, 4 in most cases.
+    """
+    numbers: dict[tuple[int, int], int] = {}
+    taken: dict[int, set[int]] = defaultdict(set)
+    for a, b in pairwise(ranks):
+        for ends in ((a, b), (b, a)) if a != b else ():
+            if ends not in numbers:
+                number = next(n for n in count() if n not in taken[a] | taken[b])
+                numbers[ends] = number
+                taken[a].add(number)
+                taken[b].add(number)
+    return numbers
 
 
 def splits_backward(options: Pipeline, pp: int) -> bool:

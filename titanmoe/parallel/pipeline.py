@@ -11,9 +11,10 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import P2POp
+from torch.distributed import P2POp, ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -21,12 +22,15 @@ from titanmoe import observe
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Pipeline as Options
 from titanmoe.config.schema import Training
+from titanmoe.fold.groups import groups
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, single_order, stage_ranks
+from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, channels, single_order, stage_ranks
 from titanmoe.models.transformer import Transformer
 from titanmoe.observe import region
+from titanmoe.ops.device import way
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.warm_up import warm_up
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
@@ -37,6 +41,12 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
         for part in parts
         if part.computation_type.value in COST
     )
+
+
+def _torch_action(cell: Cell) -> torch_schedules._Action:
+    """The same for torch, of a cell that computes one action."""
+    (action,) = cell
+    return torch_schedules._Action.from_str(str(action))
 
 
 def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
@@ -91,10 +101,43 @@ class Chunks:
                 observe.waits(self.group.name)
 
 
+def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> dict[tuple[int, int], ProcessGroup]:
+    """For this rank's stages, the process group of each message, by its source and target. Collective over the world.
+
+    ranks: those of the stages. A communicator of NCCL runs one message after the other, in the order in which they were
+    issued, so a send would wait for a receive that was issued early. gloo sends what is ready.
+    """
+    numbers = channels(ranks)
+    numbers = way(device, numbers, cpu=dict.fromkeys(numbers, 0))
+    parts = groups(meshes.fold, "attention", "pp")
+    made = {n: meshes.lanes.group(f"stages {n}" if n else "stages", parts) for n in sorted(set(numbers.values()))}
+    return {ends: made[number] for ends, number in numbers.items()}
+
+
 class Stage(PipelineStage):
     """torch's stage, with fixes that torch 2.11 lacks or that no version has yet."""
 
     chunk: Chunks
+    group_between: dict[tuple[int, int], ProcessGroup]
+    """As `message_groups` returns them. What stages say before the first step goes through the pipeline's own group."""
+
+    def _regrouped(self, ops: list[P2POp]) -> list[P2POp]:
+        for op in ops:
+            ends = self.group_rank, op.group_peer
+            op.group = self.group_between[ends if op.op is dist.isend else ends[::-1]]
+        return ops
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        return self._regrouped(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        return self._regrouped(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        return self._regrouped(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        return self._regrouped(super().get_bwd_send_ops(bwd_chunk_id))
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         """Before the first step every stage greets its neighbours, even one on the same rank (in a V), to which gloo
@@ -212,7 +255,7 @@ class Pipeline:
         compute = getattr(torch, training.mixed_precision_param)
         # Static shapes: without them the first step runs an extra, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
+        self.hidden = hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
         wide = torch.promote_types(compute, torch.float32)
         scores = [torch.empty(m.head.numbers, B, length, dtype=wide, device="meta") for m in models if m.head]
         self.stages = [
@@ -228,28 +271,30 @@ class Pipeline:
             for model, stage in zip(models, own_stages, strict=True)
         ]
         self.device, self.chunks = device, Chunks(pp)
+        self.cold = device.type == "cuda"
+        """Whether kernels have still to be loaded. A CPU has none that wait for each other."""
+        between = message_groups(ranks, meshes, device)
         for stage in self.stages:
-            stage.chunk = self.chunks
+            stage.chunk, stage.group_between = self.chunks, between
+        # GPipe and 1F1B too: torch's own put sends and receives in one batch, which only one group can run.
+        from_rows = options.schedule_csv or options.schedule in SINGLE
+        name = "_PipelineScheduleRuntime" if from_rows else f"Schedule{options.schedule}"
+        kind = getattr(torch_schedules, name)
+        self.schedule = kind(self.stages, microbatches, loss_fn=self._scaled, scale_grads=False)
         if options.schedule_csv:
-            runtime = torch_schedules._PipelineScheduleRuntime
-            self.schedule = runtime(self.stages, microbatches, loss_fn=self._scaled, scale_grads=False)
             self.schedule._load_csv(options.schedule_csv)
-        else:
-            schedule = getattr(torch_schedules, f"Schedule{options.schedule}")
-            stages = self.stages[0] if options.schedule in SINGLE else self.stages
-            self.schedule = schedule(stages, microbatches, loss_fn=self._scaled, scale_grads=False)
-        table = getattr(self.schedule, "pipeline_order_with_comms", None)  # GPipe and 1F1B have none
-        if keep_gathered and table is not None:
+        elif from_rows:
+            single = enumerate(single_order(options.schedule, pp.size, microbatches))
+            self.schedule.pipeline_order = {rank: list(map(_torch_action, row)) for rank, row in single}
+            self.schedule._prepare_schedule_with_comms(self.schedule.pipeline_order)
+        if keep_gathered:
+            table = self.schedule.pipeline_order_with_comms
             self.schedule.pipeline_order_with_comms = {rank: gathered_once(row) for rank, row in table.items()}
         self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
-        if options.schedule in SINGLE and not options.schedule_csv:
-            rows = single_order(options.schedule, pp.size, microbatches)
-        else:
-            order = self.schedule.pipeline_order
-            rows = [[_cell(action) for action in order[rank]] for rank in range(pp.size)]
-        self.bubble = bubble(rows, len(ranks))
+        order = self.schedule.pipeline_order
+        self.bubble = bubble([[_cell(action) for action in order[rank]] for rank in range(pp.size)], len(ranks))
 
     def _scaled(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         with region("head and loss"):
@@ -258,10 +303,7 @@ class Pipeline:
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
         """Removes backward from the table: torch's own forward-only mode fails where two stages of a V meet."""
-        table = getattr(self.schedule, "pipeline_order_with_comms", None)
-        if table is None:  # GPipe and 1F1B have no table
-            yield
-            return
+        table = self.schedule.pipeline_order_with_comms
         keep = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
         self.schedule.pipeline_order_with_comms = {
             rank: [part for action in row for part in (action.sub_actions or [action]) if part.computation_type in keep]
@@ -274,6 +316,10 @@ class Pipeline:
 
     def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
         self.objective, self.divisor, losses = objective, divisor, []
+        if self.cold and backward:
+            for stage in self.stages:
+                warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
+            self.cold = False
         self.schedule._has_backward = backward
         for stage in self.stages:
             stage.has_backward = backward

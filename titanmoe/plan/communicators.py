@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.fold.pipeline_schedules import channels, stage_ranks
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import LinkGroup
@@ -25,8 +26,10 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
         ("shards", LinkGroup(fold.edp, inner)),
         ("replicas", LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate)),
         ("replicas", LinkGroup(fold.edp_replicate, fold.stage // fold.edp_replicate)),
-        ("stages", LinkGroup(fold.pp, fold.stage)),
     }
+    if fold.pp > 1:
+        several = max(channels(stage_ranks(config.pipeline, fold.pp)).values())
+        lane_groups |= {(f"stages {n}" if n else "stages", LinkGroup(fold.pp, fold.stage)) for n in range(several + 1)}
     if DISPATCHERS.look_up(config.moe.dispatcher).nodes and inner > domain:
         lane_groups |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
     else:
@@ -37,8 +40,12 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
 
 
 def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
-    """Rows, and ulysses, go to every rank of a group directly; the ring and the pipeline to two."""
-    lane_groups = communicators(config, fold, device.domain)
+    """Rows, and ulysses, go to every rank of a group directly; the ring and the pipeline to two.
+
+    The pipeline has several communicators, but to the same two ranks; and what a communicator itself takes, it takes at
+    its first collective (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have. They are counted as one.
+    """
+    lane_groups = {(lane, group) for lane, group in communicators(config, fold, device.domain) if "stages " not in lane}
     peers = 0
     for lane, group in lane_groups:
         ring = lane == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)

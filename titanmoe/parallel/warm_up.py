@@ -1,0 +1,53 @@
+"""A forward and backward of a stage that leaves no trace, before a pipeline's first message.
+
+CUDA loads a kernel when it is first launched, and to load it may wait for all kernels that run (CUDA C++ Programming
+Guide, "Lazy Loading": two kernels of which one cannot end without the other may deadlock). A receive of NCCL runs until
+its message has come. So a rank that loads a kernel while it receives would wait for the other rank, which may wait for
+what this rank has not launched yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from titanmoe import observe
+from titanmoe.models.transformer import Transformer
+from titanmoe.parallel.batch_slice import Slice
+
+
+def warm_up(
+    model: Transformer, hidden: Tensor, piece: Slice, device: torch.device, loss: Callable[[Tensor, Slice], Tensor]
+) -> None:
+    """On a real microbatch, but the first stage's output is not sent: other stages begin with random hidden states.
+
+    Sends what the stage sends within itself, so all ranks of a stage call it together. hidden: of a microbatch, on
+    meta. loss: of the last stage's output.
+    """
+    memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]
+    state = [*model.buffers(), *(memory.overflowed for memory in memories if memory is not None)]
+    state_before = [x.clone() for x in state]
+    grads = {parameter: parameter.grad for parameter in model.parameters()}
+    for parameter in grads:
+        parameter.grad = None
+    x = piece.ids_BS
+    if model.embed is None:  # random, so that tokens go to different experts
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
+    with observe.unheard(), torch.enable_grad():
+        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS)
+        if model.head is None:
+            y.backward(y.detach())
+        else:
+            loss(y, piece).backward()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    with torch.no_grad():
+        for now, before in zip(state, state_before, strict=True):
+            now.copy_(before)
+    for parameter, grad in grads.items():
+        parameter.grad = grad
