@@ -50,8 +50,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    # As on one of 4 ep ranks, with both experts of a token; of 8, with all 8 of a token. With all experts on one GPU, a
-    # quarter of a step of Qwen3 would be AdamW and copies of weights.
+    # As on one of 4 ep ranks, with both experts of a token; of 8, with all 8 of a token. With all experts on one GPU,
+    # AdamW and copies of weights would be a large part of a step of Qwen3.
     "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(6, 8), (6, 4), (3, 4)], 0.55),
     "qwen3": Shape("family=qwen3_moe size=30b_a3b num_experts=16", [(12, 8), (12, 4), (6, 4)], 0.40),
     "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(2, 8), (2, 4), (1, 4)]),

@@ -261,7 +261,7 @@ class Pipeline:
         if table is None:  # GPipe and 1F1B have no table
             yield
             return
-        keep = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        keep = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
         self.schedule.pipeline_order_with_comms = {
             rank: [part for action in row for part in (action.sub_actions or [action]) if part.computation_type in keep]
             for rank, row in table.items()

@@ -18,7 +18,7 @@ from titanmoe.train.collapse import unbalanced
 from titanmoe.train.console import mapping, saving
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
-TRIED = ("2.11", "2.13")
+TRIED = ("2.11", "2.13", "2.14", "2.15")
 """Versions of PyTorch that the tests were run with (README.md)."""
 
 
@@ -74,7 +74,9 @@ def set_up(config: Config, pp: int, microbatches: int, engine: WithoutPipeline |
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
-        rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
+        rows["PyTorch"] = (
+            f"{torch.__version__}, which titanmoe was not tried with: {', '.join(TRIED[:-1])} and {TRIED[-1]} were"
+        )
     if config.compile.enable:
         reason = why_in_parts(config.moe, splits)
         rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
