@@ -20,7 +20,7 @@ ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1
 FROM base AS cpu
 # Versions are those of pyproject.toml.
 # hadolint ignore=DL3013
-RUN pip install --extra-index-url https://download.pytorch.org/whl/cpu '.[data]'
+RUN pip install -c scripts/constraints_cpu.txt --extra-index-url https://download.pytorch.org/whl/cpu '.[data]'
 WORKDIR /work
 ENTRYPOINT ["titanmoe"]
 

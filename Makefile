@@ -6,6 +6,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.titanmoe-installed
+INSTALL := $(BIN)/python -m pip install $(if $(shell command -v nvidia-smi),,-c scripts/constraints_cpu.txt) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train lint test check docs
@@ -27,12 +28,12 @@ help:
 setup: $(STAMP)
 
 # The stamp is newer than what it was made from, so a second make starts at once.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml scripts/constraints_cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "titanmoe needs Python 3.10 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev]'
+	$(INSTALL) -e '.[dev]'
 	@touch $@
 
 train: setup
@@ -55,7 +56,7 @@ check: lint
 DOCS_STAMP := $(VENV)/.titanmoe-docs-installed
 
 $(DOCS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	@touch $@
 
 docs: $(DOCS_STAMP)

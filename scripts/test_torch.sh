@@ -18,8 +18,9 @@ venv=.venv-torch-$version
 if [[ ! -e $venv/ready ]]; then
     "${PYTHON:-python3}" -m venv "$venv"
     # The interpreter of Triton 3.6, which comes with torch 2.11, takes no numpy after 2.3.
+    [[ $version != 2.11 ]] || PIP_ARGS+=" numpy<2.4"
     # shellcheck disable=SC2086
-    "$venv/bin/python" -m pip install ${PIP_ARGS:-} "torch==$version.*" 'numpy<2.4' -e '.[dev]'
+    "$venv/bin/python" -m pip install ${PIP_ARGS:-} "torch==$version.*" -e '.[dev]'
     touch "$venv/ready"
 fi
 

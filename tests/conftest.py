@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: two threads per rank are ten times slower.
@@ -53,14 +54,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true", help="of each parametrized test the first case alone")
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m is applied
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     table = slow_cases.stand_ins()
     if whole_suite(config):
         config.stash[slow_cases.PROBLEMS] = slow_cases.problems(table, {item.nodeid for item in items})
     for item in items:
         if item.nodeid in table:
             item.add_marker(pytest.mark.slow)
+    yield  # -m is applied
     if config.getoption("--one-of-each"):
         items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
     items.sort(key=lambda item: turn(item.nodeid))

@@ -4,6 +4,7 @@ import ast
 import functools
 import hashlib
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import titanmoe
 from titanmoe.config import load
 from titanmoe.parts import PARTS
+from titanmoe.train.header import TRIED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -56,12 +58,36 @@ def test_every_page_is_in_the_readme():
 def test_declared_python_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.10"
-    assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert "torch>=2.11,<2.16" in project["dependencies"] and {"2.11", "2.15"} <= set(TRIED)
     assert sys.version_info >= (3, 10)
     listed = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text]
     assert listed == ["3.10", "3.11", "3.12", "3.13"]
     for name in ("README.md", "Makefile"):
         assert "Python 3.10 to 3.13" in (ROOT / name).read_text()
+
+
+def test_a_machine_without_a_gpu_gets_the_torch_that_all_tests_run_with(tmp_path, monkeypatch):
+    def installs():
+        done = subprocess.run(
+            ["make", "-nB", "docs", "PIP_ARGS="], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        return [
+            line.split("install ")[1].split("-e ")[0].strip() for line in done.stdout.splitlines() if " -e " in line
+        ]
+
+    bare, gpu = tmp_path / "bare", tmp_path / "gpu"
+    for folder, tools in ((bare, ("make", "sh")), (gpu, ("make", "sh", "nvidia-smi"))):
+        folder.mkdir()
+        for tool in tools:
+            (folder / tool).symlink_to(shutil.which(tool) or shutil.which("true"))
+    monkeypatch.setenv("PATH", str(bare))
+    assert installs() == ["-c scripts/constraints_cpu.txt"] * 2
+    monkeypatch.setenv("PATH", str(gpu))
+    assert installs() == [""] * 2
+    (version,) = re.findall(
+        r"^torch==(\d+\.\d+)\.\*$", (ROOT / "scripts/constraints_cpu.txt").read_text(), re.MULTILINE
+    )
+    assert version in TRIED and "-c scripts/constraints_cpu.txt" in (ROOT / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["-m", "titanmoe.rank"], ["setup.py"]], ids=" ".join)

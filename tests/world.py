@@ -409,7 +409,10 @@ def _share_device() -> None:
     gloo = dist.ProcessGroupGloo
     device, make = gloo.create_device(hostname="127.0.0.1"), gloo.__init__
 
-    def init(group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def init(
+        group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta, **further: bool
+    ) -> None:
+        assert not any(further.values())  # torch 2.15 says that this group will not change its ranks
         options = gloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
         make(group, store, rank, size, options)

@@ -50,8 +50,10 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "mixtral": Shape("family=mixtral size=8x7b", [(3, 8), (3, 4), (2, 4)], 0.55),
-    "qwen3": Shape("family=qwen3_moe size=30b_a3b", [(6, 8), (6, 4), (4, 4)], 0.40),
+    # As on one of 4 ep ranks, with both experts of a token; of 8, with all 8 of a token. With all experts on one GPU,
+    # AdamW and copies of weights would be a large part of a step of Qwen3.
+    "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(6, 8), (6, 4), (3, 4)], 0.55),
+    "qwen3": Shape("family=qwen3_moe size=30b_a3b num_experts=16", [(12, 8), (12, 4), (6, 4)], 0.40),
     "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(2, 8), (2, 4), (1, 4)]),
     # As on one of 8 ep ranks: 32 of 256 experts, including all 8 of a token.
     "deepseek": Shape(
@@ -278,6 +280,7 @@ def one(args: argparse.Namespace) -> None:
                 out[routing]["imbalance"] = trainer.report["imbalance"]
         if device.type == "cuda":
             out["peak_GiB"] = torch.cuda.max_memory_reserved(device) / 2**30
+            out["segments grow"] = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
     except torch.OutOfMemoryError as error:
         out["out_of_memory"] = str(error).partition("\n")[0]
     except NotCompared as error:
@@ -370,6 +373,10 @@ def show(row: dict[str, Any]) -> None:
             f"{row['active'] / 1e9:6.2f}B {of['s'] * 1e3:9.1f} {of['tokens_per_s']:9.0f} {percent(of['mfu']):>6} "
             f"{percent(goal):>6} {imbalance:>9}",
             flush=True,
+        )
+    if "segments grow" in row:
+        print(
+            f"    peak {row['peak_GiB']:.1f} GiB; memory segments {'grow' if row['segments grow'] else 'do NOT grow'}"
         )
     for part in row.get("parts", []):
         floor = "-" if part["floor_ms"] is None else f"{part['floor_ms']:.3f}"

@@ -61,6 +61,8 @@ class Summary:
     kernels: list[Kernel]
     layers: int
     shares: dict[str, float] = field(default_factory=dict)
+    attention: list[str] = field(default_factory=list)
+    """The kernels that it ran in."""
 
     def lines(self, most: int = 15) -> list[str]:
         count = len(self.kernels)
@@ -69,6 +71,7 @@ class Summary:
             f"the host waited for the GPU {self.waits} times; the GPU then stood idle for "
             f"{self.idle_after_waits / 1e3:.2f} ms ({self.idle_after_waits / self.step:.1%})",
             f"{count} kernels, {count / self.layers:.0f} per layer",
+            "attention ran in " + (", ".join(name[:70] for name in self.attention) or "no kernel with such a name"),
             "",
             *(f"{share:7.1%}  {name}" for name, share in sorted(self.shares.items(), key=lambda item: -item[1])),
             "",
@@ -146,12 +149,15 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     idle = sum(stop - start for start, stop in spans if any(start <= moment <= stop for moment in over))
 
     shares: dict[str, float] = defaultdict(float)
+    attention = set()
     total = sum(kernel.time for kernel in kernels)
     for kernel in kernels:
         words = f"{kernel.name} {kernel.operation}"
         group = next((name for name, fits in GROUPS.items() if re.search(fits, words, re.IGNORECASE)), "other")
         shares[group] += kernel.time / total
-    return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(shares))
+        if group == "attention":
+            attention.add(kernel.name)
+    return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(shares), sorted(attention))
 
 
 def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float]:

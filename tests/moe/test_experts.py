@@ -13,6 +13,7 @@ from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import Product, can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.swiglu import clamped_swiglu
 from titanmoe.ops.cpu import whole_units
 from titanmoe.ops.cpu.whole_units import COPIED, UNIT
 from titanmoe.ops.device import Hardware, as_on
@@ -176,6 +177,13 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
     tolerances.close(y_RD, rows, terms=D + HIDDEN, roundings=STEPS)
     for grad, want in zip(grads, torch.autograd.grad(rows, inputs, cotangent), strict=True):
         tolerances.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
+
+
+def test_the_clamps_bounds_pass_their_gradient_in_every_version_of_torch() -> None:
+    gate, up = (torch.tensor(x, requires_grad=True) for x in ([7.0, 7.125, 7.0, 1.0], [7.0, 7.0, 7.125, -7.0]))
+    clamped_swiglu(gate, up).sum().backward()
+    assert (gate.grad != 0).tolist() == [True, False, True, True]
+    assert (up.grad != 0).tolist() == [True, True, False, True]
 
 
 def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:

@@ -9,6 +9,8 @@ import inspect
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
+
 
 class Private(NamedTuple):
     owner: str
@@ -19,6 +21,8 @@ class Private(NamedTuple):
     need: str
     optional: bool = False
     """Its room checks for it, and can do without."""
+    until: tuple[int, int] = (9, 0)
+    """The first version of torch that has no need of it."""
 
 
 _C10D, _SCHEDULES = "torch.distributed.distributed_c10d", "torch.distributed.pipelining.schedules"
@@ -95,9 +99,16 @@ PRIVATE = (
     ),
     Private(
         "torch.distributed.pipelining.stage.PipelineStage",
-        ("_get_init_p2p_neighbors_ops", "_prepare_forward_infra"),
+        ("_prepare_forward_infra",),
         "parallel/pipeline.py",
-        "what torch 2.11 does before the first step, repaired",
+        "receive buffers, repaired",
+    ),
+    Private(
+        "torch.distributed.pipelining.stage.PipelineStage",
+        ("_get_init_p2p_neighbors_ops",),
+        "parallel/pipeline.py",
+        "what torch 2.11 sends before the first step, repaired",
+        until=(2, 15),
     ),
     Private(
         _SCHEDULES,
@@ -265,7 +276,9 @@ PRIVATE = (
 
 def removed() -> dict[Private, list[str]]:
     """What this version of torch no longer has."""
-    found = {one: [name for name in one.names if not _has(one.owner, name)] for one in PRIVATE}
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    needed = [one for one in PRIVATE if version < one.until]
+    found = {one: [name for name in one.names if not _has(one.owner, name)] for one in needed}
     return {one: names for one, names in found.items() if names}
 
 

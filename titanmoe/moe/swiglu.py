@@ -21,8 +21,12 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's activation: the gate is at most 7, the up projection within 7 of 0 and then shifted by 1."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    """gpt-oss's activation: the gate is at most 7, the up projection within 7 of 0 and then shifted by 1.
+
+    A bound itself, which 16-bit numbers often are, passes its gradient. That of `clamp` does so until torch 2.13 only
+    (github.com/pytorch/pytorch/issues/195931).
+    """
+    gate, up = gate.masked_fill(gate > 7.0, 7.0), up.masked_fill(up > 7.0, 7.0).masked_fill(up < -7.0, -7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 

@@ -304,7 +304,7 @@ class Pipeline:
     def _forward_only(self) -> Iterator[None]:
         """Removes backward from the table: torch's own forward-only mode fails where two stages of a V meet."""
         table = self.schedule.pipeline_order_with_comms
-        keep = ("F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
+        keep = ("F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD")
         self.schedule.pipeline_order_with_comms = {
             rank: [part for action in row for part in (action.sub_actions or [action]) if part.computation_type in keep]
             for rank, row in table.items()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -175,7 +174,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         # They have none, and whoever waits for a message asks for its time-out.
-        with replaced(FakeProcessGroup, "options", SimpleNamespace(_timeout=dist.default_pg_timeout)):
+        with replaced(FakeProcessGroup, "options", FakeProcessGroup.Options()):
             yield
     finally:
         dist.destroy_process_group()

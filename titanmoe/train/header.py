@@ -19,7 +19,7 @@ from titanmoe.train.console import mapping, saving
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.runtime import segments
 
-TRIED = ("2.11", "2.13")
+TRIED = ("2.11", "2.13", "2.14", "2.15")
 """Versions of PyTorch that the tests were run with (README.md)."""
 
 
@@ -77,7 +77,9 @@ def set_up(
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
-        rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
+        rows["PyTorch"] = (
+            f"{torch.__version__}, which titanmoe was not tried with: {', '.join(TRIED[:-1])} and {TRIED[-1]} were"
+        )
     if device.type == "cuda":
         rows["GPU memory"] = segments()
     if config.compile.enable:
