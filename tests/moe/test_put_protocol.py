@@ -2,7 +2,7 @@
 
 Every rank's part is what `exchange_steps` does, with the places that `places` computes. A step is a kernel: its threads
 run in any order, the next one starts when all have ended. A barrier is torch's (CUDASymmetricMemory.cu, barrier_kernel,
-2.13): for each peer, set its flag of this rank once that is 0, then reset this rank's flag of the peer once that is 1,
+main): for each peer, set its flag of this rank once that is 0, then reset this rank's flag of the peer once that is 1,
 with release and acquire. So memory is as if accesses were in one order, as it is here.
 """
 
