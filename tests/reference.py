@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -792,7 +793,7 @@ def step(
     step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
-    weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
@@ -806,8 +807,9 @@ def step(
     total = total + sum(coefficient * aux[name] for name, coefficient in coefficients(config).items() if aux)
     grads = {}
     if torch.is_grad_enabled():
-        found = torch.autograd.grad(total, list(weights.values()), materialize_grads=True)
-        grads = dict(zip(weights, found, strict=True))
+        trained = {name: value for name, value in weights.items() if value.requires_grad}
+        found = torch.autograd.grad(total, list(trained.values()), materialize_grads=True)
+        grads = dict(zip(trained, found, strict=True))
     return StepResult(
         loss=loss.item(),
         mtp=mtp.item(),
@@ -826,6 +828,10 @@ def step(
 
 
 # --------------------------------------------------------------------------------------------------- training
+
+
+def trains(config: Config, name: str) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in config.training.freeze)
 
 
 def grad_norm(grads: dict[str, Tensor]) -> float:
@@ -868,6 +874,9 @@ def adamw(
     options, lr = config.optimizer, learning_rate(config, step_number)
     new_weights, new_moments = {}, {}
     for name, w in weights.items():
+        if name not in grads:
+            new_weights[name] = w
+            continue
         g = grads[name]
         m, v = moments.get(name, (torch.zeros_like(w), torch.zeros_like(w)))
         m = options.beta1 * m + (1 - options.beta1) * g
@@ -888,7 +897,8 @@ def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor
     """Up for experts with less than the average load, down for those with more."""
     rate = config.moe.bias_update_rate
     name = {i: f"{block}.moe.router.expert_bias" for i, block in blocks(config.model).items()}
-    return {name[i]: bias[name[i]] + rate * torch.sign(E.mean() - E).float() for i, E in counts.items()}
+    moves = {i: rate * trains(config, name[i].replace("expert_bias", "weight")) for i in counts}
+    return {name[i]: bias[name[i]] + moves[i] * torch.sign(E.mean() - E).float() for i, E in counts.items()}
 
 
 def train(

@@ -3,6 +3,7 @@
 from titanmoe.config.parts import Parts
 from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS
+from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
@@ -12,5 +13,5 @@ from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 PARTS = Parts(
     (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_rules.contradictions, balance_rules.contradictions),
+    (data_rules.contradictions, balance_rules.contradictions, tensors.contradictions),
 )

@@ -36,6 +36,11 @@ CASES = {
     ),
     "tp ep": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
+    "frozen but for experts": (
+        4,
+        0,
+        f"{TP} 2 {EP} 4 --training.global_batch_size 4 --training.freeze embed.* head.* *norm* *attention* *router*",
+    ),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

@@ -225,6 +225,8 @@ class Training:
     """Dtype that parameters are computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
     mixed_precision_reduce: Dtype = "float32"
     """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained, by name, such as ["embed.*", "layers.*.attention.*"]: * stands for anything. They have no gradient and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (a router in float32 at least). A frozen router keeps its selection bias too, and balance losses then only act on what comes before it. docs/adapters.md. Empty: everything is trained."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     objective: str = "cross_entropy"

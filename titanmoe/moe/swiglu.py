@@ -86,7 +86,8 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
-        inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
+        # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
+        inputs, weights = any(gradient_wanted(ctx, i) for i in range(3)), gradient_wanted(ctx, 3)
         grad_RD = grad_RD.contiguous()
         product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient

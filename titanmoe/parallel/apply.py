@@ -21,6 +21,7 @@ from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.flex import flex
+from titanmoe.parallel.frozen import freeze
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
@@ -60,6 +61,7 @@ def build(
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
             model = Transformer(config, microbatches, stored, layers[number], first, last)
+        freeze(model, config)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)

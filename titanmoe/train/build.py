@@ -92,7 +92,7 @@ def build_training(
         device,
     )
     weights = gradients.parameters
-    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(weights, config.optimizer)
+    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(gradients.trained, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
     if config.validation.interval:
@@ -158,6 +158,6 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         runtime,
         fold,
         clock,
-        flops_per_token(config.model, config.training.seq_len),
+        flops_per_token(config.model, config.training.seq_len, config.training.freeze),
         peak,
     )

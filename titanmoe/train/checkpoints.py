@@ -158,6 +158,7 @@ class Checkpoints:
             problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
             problems += state.refused_optimizer(before, now, saved.path)
+            problems += state.refused_freeze(before, now, saved.path)
             try:
                 self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:
