@@ -202,6 +202,46 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
     return weights
 
 
+def adapted(config: Config) -> dict[str, tuple[str, int]]:
+    """The matrices that have adapters: the stem of their adapters' names, and the rank of these."""
+    out = {}
+    for name in shapes(config.model):
+        attention = ".attention.w" in name and name.endswith(".weight")
+        hidden = any(f".{part}.w{n}.weight" in name for part in ("ffn", "shared") for n in "123")
+        expert = ".experts." in name and not name.endswith("_bias")
+        chosen = any(fnmatchcase(name, pattern) for pattern in config.lora.targets or ["*"])
+        if chosen and (attention or hidden or expert):
+            rank = config.lora.rank
+            if expert and config.lora.experts_rank == -1:
+                rank = max(1, rank // config.model.top_k)
+            elif expert:
+                rank = config.lora.experts_rank
+            out[name] = (f"{name}_" if expert else name.removesuffix("weight")) + "lora_", rank
+    return out if config.lora.rank else {}
+
+
+def initial_adapters(
+    config: Config, seed: int, dtype: torch.dtype = torch.float64, b: float = 0.0
+) -> dict[str, Tensor]:
+    """A is normal, with the variance of a uniform number of at most 1 / sqrt(inputs); B is 0, or b times normal."""
+    out = {}
+    for name, (stem, rank) in adapted(config).items():
+        *experts, outputs, inputs = shapes(config.model)[name]
+        sizes = {"A": (*experts, rank, inputs), "B": (*experts, outputs, rank)}
+        for leaf, std in (("A", (3 * inputs) ** -0.5), ("B", b)):
+            index = torch.arange(math.prod(sizes[leaf])).view(sizes[leaf])
+            out[stem + leaf] = std * counter_rng.normal(counter_rng.key("weight", seed, stem + leaf), index, dtype)
+    return out
+
+
+def with_adapters(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """W + alpha / r B A, in the place of W."""
+    merged = {name: weight for name, weight in weights.items() if "lora_" not in name}
+    for name, (stem, rank) in adapted(config).items():
+        merged[name] = merged[name] + config.lora.alpha / rank * weights[stem + "B"] @ weights[stem + "A"]
+    return merged
+
+
 def initial_bias(model: Model) -> dict[str, Tensor]:
     return {
         f"{block}.moe.router.expert_bias": torch.zeros(model.num_experts)
@@ -794,9 +834,10 @@ def step(
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
     weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
+    merged = with_adapters(config, weights)
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
-    logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
+    logits_GSV, further_GSV, layers = forward(config, merged, tokens, bias, step_number, slices)
     objective, mtp = OBJECTIVES[config.training.objective], torch.zeros(())
     loss = objective(scores(logits_GSV, tokens.labels_GS), tokens)
     if further_GSV is not None:
@@ -831,6 +872,8 @@ def step(
 
 
 def trains(config: Config, name: str) -> bool:
+    if config.lora.rank:
+        return "lora_" in name
     return not any(fnmatchcase(name, pattern) for pattern in config.training.freeze)
 
 

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.fields import build
 from titanmoe.config.laws import contradictions
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, LoRA
 from titanmoe.models import tensors
-from titanmoe.models.families import family_of, names
+from titanmoe.models.adapters import add_adapters
+from titanmoe.models.families import family_of, mixers, names
 from titanmoe.models.transformer import Transformer
 from titanmoe.parts import PARTS
 
@@ -29,18 +31,55 @@ def test_names_are_those_of_the_modules(family, more):
     assert set(tensors.names(config.model)) == {name for name, _ in model.named_parameters()}
 
 
-def refused(freeze: list[str], **changes) -> list[str]:
+def refused(freeze: list[str], lora: LoRA | None = None, **changes) -> list[str]:
     config = config_of("mixtral", **changes)
-    config = replace(config, training=replace(config.training, freeze=freeze))
+    config = replace(config, training=replace(config.training, freeze=freeze), lora=lora or LoRA())
     return [str(violation.text) for violation in contradictions(config)]
 
 
 def test_patterns_that_match_nothing_and_all_frozen_are_refused_together():
     assert refused(["embed.*", "layers.*.moe.router.weight"]) == []
     one, two, three = refused(["layers.9.*", "attention.*", "*"])
-    assert one.startswith('training.freeze has "layers.9.*", which is the name of no parameter')
+    assert one.startswith('training.freeze has "layers.9.*", which is the name of none of these: embed.weight, ')
     assert '"attention.*"' in two and "layers.*.attention.wq.weight" in two
     assert "freezes all" in three
     # A tied head is the embedding.
     (text,) = refused(["head.weight"], tie_embeddings=True)
     assert "head.norm.weight" in text and "head.weight," not in text
+
+
+def test_adapters_of_matrices_that_are_not_there_are_refused():
+    assert refused([], LoRA(rank=4)) == refused([], LoRA(rank=4, targets=["*.attention.w[qv].*", "*.experts.w2"])) == []
+    one, two, three = refused(["embed.*"], LoRA(rank=4, targets=["*q_proj*", "embed.*"]))
+    assert one.startswith('lora.targets has "*q_proj*"') and "layers.*.attention.wq.weight" in one
+    assert '"embed.*"' in two and "embed.weight" not in two.partition("these")[2]
+    assert "training.freeze is not used with lora.rank = 4" in three
+    one, two = refused([], LoRA(targets=["*"], experts_rank=2))
+    assert "lora.targets" in one and "lora.experts_rank" in two
+
+
+@pytest.mark.parametrize("family", names())
+def test_names_of_adapters_are_those_of_the_modules(family):
+    config = replace(config_of(family, mtp_depth=1), lora=LoRA(rank=4))
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.float32)
+        add_adapters(model, config)
+    tuning, expected = tensors.Tuning.of(config), {}
+    for layer, mixer in enumerate(mixers(config.model)):
+        block, experts = tensors.block_name(config.model, layer), has_experts(config.model, layer)
+        matrices = tensors.of_block(config.model, mixer, experts)
+        matrices |= tensors.expert_splits(config.model) if experts else {}
+        expected |= {f"{block}.{name}": shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
+    assert expected == {name: tuple(p.shape) for name, p in model.named_parameters() if not tuning.freezes(name)}
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [("dropout", "no dropout"), ("use_dora", "DoRA is not"), ("load_in_4bit", "quantised base"), ("r", "--lora.rank")],
+)
+def test_what_adapters_do_not_have_is_refused_by_name(option, says):
+    from titanmoe.config.load import ConfigError
+    from titanmoe.train.launch import read
+
+    with pytest.raises(ConfigError, match=says):
+        read(["--lora.rank", "4", f"--lora.{option}", "1"], 1, PARTS)

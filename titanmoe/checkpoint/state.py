@@ -100,6 +100,25 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
+ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
+
+
+def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: bool, adapters: bool) -> list[str]:
+    """What to say if the checkpoint's adapters are not this run's. has_base: whether it has adapters, and no weights
+    under them. adapters: whether the run has any."""
+    if has_base and adapters:
+        return [
+            f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: its "
+            "adapters do not fit; use that value, or start a new run"
+            for path in ADAPTERS
+            if path in old and old[path] != new[path]
+        ]
+    if has_base:
+        rank = old.get("lora.rank")
+        return [f"it has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
+    return []
+
+
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
     """What to say if there are moments of other parameters than those that are trained. path: of the checkpoint."""
     before, now = old.get("training.freeze", []), new["training.freeze"]

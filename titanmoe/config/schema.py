@@ -252,6 +252,20 @@ class Training:
 
 
 @dataclass
+class LoRA:
+    """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/adapters.md)."""
+
+    rank: Annotated[int, Range(0, 2**16)] = 0
+    """Rows of A. Above 0 only the adapters are trained. 8 to 64 is usual, with ten times the learning rate of full fine-tuning. 0: none."""
+    experts_rank: Annotated[int, Range(1, 2**16, derived=True)] = -1
+    """The same for routed experts, of which each has adapters of its own. -1: rank // model.top_k, at least 1, so that a token meets as many adapter weights in experts as elsewhere."""
+    alpha: Annotated[float, POSITIVE] = 32.0
+    """Each adapter's product is multiplied by alpha divided by its own rank."""
+    targets: list[str] = field(default_factory=list)
+    """Matrices that have adapters, by pattern, such as ["*.attention.*", "*.experts.*"]: among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of them."""
+
+
+@dataclass
 class Optimizer:
     """How gradients change the weights."""
 
@@ -503,6 +517,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
+    lora: LoRA = field(default_factory=LoRA)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -22,7 +22,7 @@ and values states its own FLOPs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerRules, elements
+from titanmoe.models.tensors import Tuning
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,12 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
     return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))
 
 
-def flops_per_token(model: Model, seq_len: int, freeze: Sequence[str] = ()) -> int:
-    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len. freeze: as in
-    [training]."""
-    if not freeze:
+def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
+    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len. tuning: what is trained,
+    if not everything."""
+    if tuning is None or tuning.trains_all:
         return 3 * forward_flops_per_token(model, seq_len)
-    blocks, ends = work_of_parts(model, seq_len, freeze)
+    blocks, ends = work_of_parts(model, seq_len, tuning)
     return sum(work.forward + work.backward for part in (*blocks, (ends,)) for work in part)
 
 
@@ -144,12 +145,12 @@ class _Walk:
     """Through a model in forward's direction. Backward computes the gradient of a weight that is trained, and the
     gradient of its input if anything before it is."""
 
-    def __init__(self, freeze: Sequence[str]):
-        self.patterns, self.reached = tuple(freeze), False
+    def __init__(self, tuning: Tuning):
+        self.tuning, self.reached = tuning, False
 
     def together(self, elements: Mapping[str, int]) -> PartWork:
         """Weights with one input, by name: how many of their elements multiply a token."""
-        trained = {name: not tensors.matches(name, self.patterns) for name in elements}
+        trained = {name: not self.tuning.freezes(name) for name in elements}
         work = PartWork(
             2 * sum(elements.values()), sum(2 * n * (trained[name] + self.reached) for name, n in elements.items())
         )
@@ -157,9 +158,9 @@ class _Walk:
         return work
 
 
-def work_of_parts(model: Model, seq_len: int, freeze: Sequence[str]) -> tuple[list[BlockWork], PartWork]:
+def work_of_parts(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockWork], PartWork]:
     """Of each block, and of what comes after them: head, and the projection of multi-token prediction."""
-    walk, blocks, ends = _Walk(freeze), [], PartWork()
+    walk, blocks, ends = _Walk(tuning), [], PartWork()
     walk.together({"embed.weight": 0})  # looked up, not multiplied
     head = {tensors.stored_name("head.weight", model.tie_embeddings): model.vocab_size * model.dim}
     for layer, mixer in enumerate(mixers(model)):
@@ -176,22 +177,34 @@ def work_of_parts(model: Model, seq_len: int, freeze: Sequence[str]) -> tuple[li
 
 def _block_work(model: Model, mixer: MixerRules, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
     name, experts = tensors.block_name(model, layer), has_experts(model, layer)
-    sizes = {part: prod(shape) for part, (shape, _) in tensors.of_block(model, mixer, experts).items()}
+    parts = tensors.of_block(model, mixer, experts)
+    adapters = walk.tuning.adapters(name, parts | (tensors.expert_splits(model) if experts else {}))
+    sizes = {part: prod(shape) for part, (shape, _) in (parts | adapters).items()}
     if experts:
         sizes |= {part: prod(shape) for part, shape in tensors.of_router(model).items()}
         sizes |= {
-            part: model.top_k * prod(shape) // model.num_experts for part, shape in tensors.of_experts(model).items()
+            part: model.top_k * size // model.num_experts
+            for part, size in (sizes | {part: prod(shape) for part, shape in tensors.of_experts(model).items()}).items()
+            if ".experts." in part
         }
 
     def step(chosen: Callable[[str], bool]) -> PartWork:
-        return walk.together({f"{name}.{part}": sizes.pop(part) for part in list(sizes) if chosen(part)})
+        """What has one input; every B comes after its A, which has the input of its matrix."""
+        second, first = [], []
+        for part in [part for part in sizes if chosen(part)]:
+            (second if part.endswith(f"{tensors.ADAPTER}B") else first).append(part)
+        work = PartWork()
+        for group in (first, second):
+            work += walk.together({f"{name}.{part}": sizes.pop(part) for part in group})
+        return work
 
-    after = tuple(f"attention.{part}" for part in mixer.after_scores)
+    after = {f"attention.{part}" for part in mixer.after_scores}
+    after |= {adapter for part in after if part.endswith(".weight") for adapter in tensors.adapter_names(part)}
     products = step(lambda part: part == "attention_norm.weight")
     products += step(lambda part: part.startswith("attention.") and part not in after)
     flops = mixer.flops(model, layer, seq_len)
     scores = PartWork(flops, 2 * flops * walk.reached)
     products += step(lambda part: part in after)
     products += step(lambda part: part == "ffn_norm.weight")
-    ffn = step(lambda part: not part.removesuffix(".weight").endswith(("w2", "w2_bias")))
+    ffn = step(lambda part: ".w2" not in part)
     return BlockWork(products, scores, ffn + step(lambda part: True))

@@ -9,15 +9,16 @@ import torch
 from torch import nn
 
 from titanmoe.config.schema import Config
-from titanmoe.models.tensors import is_frozen
+from titanmoe.models.tensors import Tuning, stored_name
 from titanmoe.models.transformer import Transformer
 
 
 def freeze(model: Transformer, config: Config) -> None:
     """Replaces the (meta) parameters that the recipe freezes."""
+    tuning = Tuning.of(config)
     compute = getattr(torch, config.training.mixed_precision_param)
     for name, parameter in list(model.named_parameters()):
-        if not is_frozen(name, config):
+        if not tuning.freezes(stored_name(name, config.model.tie_embeddings)):
             continue
         path, _, last = name.rpartition(".")
         dtype = torch.promote_types(compute, torch.float32) if ".router." in name else compute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -36,12 +37,14 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
         part, offset = piece(parameter)
         if name.endswith("norm.weight"):
             part.fill_(1)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "lora_B")):
             part.zero_()
         else:
             name = stored_name(name, model.shape.tie_embeddings)
             std = model.shape.init_std
-            if name.endswith(INTO_RESIDUAL):
+            if name.endswith("lora_A"):  # the variance of PEFT's initial A
+                std = 1 / math.sqrt(3 * parameter.shape[-1])
+            elif name.endswith(INTO_RESIDUAL):
                 std /= math.sqrt(2 * model.shape.num_layers)
             # A frozen weight, which is narrower, begins with the bits that a trained one is computed with.
             wide = torch.promote_types(part.dtype, model.dtype)
@@ -55,6 +58,12 @@ def fill_normal(
 
     dtype: to compute it in, if not the tensor's own.
     """
+    for rows, index in blocks_of(part, offset, shape):
+        rows.copy_(counter_rng.normal(key, index, dtype or part.dtype) * std)
+
+
+def blocks_of(part: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a piece that begins at offset of a whole of this shape, and each element's index in the whole."""
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -63,5 +72,4 @@ def fill_normal(
     stride, rows = math.prod(shape[1:]), max(1, (1 << 24) // max(1, index.numel()))
     for first in range(0, part.shape[0], rows):
         row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]
-        row = row.view(-1, *[1] * index.dim())
-        part[first : first + len(row)] = counter_rng.normal(key, row * stride + index, dtype or part.dtype) * std
+        yield part[first : first + len(row)], row.view(-1, *[1] * index.dim()) * stride + index

@@ -20,6 +20,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
+from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
@@ -98,10 +99,10 @@ class BackwardFactors(NamedTuple):
 
 def _backward(config: Config) -> list[BackwardFactors]:
     """Of each block, and of the head (as ffn)."""
-    model, freeze = config.model, config.training.freeze
-    if not freeze:
+    model, tuning = config.model, Tuning.of(config)
+    if tuning.trains_all:
         return [BackwardFactors()] * (model.num_layers + model.mtp_depth + 1)
-    blocks, ends = work_of_parts(model, config.training.seq_len, freeze)
+    blocks, ends = work_of_parts(model, config.training.seq_len, tuning)
     return [BackwardFactors(*(work.factor for work in block)) for block in blocks] + [BackwardFactors(ffn=ends.factor)]
 
 

@@ -20,6 +20,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
+from titanmoe.models.tensors import Tuning
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
 from titanmoe.train.optimizers.rules import OPTIMIZERS
@@ -70,7 +71,7 @@ class Widths:
         self.R = round(self.T * model.top_k * fold.etp * imbalance)
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
-        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, training.freeze)
+        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
         self.mixers = ModelKey.of(model).mixers
         self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
 

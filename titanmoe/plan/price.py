@@ -12,6 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
+from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
@@ -78,7 +79,7 @@ class Pricer(BlockCosts):
 
     def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
         super().__init__(config, device, factors, imbalance)
-        self.flops = flops_per_token(self.model, config.training.seq_len, config.training.freeze)
+        self.flops = flops_per_token(self.model, config.training.seq_len, Tuning.of(config))
         self.counts = cache(self._counts)
 
     def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
@@ -126,7 +127,7 @@ class Pricer(BlockCosts):
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
-        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, training.freeze)
+        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
         options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}

@@ -5,7 +5,7 @@ Elements, not bytes. A unit is what FSDP gathers and reduces at once: a block wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -16,6 +16,9 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerRules, Shape, Split
+from titanmoe.models.tensors import Tuning
+
+EVERYTHING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -92,25 +95,23 @@ class ModelKey:
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 
-Freeze = tuple[str, ...]
-"""Patterns of names, as training.freeze has them."""
-
-
-def _flags(names: Iterable[str], freeze: Freeze) -> tuple[bool, ...]:
-    return tuple(tensors.matches(name, freeze) for name in names) if freeze else ()
+def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
+    return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 
 @lru_cache(maxsize=4096)
-def _block(key: ModelKey, tp: int, layer: int, freeze: Freeze) -> WeightUnit:
+def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
     parts, router = tensors.of_block(model, mixer, experts), tensors.of_router(model) if experts else {}
     name = tensors.block_name(model, layer)
-    frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), freeze)
+    parts |= tuning.adapters(name, parts)
+    frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)
     return _unit(tp, list(parts.values()), tuple(map(prod, router.values())), frozen)
 
 
 @lru_cache(maxsize=4096)
-def _experts(key: ModelKey, ep: int, etp: int, edp: int, frozen: tuple[bool, ...] = ()) -> WeightUnit:
+def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
+    """layer: of the block, if not all of its tensors are trained."""
     model = key.model
     local_experts, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
     shapes: list[Shape] = [(local_experts, hidden, dim), (local_experts, hidden, dim), (local_experts, dim, hidden)]
@@ -118,6 +119,12 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, frozen: tuple[bool, ...
     if model.expert_biases:
         shapes += [(local_experts, hidden), (local_experts, hidden), (local_experts, dim // etp)]
         dims += [1, 1, 1]
+    name = tensors.block_name(model, layer)
+    adapters = tuning.adapters(name, tensors.expert_splits(model))
+    for part, (shape, split) in adapters.items():
+        shapes.append((local_experts, *(n // etp if i == split else n for i, n in enumerate(shape) if i)))
+        dims.append(2 if part.endswith("A") else 1)
+    frozen = _flags((f"{name}.{part}" for part in (*tensors.of_experts(model), *adapters)), tuning)
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
     return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes), (), frozen)
 
@@ -131,33 +138,29 @@ def _first_alike(key: ModelKey, layer: int) -> int:
 class Sizes:
     """The units of a model under a mapping."""
 
-    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, freeze: Sequence[str] = ()):
-        self.model, self.freeze = model, tuple(freeze)
+    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING):
+        self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
         self._tp, self._of_experts = tp, (ep, etp, edp)
         dim, split = model.dim, model.vocab_size // tp
         ends = "head.norm.weight", tensors.stored_name("head.weight", model.tie_embeddings)
-        self.embedding = WeightUnit(((split, dim),), (0,), (), _flags(["embed.weight"], self.freeze))
-        self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.freeze))
+        self.embedding = WeightUnit(((split, dim),), (0,), (), _flags(["embed.weight"], self.tuning))
+        self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
 
     def block(self, layer: int) -> WeightUnit:
         # Without anything frozen, blocks that are alike are one unit.
-        like = layer if self.freeze else _first_alike(self._key, layer)
-        return _block(self._key, self._tp, like, self.freeze)
+        like = _first_alike(self._key, layer) if self.tuning.trains_all else layer
+        return _block(self._key, self._tp, like, self.tuning)
 
     def experts_of(self, layer: int) -> WeightUnit:
-        """`experts`, with what is frozen in this block."""
-        if not self.freeze:
-            return self.experts
-        name = tensors.block_name(self.model, layer)
-        frozen = _flags((f"{name}.{part}" for part in tensors.of_experts(self.model)), self.freeze)
-        return _experts(self._key, *self._of_experts, frozen)
+        """`experts`, with what is frozen or added in this block."""
+        return self.experts if self.tuning.trains_all else _experts(self._key, *self._of_experts, layer, self.tuning)
 
     @property
     def multi_token(self) -> WeightUnit:
         dim = self.model.dim
-        frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.freeze)
+        frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.tuning)
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
 
 

@@ -176,7 +176,8 @@ class Gradients:
     @named("finish gradients")
     def finish_gradients(self) -> None:
         """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
-        sum_replicated(self.trained.values(), (self.meshes.sequence, self.meshes.data), self.meshes.tp)
+        meshes = self.meshes
+        sum_replicated(self.trained.values(), (meshes.sequence, meshes.data), meshes.tp, meshes.etp)
         self.tied.add_gradients()
 
     def drop(self) -> None:
