@@ -1,4 +1,4 @@
-"""Checkpoints of adapters: nothing but them, on the weights that they were trained on, under any mapping."""
+"""Checkpoints of runs that train a part: of adapters nothing but them, on the weights that they were trained on."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.checkpoint import runs
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.layout import name_of
 
+FROZEN = {"training.freeze": ["embed.*", "layers.*.attention.*"]}
 LORA = {"lora.rank": 4, "lora.experts_rank": 2}
 MAPPINGS = {
     "etp to tp": ((2, {"parallelism.experts.etp": 2}), (2, {"parallelism.tp": 2, "parallelism.experts.ep": 2})),
@@ -29,11 +30,22 @@ def refusal(size: int, folder: Path, changes: dict[str, Any]) -> str:
     return str(error.value)
 
 
+def test_frozen_weights_are_saved_and_another_list_is_refused(tmp_path: Path) -> None:
+    through = go(1, tmp_path, FROZEN, 2)
+    resumed = go(1, tmp_path, FROZEN, 2)
+    assert resumed.loss[2] == through.loss[2]
+    assert all(tensor.equal(resumed.state[name]) for name, tensor in through.state.items())
+    saved = Checkpoint(tmp_path / "run/checkpoints" / name_of(1)).tensors
+    assert "model.embed.weight" in saved and "optimizer.exp_avg.embed.weight" not in saved
+    assert "trains other parameters than the checkpoint has moments of" in refusal(1, tmp_path, {})
+
+
+@pytest.mark.parametrize("tuning", [FROZEN, LORA], ids=["frozen", "adapters"])
 @pytest.mark.parametrize("case", MAPPINGS)
-def test_adapters_resume_under_another_mapping(case: str, tmp_path: Path) -> None:
+def test_runs_resume_under_another_mapping(case: str, tuning: dict[str, Any], tmp_path: Path) -> None:
     (size, first), (other, second) = MAPPINGS[case]
-    through = go(size, tmp_path / "a", LORA | first, 2)
-    resumed = go(other, tmp_path / "a", LORA | second, 2)
+    through = go(size, tmp_path / "a", tuning | first, 2)
+    resumed = go(other, tmp_path / "a", tuning | second, 2)
     assert resumed.loss[2] == pytest.approx(through.loss[2], rel=1e-12)
     assert resumed.norm[2] == pytest.approx(through.norm[2], rel=1e-10)
 

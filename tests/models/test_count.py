@@ -233,7 +233,7 @@ def test_flops_with_frozen_weights_by_hand():
 
 
 def test_flops_with_adapters_by_hand():
-    """6 r (inputs + outputs) for each, less for the first A, whose input needs no gradient; 4 or 2 for what is frozen."""
+    """6 r (inputs + outputs) for each, less for the first A, whose input needs no gradient; 4 or 2 if frozen."""
     m = Model(vocab_size=10, dim=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, num_experts=3, top_k=1)
     m = replace(m, expert_hidden=5)
     qkv, scores, wo, router, w, norm, head = 32, 48, 16, 12, 20, 4, 40

@@ -28,6 +28,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "pipeline.schedule": "ZBVZeroBubble",
         "model.num_layers": 4,
     },
+    "alone, offloaded": {"optimizer.offload": True},
     "recomputed": {"parallelism.experts.ep": 4, "activation_checkpoint.mode": "full"},
 }
 TERMS = {"moe.aux_loss_sequence": 0.02, "moe.z_loss": 0.01, "moe.bias_update_rate": 0.05}
@@ -39,6 +40,7 @@ CASES = [
     ("one of the experts' matrices, and all before them", "alone"),
     ("one of the experts' matrices, and all before them", "recomputed"),
     ("all but routers", "alone"),
+    ("attention", "alone, offloaded"),
     ("all but routers", "tp_ep_etp"),
     ("all but the last layer", "pp"),
     ("all but the last layer", "zero bubble"),
@@ -49,7 +51,7 @@ CASES = [
 
 def frozen(patterns: str, mapping: str) -> tuple[int, dict[str, Any]]:
     changes = {"training.freeze": PATTERNS[patterns]} | TERMS | MAPPINGS[mapping]
-    size = 1 if mapping == "alone" else 4
+    size = 1 if mapping.startswith("alone") else 4
     return size, in_few(size, changes)
 
 

@@ -108,9 +108,9 @@ def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
     if lora.rank and chosen and local_experts % edp and hidden % edp:
         yield (
             f"{KEYS['edp']} = {edp} ranks cannot share the adapters of {local_experts} experts evenly, neither as "
-            f"whole ones ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = {hidden} "
-            f"({hidden} % {edp} = {hidden % edp}): use another ep or edp_replicate, or leave the experts out of "
-            "lora.targets"
+            f"whole ones ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = "
+            f"{hidden} ({hidden} % {edp} = {hidden % edp}): use another ep or edp_replicate, or leave the "
+            "experts out of lora.targets"
         )
 
 
