@@ -1,17 +1,18 @@
 """Names and shapes of parameters without torch are those of the modules, and patterns of names are checked by them."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 
-from titanmoe.config.blocks import has_experts
 from titanmoe.config.fields import build
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config, LoRA
 from titanmoe.models import tensors
 from titanmoe.models.adapters import add_adapters
-from titanmoe.models.families import family_of, mixers, names
+from titanmoe.models.count import parameters, trained_parameters
+from titanmoe.models.families import family_of, names
 from titanmoe.models.transformer import Transformer
 from titanmoe.parts import PARTS
 
@@ -64,13 +65,23 @@ def test_names_of_adapters_are_those_of_the_modules(family):
     with torch.device("meta"):
         model = Transformer(config, 1, torch.float32)
         add_adapters(model, config)
-    tuning, expected = tensors.Tuning.of(config), {}
-    for layer, mixer in enumerate(mixers(config.model)):
-        block, experts = tensors.block_name(config.model, layer), has_experts(config.model, layer)
-        matrices = tensors.of_block(config.model, mixer, experts)
-        matrices |= tensors.expert_splits(config.model) if experts else {}
-        expected |= {f"{block}.{name}": shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
-    assert expected == {name: tuple(p.shape) for name, p in model.named_parameters() if not tuning.freezes(name)}
+    tuning = tensors.Tuning.of(config)
+    modules = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert dict(tensors.shapes(config.model, tuning)) == modules
+    assert trained_parameters(config.model, tuning) == sum(map(prod, modules.values())) - parameters(config.model).total
+
+
+def test_adapters_of_qwen3_30b_have_the_published_sizes():
+    """In millions: 830 in experts at rank 16 and 104 at 2, 13.4 in attention."""
+    named = {"model.family": "qwen3_moe", "model.size": "30b_a3b"}
+    model = build(named | family_of("qwen3_moe").preset(named), PARTS).model
+
+    def millions(rank: int, experts_rank: int, target: str) -> float:
+        return trained_parameters(model, tensors.Tuning((), rank, experts_rank, (target,))) / 1e6
+
+    assert millions(16, 16, "*.experts.*") == pytest.approx(830, abs=1)
+    assert millions(16, 2, "*.experts.*") == pytest.approx(104, abs=1)
+    assert millions(16, 2, "*.attention.*") == pytest.approx(13.4, abs=0.1)
 
 
 @pytest.mark.parametrize(

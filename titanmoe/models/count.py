@@ -118,6 +118,13 @@ def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) ->
     return sum(work.forward + work.backward for part in (*blocks, (ends,)) for work in part)
 
 
+def trained_parameters(model: Model, tuning: Tuning) -> int:
+    """How many are trained, adapters included."""
+    if tuning.trains_all:
+        return parameters(model).total
+    return sum(prod(shape) for name, shape in tensors.shapes(model, tuning) if not tuning.freezes(name))
+
+
 class PartWork(NamedTuple):
     """FLOPs of a token."""
 

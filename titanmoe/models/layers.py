@@ -43,7 +43,7 @@ class Linear(nn.Module):
     def adapted(self, y: Tensor, x: Tensor) -> Tensor:
         if self.lora_A is None:
             return y
-        return y + self.lora_scale * F.linear(F.linear(x, local(self.lora_A)), local(self.lora_B))
+        return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
 
 
 class RMSNorm(nn.Module):

@@ -55,18 +55,31 @@ def block_name(model: Model, layer: int) -> str:
     return f"layers.{layer}" if layer < model.num_layers else "mtp.0.block"
 
 
-def names(model: Model) -> Iterator[str]:
-    """Of all parameters but adapters, as checkpoints have them: a tied embedding and its copies are one."""
-    yield "embed.weight"
+def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Shape]]:
+    """Of all parameters, by their names in checkpoints: a tied embedding and its copies are one. tuning: brings
+    adapters."""
+    norm, ends = (model.dim,), (model.vocab_size, model.dim)
+    yield "embed.weight", ends
     for layer, mixer in enumerate(mixers(model)):
-        experts = has_experts(model, layer)
-        tensors = [*of_block(model, mixer, experts), *([*of_router(model), *of_experts(model)] if experts else [])]
-        yield from (f"{block_name(model, layer)}.{name}" for name in tensors)
+        block, experts = block_name(model, layer), has_experts(model, layer)
+        parts = of_block(model, mixer, experts)
+        tensors = {name: shape for name, (shape, _) in parts.items()}
+        if experts:
+            tensors |= of_router(model) | of_experts(model)
+        if tuning is not None:
+            matrices = parts | (expert_splits(model) if experts else {})
+            tensors |= {name: shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
+        yield from ((f"{block}.{name}", shape) for name, shape in tensors.items())
     if model.mtp_depth:
-        yield from (f"mtp.0.{name}.weight" for name in ("hidden_norm", "embed_norm", "project", "norm"))
-    yield "head.norm.weight"
+        yield from ((f"mtp.0.{name}.weight", norm) for name in ("hidden_norm", "embed_norm", "norm"))
+        yield "mtp.0.project.weight", (model.dim, 2 * model.dim)
+    yield "head.norm.weight", norm
     if not model.tie_embeddings:
-        yield "head.weight"
+        yield "head.weight", ends
+
+
+def names(model: Model) -> list[str]:
+    return [name for name, _ in shapes(model)]
 
 
 def stored_name(name: str, tied: bool) -> str:
@@ -174,7 +187,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
             f'"{config.model.family}" do not state them: add `names` there (docs/extending.md), or leave {table} out',
         )
         return
-    everything = list(names(config.model))
+    everything = names(config.model)
     yield from _unmatched("training.freeze", patterns, everything)
     if lora.rank:
         yield from _lora(config, [name for name in everything if is_adaptable(name)])
