@@ -35,6 +35,7 @@ from titanmoe.parallel import compiled
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.rehearse import stand_ins
 from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.tokens import Tokens
 
 if not installed() or interpreted():
     pytest.skip("Triton's compiler is not there", allow_module_level=True)
@@ -163,15 +164,19 @@ def machine_code(name: str, text: str) -> list[Any]:
     return made
 
 
+def compiled_model(config: Config, backend: Backend) -> Transformer:
+    model = Transformer(config, 1, torch.bfloat16)
+    with mock.patch.object(compiled.torch, "compile", partial(compile_by, torch.compile, backend)):
+        compile_parts(model, replace(config.compile, enable=True), config.moe, torch.bfloat16, False)
+    return model
+
+
 def parts(config: Config, backend: Backend) -> dict[str, Callable[[], Any]]:
     """A call of each compiled part of a block and of the head."""
     shape, length = config.model, config.training.seq_len
     # The loss in chunks is not compiled.
     config = replace(config, training=replace(config.training, loss_chunks=1))
-    model = Transformer(config, 1, torch.bfloat16)
-    options = replace(config.compile, enable=True)
-    with mock.patch.object(compiled.torch, "compile", partial(compile_by, torch.compile, backend)):
-        compile_parts(model, options, config.moe, torch.bfloat16, False)
+    model = compiled_model(config, backend)
     block = next(block for block in model.blocks().values() if block.moe is not None)
     rows, width = length * shape.top_k, shape.qk_rope_head_dim if shape.kv_lora_rank else shape.head_dim
 
@@ -198,12 +203,25 @@ def compile_by(real: Any, graph_backend: Backend, function: Any, *, backend: str
     return real(function, backend=graph_backend, **options)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def fit(sources: list[str]) -> None:
+    for text, name in kernels_in(sources).items():
+        # Inductor leaves out configurations that spill or ask for more than a block can have.
+        used = [resources(kernel) for kernel in machine_code(name, text)]
+        assert any(not one.stack and one.shared <= SHARED_MEMORY for one in used), (name, used)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     torch._dynamo.reset()
-    backend, sources = Backend(), {}
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
+    backend, sources = Backend(), []
     attention = mock.patch.object(F, "scaled_dot_product_attention", stand_ins.attention)
     config = cut(recipe_of(recipe)[0])
     with FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]), attention:
@@ -211,10 +229,23 @@ def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path, tmp_path: Pa
             backend.graphs, backend.sources = 0, []
             call().sum().backward()
             assert (backend.graphs, len(backend.sources)) == (1, 2), f"{name}: graphs, and those forward and backward"
-            sources[name] = backend.sources
             assert kernels_in(backend.sources), f"{name}: nothing is fused"
-    for text, name in kernels_in([source for pair in sources.values() for source in pair]).items():
-        # Inductor leaves out configurations that spill or ask for more than a block can have.
-        used = [resources(kernel) for kernel in machine_code(name, text)]
-        assert any(not one.stack and one.shared <= SHARED_MEMORY for one in used), (name, used)
-    torch._dynamo.reset()
+            sources += backend.sources
+    fit(sources)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="fake CUDA tensors are copied, which takes a torch with CUDA")
+@pytest.mark.parametrize("recipe", ["deepseek_671b", "qwen3_30b_a3b"])
+def test_a_padded_layer_is_one_graph_whose_kernels_compile(recipe: str) -> None:
+    backend, config = Backend(), cut(recipe_of(RECIPES[0].with_name(f"{recipe}.toml"))[0])
+    padded = replace(config.moe, capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01)
+    length = config.training.seq_len
+    with FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]):
+        moe = next(iter(compiled_model(replace(config, moe=padded), backend).moe_layers().values()))
+        index = torch.arange(length)
+        tokens = Tokens(index.view(1, -1), index, index // length, index >= 0, torch.tensor(0))
+        moe.begin_step(1, torch.tensor(float(length)), 1)
+        x_BsD = torch.empty(1, length, config.model.dim, dtype=torch.bfloat16, requires_grad=True)
+        moe(x_BsD, tokens).sum().backward()
+    assert (backend.graphs, len(backend.sources)) == (1, 2)
+    fit(backend.sources)

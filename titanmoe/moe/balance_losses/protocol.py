@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import NO_GROUP, Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens
@@ -35,9 +35,9 @@ class Routed:
     """How many samples it has."""
     normalises: bool
     """Whether a token's scores still have to be scaled to add up to 1 (sigmoid)."""
-    sequence: Group = NO_GROUP
+    sequence: Group  # no default: the compiler of torch 2.11 cannot trace one
     """The ranks that own other tokens of the same samples (cp x tp)."""
-    data: Group = NO_GROUP
+    data: Group
     """The ranks with other samples (dp_replicate x dp_shard)."""
 
     def __post_init__(self) -> None:
