@@ -32,8 +32,6 @@ def fit(kernels: list[Kernel]) -> None:
     for name, kernel in kernels:
         used = resources(kernel)
         assert (used.stack, used.local) == (0, 0) and used.shared <= SHARED_MEMORY, (name, used, kernel.src.constants)
-        # Unrolled over the experts and several warps the router was 500 KB and took half a minute to compile.
-        assert len(kernel.asm["cubin"]) < 300_000, name
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +56,8 @@ def test_launches_compile_for_their_addresses() -> None:
 )
 def test_recipes(recipe: Path) -> None:
     kernels = kernels_of(recipe)
+    # Unrolled over the experts and several warps the router was 500 KB and took half a minute to compile.
+    assert max(len(kernel.asm["cubin"]) for _, kernel in kernels) < 300_000
     assert {name.partition(".")[0] for name, _ in kernels} >= {"rows", "swiglu", "route", "rotate"}
     fit(kernels)
 
