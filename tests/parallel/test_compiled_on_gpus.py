@@ -2,8 +2,8 @@
 Triton kernels compile to its machine code. The parts are those of a model on one GPU, at a recipe's widths.
 
 Autograd takes no CUDA tensors without a driver. So Dynamo and AOTAutograd trace fake CPU tensors through the code for
-Hopper, and their graphs are moved to CUDA before inductor gets them. Nothing is loaded or run. Attention's kernel, which
-is torch's own, and flex_attention's are not looked at: a rehearsal's stand-ins take their place.
+Hopper, and their graphs are moved to CUDA before inductor gets them. Nothing is loaded or run. The kernels of torch's
+attention and of flex_attention are not looked at: a rehearsal's stand-ins take their place.
 """
 
 from __future__ import annotations
