@@ -2,7 +2,8 @@
 Triton kernels compile to its machine code. The parts are those of a model on one GPU, at a recipe's widths.
 
 Autograd takes no CUDA tensors without a driver. So Dynamo and AOTAutograd trace fake CPU tensors through the code for
-Hopper, and their graphs are moved to CUDA before inductor gets them. Nothing is loaded or run.
+Hopper, and their graphs are moved to CUDA before inductor gets them. Nothing is loaded or run. The kernels of torch's
+attention and of flex_attention are not looked at: a rehearsal's stand-ins take their place.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import as_on
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.parallel import compiled
+from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
+from titanmoe.parallel.context import placement
 from titanmoe.rehearse import stand_ins
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.tokens import Tokens
@@ -166,6 +170,7 @@ def machine_code(name: str, text: str) -> list[Any]:
 
 def compiled_model(config: Config, backend: Backend) -> Transformer:
     model = Transformer(config, 1, torch.bfloat16)
+    context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP, stand_ins.flex_attention)
     with mock.patch.object(compiled.torch, "compile", partial(compile_by, torch.compile, backend)):
         compile_parts(model, replace(config.compile, enable=True), config.moe, torch.bfloat16, False)
     return model
