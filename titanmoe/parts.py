@@ -1,7 +1,7 @@
 """Every kind of part that a recipe can name, with the table of its names; laws of the rooms; and how a model's own file
 is read. No torch here."""
 
-from titanmoe.checkpoint.hf.model_file import read_model_file
+from titanmoe.checkpoint.hf.read_model_file import read_model_file
 from titanmoe.config.parts import Parts
 from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS

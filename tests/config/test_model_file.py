@@ -6,7 +6,6 @@ from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.fields import build
 from titanmoe.config.model_file import ModelFile
 from titanmoe.config.parts import Kind, Parts, Rules
-from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
 FIXED = {
@@ -130,5 +129,3 @@ def test_what_is_printed_loads_back_without_the_file(read, tmp_path):
     del read.asked
     assert read("--config", str(tmp_path / "printed.toml")) == config
     assert not hasattr(read, "asked")
-
-

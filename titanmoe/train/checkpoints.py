@@ -125,7 +125,7 @@ class Checkpoints:
         """Where a model in Hugging Face's format lies on this machine; refused unless it is the same one for all
         ranks."""
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
-        from titanmoe.checkpoint.hf.places import fingerprint, weights_folder
+        from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
 
         folder = raise_on_all_ranks(self.group, lambda: weights_folder(name))
         prints = raise_on_all_ranks(self.group, lambda: on_all_ranks(self.group, lambda: fingerprint(name, folder)))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
-from titanmoe.checkpoint.hf.places import fetch_first_weights, is_remote
+from titanmoe.checkpoint.hf.fetch import fetch_first_weights, is_remote
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.load import Draft, read_draft

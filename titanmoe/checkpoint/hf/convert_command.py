@@ -116,7 +116,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
 
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf import config, convert
-    from titanmoe.checkpoint.hf.places import weights_folder
+    from titanmoe.checkpoint.hf.fetch import weights_folder
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
     from titanmoe.checkpoint.hf.upcycle import Upcycled
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from titanmoe.checkpoint.hf.config import CONFIG, ParsedConfig, describe
-from titanmoe.checkpoint.hf.places import describing_folder
+from titanmoe.checkpoint.hf.fetch import describing_folder
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Model

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.hf.config import read_json
+from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
-from titanmoe.checkpoint.hf.places import CARRIED, INDEX, SINGLE
 from titanmoe.config.load import ConfigError
 
 DTYPES = {

@@ -9,7 +9,7 @@ from typing import Any
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoint_to_resume
 from titanmoe.checkpoint.hf.config import CONFIG, describe
-from titanmoe.checkpoint.hf.places import describing_folder, pinned
+from titanmoe.checkpoint.hf.fetch import describing_folder, pinned
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.fields import build, flat
