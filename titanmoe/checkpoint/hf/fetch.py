@@ -17,6 +17,7 @@ from titanmoe.checkpoint.choose_checkpoint import has_begun
 from titanmoe.checkpoint.hf.config import CONFIG, read_json
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.data.remote import file_system, is_url, url_errors
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -63,7 +64,7 @@ def fetch_first_weights(config: Config) -> None:
 
 
 def is_remote(name: str) -> bool:
-    return "://" in name or _hub_name(name) is not None
+    return is_url(name) or _hub_name(name) is not None
 
 
 def _hub_name(name: str) -> tuple[str, str] | None:
@@ -80,7 +81,7 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
-    if "://" in name:
+    if is_url(name):
         return _from_url(name, patterns, complete)
     if hub := _hub_name(name):
         return _from_hub(*hub, patterns, complete)
@@ -106,8 +107,13 @@ def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
 def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
     """What the cache has is taken from there, without asking whether there is anything newer: ranks that start one
     after the other agree, and a run goes on with what it began with."""
-    hub = _package("huggingface_hub", "hub", repo)
-    cache = Path(_package("huggingface_hub.constants", "hub", repo).HF_HUB_CACHE)
+    try:
+        import huggingface_hub
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        needs = 'fetching it needs the package huggingface_hub: pip install "titanmoe[hub]"'
+        raise ConfigError([f"{repo} is no folder here, and {needs}"]) from None
+    cache = Path(HF_HUB_CACHE)
     repo_cache = cache / f"models--{repo.replace('/', '--')}"
     if (folder := _cached(repo_cache, revision)) and complete(folder):
         return folder
@@ -117,7 +123,7 @@ def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Cal
         # The revision that is there in part already, or the newest.
         exact = folder.name if folder else revision
         try:
-            return Path(hub.snapshot_download(repo, revision=exact, allow_patterns=list(patterns)))
+            return Path(huggingface_hub.snapshot_download(repo, revision=exact, allow_patterns=list(patterns)))
         except Exception as error:  # the package raises its own, its HTTP client's, and the system's
             raise ConfigError([_not_fetched(repo, revision, cache, error)]) from None
 
@@ -139,22 +145,10 @@ def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str
     )
 
 
-def _package(name: str, extra: str, wanted: str) -> Any:
-    from importlib import import_module
-
-    try:
-        return import_module(name)
-    except ImportError:
-        raise ConfigError(
-            [f'{wanted} is no folder here, and fetching it needs the package {name}: pip install "titanmoe[{extra}]"']
-        ) from None
-
-
 # ---- URLs
 
 
 def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
-    fsspec = _package("fsspec", "remote", url)
     cache = Path(os.environ.get(CACHE) or "~/.cache/titanmoe").expanduser() / "models"
     key = blake2b(url.rstrip("/").encode(), digest_size=16).hexdigest()
     folder = cache / key
@@ -162,12 +156,9 @@ def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bo
         return folder
     with _one_at_a_time(cache, key):
         if not complete(folder):
-            try:
-                system, root = fsspec.core.url_to_fs(url.rstrip("/"))
+            system, root = file_system(url.rstrip("/"))
+            with url_errors(url):
                 _copy(system, root, folder, "*.safetensors" in patterns)
-            except Exception as error:  # each kind of store raises its own; a missing package too
-                why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                raise ConfigError([f"{url} cannot be read: {why}"]) from None
     return folder
 
 
