@@ -83,6 +83,26 @@ def test_what_is_missing_or_no_data_is_refused_at_once(store):
     )
 
 
+def test_a_web_page_is_a_file_unless_its_name_ends_in_a_slash(monkeypatch):
+    class Web:
+        """Of fsspec's for http, what is asked; isdir would read the page."""
+
+        def info(self, path):
+            return {"name": path, "size": 7, "type": "file", "ETag": "abc"}
+
+        def find(self, path, detail):
+            return {f"{path}{name}": {"size": None, "type": "file"} for name in ("a.jsonl", "b.txt")}
+
+        def unstrip_protocol(self, path):
+            return path
+
+    monkeypatch.setattr(remote, "file_system", lambda url: (Web(), url))
+    for url in ("https://host/a.jsonl?download=true", "https://host/folder"):
+        assert [file.url for file in remote.find_remote(url)] == [url]
+    (source,) = find_files(["https://host/folder/"], "jsonl")
+    assert (source.file, source.bytes) == ("https://host/folder/a.jsonl", 7)
+
+
 def test_a_driver_or_the_package_that_is_missing_is_named(monkeypatch):
     (driver,) = problems("nowhere://bucket/a.jsonl")
     assert driver == "nowhere://bucket/a.jsonl cannot be read: ValueError: Protocol not known: nowhere"

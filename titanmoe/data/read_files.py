@@ -56,12 +56,11 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
     rules = FORMATS.look_up(format)
     try:
-        files, named_itself = find_remote(url)
+        by_extension = [(file, _extension(Path(file.url))) for file in find_remote(url)]
     except ConfigError as error:
         problems += error.problems
         return []
-    by_extension = [(file, _extension(Path(file.url))) for file in files]
-    taken = [(file, extension) for file, extension in by_extension if named_itself or rules.takes(extension)]
+    taken = [(file, extension) for file, extension in by_extension if file.matched or rules.takes(extension)]
     if not taken:
         problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
     return [InputFile(f.url, rules.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]

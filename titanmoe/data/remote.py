@@ -22,6 +22,8 @@ class RemoteFile(NamedTuple):
     bytes: int
     version: int
     """Changes with its contents, as far as the store says."""
+    matched: bool
+    """Whether the URL or its glob names the file itself, and not a folder that it is in."""
 
 
 def is_url(name: str) -> bool:
@@ -56,31 +58,34 @@ def open_url(url: str) -> BufferedIOBase:
         return system.open(path, "rb")
 
 
-def find_remote(url: str) -> tuple[list[RemoteFile], bool]:
-    """The file, or every file that is not hidden below the folder or the glob, by name; and whether the URL itself is
-    one."""
+def find_remote(url: str) -> list[RemoteFile]:
+    """The file, or every file that is not hidden below the folder or the glob, by name."""
     system, root = file_system(url)
+    # A web server does not say what is a folder: fsspec reads the whole page and looks for links. And ? begins a query.
+    web = url.startswith(("http://", "https://"))
     with url_errors(url):
-        if has_magic(root):
+        if "*" in root if web else has_magic(root):
             fixed = re.split(r"[*?[]", root)[0].rpartition("/")[0]
             found = {path: info for path, info in system.glob(root, detail=True).items() if not _hidden(path, fixed)}
             folders = [path for path, info in found.items() if info["type"] == "directory"]
             files = {path: info for path, info in found.items() if info["type"] == "file"}
-        elif system.isdir(root):
+        elif url.endswith("/") if web else system.isdir(root):
             folders, files = [root], {}
         else:
-            return [_remote_file(system, root, system.info(root))], True
+            folders, files = [], {root: system.info(root)}
+        below: dict[str, Any] = {}
         for folder in folders:
             inside = system.find(folder, detail=True)
-            files |= {path: info for path, info in inside.items() if not _hidden(path, folder)}
-        return [_remote_file(system, path, files[path]) for path in sorted(files)], False
+            below |= {path: info for path, info in inside.items() if not _hidden(path, folder)}
+        every = below | files
+        return [_remote_file(system, path, every[path], path in files) for path in sorted(every)]
 
 
 def _hidden(path: str, folder: str) -> bool:
     return any(part.startswith(".") for part in PurePosixPath(path.removeprefix(folder)).parts)
 
 
-def _remote_file(system: Any, path: str, info: dict[str, Any]) -> RemoteFile:
+def _remote_file(system: Any, path: str, info: dict[str, Any], matched: bool) -> RemoteFile:
     url = system.unstrip_protocol(path)
     if info.get("size") is None:
         info = system.info(path)
@@ -88,4 +93,4 @@ def _remote_file(system: Any, path: str, info: dict[str, Any]) -> RemoteFile:
         raise ConfigError([f"{url}: the server does not say how large it is: copy it here"])
     said = [(key, str(info[key])) for key in (*VERSION_KEYS, "created") if info.get(key) is not None]
     version = int.from_bytes(blake2b(repr(said).encode(), digest_size=7).digest(), "big")
-    return RemoteFile(url, info["size"], version)
+    return RemoteFile(url, info["size"], version, matched)
