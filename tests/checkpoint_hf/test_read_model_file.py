@@ -257,6 +257,19 @@ def test_the_recipe_that_convert_describes_loads(tmp_path, capsys, name):
     assert ("# Tokenizer: its own." in text) == (name == "mixtral")
 
 
+def test_the_recipes_of_the_page_load(tmp_path):
+    folder = save(tmp_path / "model")
+    blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/huggingface.md").read_text(), re.DOTALL)
+    configs_read = []
+    for block in blocks:
+        (tmp_path / "page.toml").write_text(block.replace("Qwen/Qwen3-30B-A3B", str(folder)))
+        configs_read.append(read("--config", tmp_path / "page.toml"))
+    plain, longer = configs_read
+    assert plain.checkpoint.initial_hf == longer.checkpoint.initial_hf == str(folder)
+    assert (plain.model.rope_scaling, longer.model.rope_scaling, longer.model.rope_factor) == ("none", "yarn", 4.0)
+    open_hf(folder, longer.model).check()
+
+
 def test_describe_makes_no_folder_and_the_rest_of_convert_needs_one(tmp_path, capsys):
     assert main(["convert", "--describe", "a", "b"]) == main(["convert", "--from-hf", "a"]) == 2
     said = capsys.readouterr().err
