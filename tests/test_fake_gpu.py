@@ -185,6 +185,7 @@ def test_a_run_on_a_gpu_has_the_numbers_of_one_on_a_cpu_and_no_races(tmp_path: P
         assert seen["copies"] == COPIES
 
 
+@pytest.mark.slow
 def test_the_halves_of_a_pair_race_with_nobody(tmp_path: Path) -> None:
     on, off = (world.run(4, run, PAIRS | {"job.dump_folder": str(tmp_path / str(gpu))}, gpu) for gpu in (True, False))
     for (losses, seen), (expected, _) in zip(on, off, strict=True):
