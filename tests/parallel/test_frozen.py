@@ -44,6 +44,7 @@ CASES = [
     ("all but routers", "tp_ep_etp"),
     ("all but the last layer", "pp"),
     ("all but the last layer", "zero bubble"),
+    ("routers", "alone"),
     ("routers", "pp"),
     ("routers", "recomputed"),
 ]
