@@ -55,11 +55,12 @@ def fingerprint(name: str, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def fetch_first_weights(config: Config) -> None:
+def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
     """What a run without a checkpoint of its own begins from, brought to this machine. Before the ranks meet: a message
     between them must not wait for a download."""
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
+        say(f"fetching {checkpoint.initial_hf}")
         weights_folder(checkpoint.initial_hf)
 
 
