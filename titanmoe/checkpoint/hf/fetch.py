@@ -138,7 +138,8 @@ def _cached(repo_cache: Path, revision: str) -> Path | None:
 
 
 def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str:
-    why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    first_line = str(error).strip().partition("\n")[0].rstrip(".")
+    why = f"{type(error).__name__}: {first_line}"
     return (
         f"{repo} is no folder here, the cache {cache} does not have the Hugging Face model of that name (revision "
         f"{revision}), or not all of it, and it cannot be fetched: {why}: check the name, the network and HF_TOKEN, or "
