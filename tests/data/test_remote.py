@@ -72,12 +72,14 @@ def test_what_is_missing_or_no_data_is_refused_at_once(store):
     store("shards/0.tokens", b"x")
     store("other/a.md", b"x")
     bucket = "memory:///bucket"
-    found = problems(f"{bucket}/none.jsonl", f"{bucket}/shards", f"{bucket}/empty", f"{bucket}/other", format="jsonl")
-    assert len(found) == 4
-    assert re.match(rf"{bucket}/none.jsonl cannot be read: FileNotFoundError: ", found[0])
-    assert found[1] == f"'{bucket}/shards' contains no files of format jsonl"
-    assert found[2] == f"'{bucket}/other' contains no files of format jsonl"
-    assert found[3] == f"{bucket}/empty/a.jsonl is empty: remove it, or leave it out"
+    refusals = problems(
+        f"{bucket}/none.jsonl", f"{bucket}/shards", f"{bucket}/empty", f"{bucket}/other", format="jsonl"
+    )
+    assert len(refusals) == 4
+    assert re.match(rf"{bucket}/none.jsonl cannot be read: FileNotFoundError: ", refusals[0])
+    assert refusals[1] == f"'{bucket}/shards' contains no files of format jsonl"
+    assert refusals[2] == f"'{bucket}/other' contains no files of format jsonl"
+    assert refusals[3] == f"{bucket}/empty/a.jsonl is empty: remove it, or leave it out"
     (shards,) = problems(f"{bucket}/shards")
     assert shards == (
         f"{bucket}/shards holds token shards, which are a source of their own: copy it to a disk and name it by itself"

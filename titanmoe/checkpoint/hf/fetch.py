@@ -41,7 +41,7 @@ def weights_folder(name: str) -> Path:
 
 
 def pinned(name: str, folder: Path) -> str:
-    """The name for just what was found: on the hub, the revision that lies in this folder of its cache."""
+    """The name for just what this folder holds: on the hub, with the revision."""
     hub = _hub_name(name)
     return f"{hub[0]}@{folder.name}" if hub else name
 
