@@ -8,6 +8,7 @@ from titanmoe.config.model_file import ModelFile
 from titanmoe.config.parts import Parts
 from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS
+from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
@@ -25,6 +26,6 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 PARTS = Parts(
     (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_rules.contradictions, balance_rules.contradictions),
+    (data_rules.contradictions, balance_rules.contradictions, tensors.contradictions),
     read_model_file,
 )
