@@ -267,6 +267,8 @@ def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
                 settings.values.pop(path, None)
             preset = {}
         presets |= preset
+    if settings.values.get("training.epochs"):
+        presets["training.steps"] = -1
     family_fields = ("model.family", "model.size")
     if not settings.unsound.isdisjoint(family_fields):
         rest = {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
