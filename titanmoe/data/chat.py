@@ -24,6 +24,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
 
 
+ANSWER = "zebra"
+"""Looked for in what a template writes, to see what comes after an answer."""
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
 WEIGHT, MOST_WEIGHT = "weight", 1e6
@@ -80,11 +82,18 @@ class Chat:
             "answers: mark each answer once with {% generation %}"
         )
 
-    def encode_question(self, text: str) -> np.ndarray:
-        """What a user says, up to where the answer begins."""
-        return self.tokenizer.encode_with_offsets(
-            self._render([{"role": "user", "content": text}], prompt=True)
-        ).tokens_T
+    def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
+        """A conversation, up to where the assistant's answer begins: the ids of transformers' apply_chat_template."""
+        return self.tokenizer.encode_with_offsets(self._render(messages, prompt=True)).tokens_T
+
+    def end_mark(self) -> int | None:
+        """The token with which the template ends an answer, such as ChatML's <|im_end|>; None if it is no mark."""
+        try:
+            text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}])
+        except ChatError:  # it takes no such conversation
+            return None
+        tail = text[text.rfind(ANSWER) + len(ANSWER) :].lstrip() if ANSWER in text else ""
+        return self.tokenizer.mark_before(tail)
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render_all([(messages, prompt)])[0]
