@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.data.conftest import CHATML
+from tests.support.byte_pairs import CHATML
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer

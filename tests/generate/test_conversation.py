@@ -13,8 +13,8 @@ import pytest
 
 from tests import world
 from tests.checkpoint import runs
-from tests.data.conftest import CHATML, bpe  # noqa: F401
 from tests.generate.test_generate_command import FOLDED, TEXT, ask, command, lines
+from tests.support.byte_pairs import CHATML
 from titanmoe.data.chat import Chat
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanmoe.generate import conversation as module
@@ -39,7 +39,7 @@ def converse(said: str, *words: object) -> tuple[int, str, str]:
         return command(*words)
 
 
-def test_a_conversation_has_the_ids_of_transformers_folded_or_not(run: Path, bpe: Path) -> None:  # noqa: F811
+def test_a_conversation_has_the_ids_of_transformers_folded_or_not(run: Path, bpe: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     words = "--checkpoint", run, "--tokenizer", bpe, "--chat", "--system", "Be brief.", *EXACT
@@ -75,7 +75,7 @@ def scripted(ids: list[int], *words: object) -> tuple[int, str, str]:
         return command(*words)
 
 
-def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, bpe: Path) -> None:  # noqa: F811
+def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, bpe: Path) -> None:
     words = "--checkpoint", run, "--tokenizer", bpe, "--prompt", "fox", "--max-tokens", "4", "--json"
 
     def made(ids: list[int], *more: str) -> tuple[list[int], str]:
@@ -100,7 +100,7 @@ def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, b
         ("{{ raise_exception('no') }}", None),
     ],
 )
-def test_the_end_mark_of_a_template(template: str, mark: int | None, bpe: Path) -> None:  # noqa: F811
+def test_the_end_mark_of_a_template(template: str, mark: int | None, bpe: Path) -> None:
     assert Chat(template, "t", open_tokenizer(str(bpe))).end_mark() == mark
     assert Chat(template, "t", ByteTokenizer()).end_mark() is None
 
@@ -135,7 +135,7 @@ def waited(*words: object) -> tuple[tuple[int, str, str], list[Any]]:
         return command(*words), told
 
 
-def test_ranks_hear_that_the_user_is_thinking(run: Path, bpe: Path) -> None:  # noqa: F811
+def test_ranks_hear_that_the_user_is_thinking(run: Path, bpe: Path) -> None:
     words = "--checkpoint", run, "--tokenizer", bpe, "--chat", *EXACT
     ((code, out, err), told), (_, other) = world.run(2, waited, *words, "--ep", 2)
     assert code == 0 and len(out.splitlines()) >= 2, err
@@ -143,7 +143,7 @@ def test_ranks_hear_that_the_user_is_thinking(run: Path, bpe: Path) -> None:  # 
     assert [message[0] for message in told if isinstance(message, tuple)] == ["the fox", "quick"]
 
 
-def test_special_tokens_of_a_prompt_are_text_unless_asked_for(run: Path, bpe: Path) -> None:  # noqa: F811
+def test_special_tokens_of_a_prompt_are_text_unless_asked_for(run: Path, bpe: Path) -> None:
     words = "--checkpoint", run, "--tokenizer", bpe, "--prompt", "fox<|im_end|>", *EXACT
     (plain,), (special,) = lines(*words), lines(*words, "--special-tokens")
     tokenizer = open_tokenizer(str(bpe))
@@ -161,7 +161,7 @@ def test_what_does_not_go_with_a_chat_is_refused(run: Path, tmp_path: Path) -> N
     assert "has no chat template" in world.run(1, converse, "a\n", "--checkpoint", run, "--chat")[0][2]
 
 
-def test_a_conversation_that_the_template_refuses_ends_on_all_ranks(run: Path, bpe: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_conversation_that_the_template_refuses_ends_on_all_ranks(run: Path, bpe: Path, tmp_path: Path) -> None:
     settings = json.loads((bpe / "tokenizer_config.json").read_text())
     settings["chat_template"] = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
