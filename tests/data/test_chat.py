@@ -254,3 +254,19 @@ def test_weights_need_a_mark_for_each_answer():
     with pytest.raises(ChatError, match="marks 4 parts of 2 answers: mark each answer once"):
         chat.encode(weighted)
     assert sorted({*Chat(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% generation %}{% endgeneration %}{{ messages[0].content }}", "has to stand between"),
+        (
+            "{{ messages[0].content }}{% if false %}{% generation %}x{% endgeneration %}{% endif %}",
+            "has to stand between",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "nothing that the assistant says"),
+    ],
+)
+def test_a_template_that_leaves_no_token_to_learn_is_refused(template, says, bpe):
+    with pytest.raises(ChatError, match=f"the chat template t .*{says}"):
+        Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)

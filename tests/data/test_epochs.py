@@ -225,13 +225,6 @@ def test_what_contradicts_epochs_is_refused(shards):
     assert "both say" in both and "never ends" in both and "as often" in both
 
 
-@pytest.mark.parametrize("name", ["num_train_epochs", "epochs"])
-def test_other_names_of_epochs_are_known(name):
-    assert "did you mean training.epochs?" in problems(f"--training.{name}=2") or "training.epochs" in problems(
-        f"--{name}=2"
-    )
-
-
 @pytest.mark.parametrize("folder_name", ["chats", "text"])
 def test_chats_are_packed_whole_unless_packing_is_set(tmp_path: Path, folder_name):
     chats = folder_name == "chats"

@@ -70,6 +70,13 @@ class Chat:
         weight_T = np.zeros(len(tokens_T), np.float32)
         for (begin, end), weight in zip(spans, self._weights(messages, len(spans)), strict=True):
             weight_T[(begin_T < end) & (end_T > begin)] = weight
+        if not weight_T.any():
+            raise ChatError(
+                f"the chat template {self.origin} leaves no token of it to learn from: what the assistant says, with "
+                "what ends it, has to stand between {% generation %} and {% endgeneration %}"
+                if self.marks_generation
+                else f"the chat template {self.origin} writes nothing that the assistant says: use another template"
+            )
         return tokens_T, weight_T
 
     def _weights(self, messages: list[Any], spans: int) -> list[float]:
