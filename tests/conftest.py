@@ -12,6 +12,7 @@ from pathlib import Path
 
 # Before torch is imported, and for every process that a test starts: two threads per rank are ten times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"  # a made-up name of a model must not be looked up on the hub
 # As ranks on CPUs do (titanmoe/train/runtime.py): a thread that wakes up waits for a free core. This saves 7 % of the
 # suite's time.
 if hasattr(os, "SCHED_BATCH"):  # Linux

@@ -74,12 +74,12 @@ def test_this_torch_has_all_of_it() -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    monkeypatch.delattr(distributed_c10d, "_get_default_store")
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
     missing = {name: one.where for one, names in removed().items() for name in names}
     assert missing == {
-        "_set_pg_timeout": "train/runtime.py",
+        "_get_default_store": "watch/hosts.py",
         "_scaled_grouped_mm": "moe/fp8.py",
         "no_dispatch": "rehearse",
     }

@@ -1,5 +1,7 @@
-"""Every kind of part that a recipe can name, with the table of its names; and laws of the rooms. No torch here."""
+"""Every kind of part that a recipe can name, with the table of its names; laws of the rooms; and how a model's own file
+is read. No torch here."""
 
+from titanmoe.checkpoint.hf.read_model_file import read_model_file
 from titanmoe.config.parts import Parts
 from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS
@@ -13,4 +15,5 @@ from titanmoe.train.optimizers.rules import OPTIMIZERS
 PARTS = Parts(
     (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
     (data_rules.contradictions, balance_rules.contradictions),
+    read_model_file,
 )

@@ -65,7 +65,7 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     load(part, source)
     mine = ids_BL.chunk(meshes.data.size)[meshes.data.rank]
     batch = Batch(mine, mine, torch.ones_like(mine, dtype=torch.bool))
-    cut_ids, tokens, _ = take_slice(batch, 0, meshes, placement(config.parallelism), torch.device("cpu"))
+    cut_ids, tokens, *_ = take_slice(batch, 0, meshes, placement(config.parallelism), torch.device("cpu"))
     with torch.no_grad():
         for moe in part.moe_layers().values():
             moe.begin_step(1, torch.tensor(float(ids_BL.numel())), ids_BL.shape[0])

@@ -78,7 +78,43 @@ def test_nobody_hands_over_what_is_not_under_way() -> None:
     assert log == ["a0", "b0", "b1", "a1"]
 
 
+def test_a_turn_is_given_up_with_nothing_sent_but_not_before_both_have_begun() -> None:
+    log = []
+
+    def side(name: str) -> Callable[[], None]:
+        def run() -> None:
+            for i in range(3):
+                log.append(f"{name}{i}")
+                turns.give_up()
+
+        return run
+
+    Turns().take(side("a"), side("b"))
+    assert log == ["a0", "a1", "a2", "b0", "b1", "b2"]  # nobody sent anything in the only turn of a
+
+    log.clear()
+    Turns().take(script("a", 4, log), side("b"))
+    assert log == ["a0", "b0", "a1", "b1", "a2", "b2", "a3"]
+
+
+def test_backward_gives_a_turn_up_after_the_operation_that_is_named() -> None:
+    log = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    turns.give_up_in_backward(y)
+    turns.give_up_in_backward(torch.ones(2))  # has no backward
+    x.register_hook(lambda grad: log.append(f"gradient {grad[0]:g}"))
+
+    def backward() -> None:
+        y.sum().backward()
+        log.append("over")
+
+    Turns().take(script("a", 3, log), backward)
+    assert log == ["a0", "a1", "gradient 2", "over", "a2"]
+
+
 def test_without_a_pair_nothing_happens() -> None:
+    turns.give_up()
     turns.mark_sent()
     turns.hand_over()
     Turns().take(lambda: None, lambda: None)

@@ -176,7 +176,7 @@ def test_models_of_other_sizes_in_one_process() -> None:
     graphs, made = counters["stats"], []
     for factor, length in ((1.0, 16), (1.25, 16), (1.25, 24), (1.25, 32)):
         config = Config(model=replace(Model(**preset("mixtral", "debug")), **sizes))
-        config.moe.capacity_factor, config.moe.pad_to_capacity = factor, True
+        config.moe.capacity_factor, config.moe.pad_to_capacity, config.moe.aux_loss = factor, True, 0.01
         model = Transformer(config, 1, torch.float32)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.1)

@@ -19,6 +19,7 @@ from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.parallel.pairs import Action, Pairs
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -230,3 +231,14 @@ def test_an_error_in_one_half_ends_the_step_with_it(side: int) -> None:
     assert caught.value.failures and not caught.value.stuck
     for trace in caught.value.failures.values():
         assert f"Broken: side {side}" in trace and "Abandoned" not in trace, trace
+
+
+def test_forward_is_first_in_whatever_order_a_file_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(Pairs, "_ready", lambda self, part, context: part.computation_type.name)
+    monkeypatch.setattr(Pairs, "_here", lambda self, work: work)
+    pairs = Pairs(torch.device("cpu"))
+    monkeypatch.setattr(pairs.turns, "take", lambda *sides: order.append(sides))
+    for text in (PAIR("0F2", "2B1"), PAIR("2B1", "0F2")):
+        pairs(Action.from_str(text), None)
+    assert order == [("FORWARD", "FULL_BACKWARD")] * 2

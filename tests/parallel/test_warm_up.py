@@ -68,16 +68,17 @@ def steps(changes: dict[str, Any], cold: bool) -> dict[str, Any]:
     passes: Counter[int] = Counter()
     for i, stage in enumerate(parts.stages):
         stage.register_forward_pre_hook(lambda *_, i=i: passes.update([i]))
-    before, real = {}, engine.schedule._step_microbatches
+    before, real, generator = {}, engine.schedule._step_microbatches, torch.get_rng_state()
     recorder = Recorder({}, False)
     buffers = [(f"{i}.{name}", x) for i, stage in enumerate(parts.stages) for name, x in stage.named_buffers()]
 
     def first(*args: Any) -> None:
         if not before:
             assert all(p.grad is None for p in parts.parameters.values()), "a gradient is left"
+            assert torch.equal(torch.get_rng_state(), generator), "torch's own generator was used"
             for stage in parts.stages:
                 assert all(p is parts.parameters[name] for name, p in stage.named_parameters()), "weights are gathered"
-            before.update(clones(buffers), rng=torch.get_rng_state(), passes=Counter(passes))
+            before.update(clones(buffers), passes=Counter(passes))
         real(*args)
 
     def recorded(model: Any, *args: Any) -> None:

@@ -32,12 +32,8 @@ PRIVATE = (
     Private(
         _C10D, ("_resolve_process_group",), "comm/collectives.py", "the group of a name, as functional collectives use"
     ),
-    Private(
-        _C10D,
-        ("_world", "_set_pg_timeout"),
-        "train/runtime.py",
-        "shorter time-outs for all groups after the first step",
-    ),
+    Private(_C10D, ("_world",), "train/runtime.py", "shorter time-outs for all groups after the first step"),
+    Private(_C10D, ("_set_pg_timeout",), "train/runtime.py", "the same", until=(2, 14)),
     Private(_C10D, ("_get_default_store",), "watch/hosts.py", "a connection to the store for another thread"),
     Private(
         "torch._C._distributed_c10d",

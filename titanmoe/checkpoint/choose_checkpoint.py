@@ -137,13 +137,20 @@ def record_to_resume(config: Config) -> dict[str, Any]:
     Only manifests are read; a damaged file elsewhere in it is found when it is loaded. Every rank looks for itself: one
     that gets no answer must not continue as if there were none.
     """
+    return checkpoint_to_resume(config)[1]
+
+
+def checkpoint_to_resume(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """Its folder and its record."""
     try:
         start = choose_start(config.checkpoint, run_folder(config.job), _manifest_damage)
-        return layout.read_manifest(start.path).record if start.path is not None and not start.model_only else {}
+        if start.path is None or start.model_only:
+            return None, {}
+        return start.path, layout.read_manifest(start.path).record
     except Unreadable as error:
         raise ConfigError([str(error)]) from None
     except CheckpointError:
-        return {}  # reported where it is loaded, on one rank
+        return None, {}  # reported where it is loaded, on one rank
 
 
 def _manifest_damage(folder: Path) -> list[str]:

@@ -1,9 +1,10 @@
 """Two computations that take turns on one device: while one waits for what it has sent, the other computes.
 
 Each has its own stack, in a thread of its own, and one of them runs at a time. It yields where it would wait for rows
-that it has sent since its turn began. So the order of everything the two launch follows from the two programs, and
-ranks that run the same pair launch the same collectives in the same order. Whoever runs has the turn: the thread does
-not identify it, because on GPUs autograd runs backward in a thread of its own.
+that it has sent since its turn began, and where its host would wait for counts. So the order of everything the two
+launch follows from the two programs, and ranks that run the same pair launch the same collectives in the same order.
+Whoever runs has the turn: the thread does not identify it, because on GPUs autograd runs backward in a thread of its
+own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from threading import Lock
+
+from torch import Tensor
 
 _running: Turns | None = None
 """The pair that is running now. A global, because a collective inside autograd has no caller that could pass it on, and
@@ -35,6 +38,24 @@ def hand_over() -> None:
         _running.hand_over()
 
 
+def give_up() -> None:
+    """The host of whoever has the turn would now wait, for something other than rows. The first side keeps its first
+    turn here: until its own rows are in flight, nothing that the second side sends would be covered."""
+    if _running is not None and _running.both_began:
+        _running.under_way[_running.turn] = True
+        _running.hand_over()
+
+
+def give_up_in_backward(x: Tensor) -> None:
+    """`give_up` in backward, once the operation that made x has passed its gradient on.
+
+    For each `give_up` of a forward. Otherwise forward would have three turns a layer and backward two, and soon forward
+    would take a turn in which it computes nothing each time backward has just sent its rows.
+    """
+    if x.grad_fn is not None:
+        x.grad_fn.register_hook(lambda *_: give_up())
+
+
 class Turns:
     def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
         """waiting: entered for as long as the other has the turn."""
@@ -45,7 +66,7 @@ class Turns:
     def take(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Runs both, starting with the first, which stays in this thread; raises the error of one that fails."""
         global _running
-        self.turn = 0
+        self.turn, self.both_began = 0, False
         self.under_way, self.over = [False, False], [False, False]
         self.error: BaseException | None = None
         self.gates = Lock(), Lock()
@@ -77,7 +98,7 @@ class Turns:
 
     def _give(self, me: int) -> None:
         if not self.over[1 - me]:
-            self.turn = 1 - me
+            self.turn, self.both_began = 1 - me, True
             self.gates[1 - me].release()
 
     def hand_over(self) -> None:

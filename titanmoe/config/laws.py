@@ -13,9 +13,11 @@ from typing import Any
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.divisors import divisors, nearest_values
-from titanmoe.config.fields import ranges
+from titanmoe.config.field_values import closest
+from titanmoe.config.fields import fields, ranges
+from titanmoe.config.model_file import path_of
 from titanmoe.config.ranges import LIMIT, Violation, digits
-from titanmoe.config.schema import Checkpoint, Config, Job, Model, MoE, Training
+from titanmoe.config.schema import OWN, Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -43,6 +45,7 @@ def contradictions(config: Config) -> list[Violation]:
     """Fields that do not fit each other; every number is assumed to be in its range."""
     return [
         *_job(config.job),
+        *_change(config.model),
         *_shape(config.model),
         *_window(config.model),
         *_rope(config.model),
@@ -65,6 +68,16 @@ def _job(job: Job) -> Iterator[Violation]:
             f"job.name = {job.name!r} is not a folder name: leave out . .. / and \\ "
             "(job.dump_folder says where the run's folder goes)",
         )
+
+
+def _change(model: Model) -> Iterator[Violation]:
+    known = {*fields(), *(f"{OWN}.{name}" for name in model.own)}
+    for name in model.change:
+        if path_of(name) not in known:
+            names = [path.removeprefix("model.") for path in known]
+            near = closest(name, names)
+            hint = f"did you mean {near}?" if near else 'write a field of [model] by its name, such as "rope_theta"'
+            yield Violation(("model.change",), f"model.change has {json.dumps(name)}, which is not a field: {hint}")
 
 
 def _debug(config: Config) -> Iterator[Violation]:

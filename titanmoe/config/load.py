@@ -16,6 +16,7 @@ from titanmoe.config import laws, other_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
+from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
 from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find_recipe
@@ -153,12 +154,15 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
         else:
             settings.own[path] = texts
 
-    fallback = _fallback(settings, parts)
+    recipe_name = Path(words.recipe).stem if words.recipe else ""
+    model_file = _model_file(settings, parts, recipe_name)
+    fallback = _fallback(settings, parts, model_file)
     _take_own(settings, own_fields(fallback))
-    values = fallback | settings.values
+    if model_file:
+        _refuse_disagreements(settings, model_file)
+    values = fallback | settings.values | {"model.hf": ""}  # it has said what it is for: a resolved config stands alone
     if not values["job.name"]:
-        size = f"{values['model.family']}_{values['model.size']}"
-        values["job.name"] = Path(words.recipe).stem if words.recipe else size
+        values["job.name"] = recipe_name or f"{values['model.family']}_{values['model.size']}"
     for violation in laws.out_of_range(values):
         settings.blame(violation.fields, violation.text)
         settings.unsound.update(violation.fields)
@@ -251,12 +255,47 @@ def _hint(path: str) -> str:
 # ---- the rest
 
 
-def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
+def _model_file(settings: Settings, parts: Parts, recipe_name: str) -> ModelFile | None:
+    """What model.hf says; None if it is not set, or refused."""
+    if not settings.values.get("model.hf") or parts.read_model_file is None:
+        return None
+    values = flat(Config()) | settings.values
+    values["job.name"] = values["job.name"] or recipe_name
+    try:
+        return parts.read_model_file(values)
+    except ConfigError as error:
+        for problem in error.problems:
+            settings.blame(("model.hf",), problem)
+        settings.unsound.update(_other_model_fields(settings))
+        return None
+
+
+def _other_model_fields(settings: Settings) -> set[str]:
+    """Fields of [model] that are not set."""
+    return {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
+
+
+def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
+    for path in disagreements(file, settings.values, settings.values.get("model.change", [])):
+        value, theirs = toml_value(settings.values.pop(path)), toml_value(file.fixed[path])
+        settings.unsound.add(path)
+        settings.blame(
+            (path,),
+            f"{path} = {value}, but {file.source} says {theirs}: leave it out, or, if the model is to differ from its "
+            f"file, list {toml_value(listed_as(path))} in model.change",
+        )
+
+
+def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) -> dict[str, Any]:
     """The value of every field that neither recipe nor command line sets. A part that cannot be used is refused, and
     its field has its default."""
-    defaults, presets = flat(Config()), {}
+    defaults, presets, fixed, said = flat(Config()), {}, {}, {}
+    if model_file:
+        said = model_file.defaults | model_file.fixed
+        listed = changed_paths(settings.values.get("model.change", []))
+        fixed = {path: value for path, value in model_file.fixed.items() if path not in listed}
     for kind in parts.kinds:
-        values = defaults | settings.values
+        values = defaults | said | settings.values | fixed
         try:
             rules = kind.rules_of(values[kind.field])
             preset = {path: value for part in rules for path, value in part.preset(values).items()}
@@ -271,9 +310,8 @@ def _fallback(settings: Settings, parts: Parts) -> dict[str, Any]:
         presets["training.steps"] = -1
     family_fields = ("model.family", "model.size")
     if not settings.unsound.isdisjoint(family_fields):
-        rest = {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
-        settings.unsound.update(rest)
-    return defaults | presets
+        settings.unsound.update(_other_model_fields(settings))
+    return defaults | presets | said
 
 
 def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:

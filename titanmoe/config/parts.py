@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from titanmoe.config.model_file import ModelFile
 from titanmoe.config.ranges import Violation
 
 Config = Any
@@ -154,6 +155,9 @@ class Parts(NamedTuple):
     kinds: tuple[Kind, ...] = ()
     laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
     """Each yields the fields of a config that contradict each other, whatever parts it names."""
+    read_model_file: Callable[[Mapping[str, Any]], ModelFile] | None = None
+    """What the file says that model.hf names, from the values of all fields by path; ConfigError if it cannot be
+    read."""
 
     def of(self, field: str) -> Kind | None:
         return next((kind for kind in self.kinds if kind.field == field), None)

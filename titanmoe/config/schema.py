@@ -53,8 +53,12 @@ class Job:
 
 @dataclass
 class Model:
-    """The model: a family and a size give every other field its value; any of them can be overridden."""
+    """The model. A family and a size give every other field its value, and any of them can be overridden; or `hf` names a model whose own file gives them all."""
 
+    hf: str = ""
+    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
+    change: list[str] = field(default_factory=list)
+    """With hf or checkpoint.initial_hf: fields whose values here win over the model's own file, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context; those of other tables by their path, "moe.aux_loss"."""
     family: str = "mixtral"
     """The architecture. {parts} Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
@@ -167,7 +171,7 @@ class Data:
     format: str = "auto"
     """Format of the files in `paths`. auto goes by their extensions: name one where these mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
     tokenizer: str = "bytes"
-    """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
+    """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Not set: that of model.hf, if it has one. Token shards bring their own."""
     chat_template: str = ""
     """For chats, a Jinja file. Empty: the tokenizer folder's own."""
     label_weights: bool = False
@@ -488,7 +492,7 @@ class Checkpoint:
     model_only: bool = False
     """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data start from scratch."""
     initial_hf: str = ""
-    """A folder of Hugging Face safetensors to take the first weights from, while the run has no checkpoint of its own."""
+    """A model in Hugging Face's format (a folder, a name on the hub or a URL, as model.hf) to take the first weights from, while the run has no checkpoint of its own. Not set: model.hf. "" with model.hf: random weights of its shape."""
     verify: bool = True
     """Compare every file's checksum before loading. false only where reading twice costs too much."""
     timeout_s: Annotated[int, COUNT] = 1800

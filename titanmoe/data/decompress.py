@@ -6,6 +6,7 @@ import io
 from typing import Any
 
 from titanmoe.config import ConfigError
+from titanmoe.data.remote import is_url, open_url
 
 COMPRESSED = (".gz", ".zst")
 PIECE = 1 << 11
@@ -20,7 +21,7 @@ class open_decompressed:
 
     def __enter__(self) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
         try:
-            self.raw = open(self.file, "rb", buffering=1 << 20)
+            self.raw = open_url(self.file) if is_url(self.file) else open(self.file, "rb", buffering=1 << 20)
         except OSError as error:
             raise ConfigError([f"{self.file}: {error.strerror}"]) from None
         stream: Any = self.raw

@@ -11,6 +11,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.remote import is_url
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
@@ -24,7 +25,9 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
     """
     path = Path(entry).expanduser()
     name = path.name or entry
-    if not path.exists() and not glob.has_magic(entry):
+    if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
+        raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
+    if not is_url(entry) and not path.exists() and not glob.has_magic(entry):
         raise ConfigError(
             [
                 f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "

@@ -1,4 +1,4 @@
-"""From the names a user gives to documents: files, folders and globs, and what the format of each finds in it."""
+"""From the names a user gives to documents: files, folders, globs and URLs, and what the format of each finds in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data.decompress import COMPRESSED
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, file_errors
+from titanmoe.data.remote import find_remote, is_url
 
 # ---- which files
 
@@ -21,6 +22,9 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     inputs: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
+        if is_url(name):
+            inputs += _remote(name, format, problems)
+            continue
         path = Path(name).expanduser()
         if path.is_file():
             files = [path]
@@ -37,14 +41,29 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         for file in files:
             stat, kind = file.stat(), rules.file_format(_extension(file)) or format
             inputs.append(InputFile(str(file), kind, stat.st_size, stat.st_mtime_ns))
-    shards = sorted({str(Path(source.file).parent) for source in inputs if Path(source.file).suffix == ".tokens"})
+    shards = sorted({source.file.rpartition("/")[0] for source in inputs if Path(source.file).suffix == ".tokens"})
     problems += [
-        f"{folder} holds token shards, which are a source of their own: name it by itself" for folder in shards
+        f"{folder} holds token shards, which are a source of their own: "
+        f"{'copy it to a disk and ' if is_url(folder) else ''}name it by itself"
+        for folder in shards
     ]
     problems += [f"{source.file} is empty: remove it, or leave it out" for source in inputs if not source.bytes]
     if problems:
         raise ConfigError(problems)
     return inputs
+
+
+def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
+    rules = FORMATS.look_up(format)
+    try:
+        by_extension = [(file, _extension(Path(file.url))) for file in find_remote(url)]
+    except ConfigError as error:
+        problems += error.problems
+        return []
+    taken = [(file, extension) for file, extension in by_extension if file.matched or rules.takes(extension)]
+    if not taken:
+        problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
+    return [InputFile(f.url, rules.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
 
 
 def _walk(root: Path) -> list[Path]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.config import ConfigError
 from titanmoe.data.decompress import COMPRESSED, open_decompressed
+from titanmoe.data.remote import is_url, open_url, url_errors
 
 MIB = 1 << 20
 
@@ -50,6 +51,7 @@ class InputFile:
     """The name of the format that reads it."""
     bytes: int
     mtime_ns: int
+    """At a URL, the version that its store states."""
 
     @property
     def compressed(self) -> bool:
@@ -116,7 +118,7 @@ def _line_number(file: str, start: int, number: int) -> str:
     for."""
     before = 0
     if start:
-        with open(file, "rb") as stream:
+        with open_url(file) if is_url(file) else open(file, "rb") as stream:
             while start and (block := stream.read(min(start, 1 << 24))):
                 before, start = before + block.count(b"\n"), start - len(block)
     return f"{file}:{before + number}"
@@ -165,3 +167,6 @@ class file_errors:
         if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
             text = " ".join(str(error).split())
             raise ConfigError([f"{self.file} cannot be read: {text}"]) from None
+        if is_url(self.file):
+            with url_errors(self.file):
+                raise error

@@ -28,6 +28,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data.chat import open_chat
 from titanmoe.data.read_files import find_files, spans
 from titanmoe.data.reader import InputFile, Span
+from titanmoe.data.remote import is_url
 from titanmoe.data.shards import (
     DTYPES,
     FORMAT,
@@ -82,7 +83,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     if not job.label_weights:  # as in shards from before there were weights
         del settings["label_weights"]
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
-    inputs = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
+    inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
     return ShardPlan(job, tokenizer, sources, identity)
 

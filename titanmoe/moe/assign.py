@@ -6,6 +6,7 @@ An entry is one of the T * K choices, numbered token * K + slot. Expert number E
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,21 @@ def copy_rows(
     T, K = weights_TK.shape
     route = Route(entry_R // K, slot.view(T, K * slot.shape[1]))
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
+
+
+def pieces(x_RD: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """The first `sizes` rows; what comes after them is unused."""
+    rest = x_RD.shape[0] - sum(sizes)
+    if len(sizes) == 1 and not rest:
+        return (x_RD,)  # backward need not copy
+    return x_RD.split([*sizes, rest] if rest else sizes)[: len(sizes)]
+
+
+def cut(route: Route, rows: int) -> Route:
+    """The route of a buffer's first rows, if no token has others."""
+    if rows == len(route.source_R):
+        return route
+    return Route(route.source_R[:rows], route.slot_TJ.clamp(max=rows))
 
 
 @named("permute")

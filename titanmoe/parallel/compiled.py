@@ -1,10 +1,10 @@
 """torch.compile, one part of a block at a time.
 
-Attention, dense layers and the head are one graph each. So is a MoE layer with padded bins, from router to combine and
-including its all-to-alls: experts are an FSDP unit of their own, but their hooks run around the graph
-(`compile_layer`). If sizes depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any
-number of rows, including none and one, then runs the graph of the experts' first call. Identical layers share their
-graphs.
+Attention, dense layers and the head are one graph each, but of a head whose loss goes through slices of the vocabulary
+only the norm is compiled. A MoE layer with padded bins is one graph too, from router to combine and including its
+all-to-alls: experts are an FSDP unit of their own, but their hooks run around the graph (`compile_layer`). If sizes
+depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any number of rows, including
+none and one, then runs the graph of the experts' first call. Identical layers share their graphs.
 
 All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
 had in this process, would compile them as variables after a model with other sizes, and capacity_factor too.

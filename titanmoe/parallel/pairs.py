@@ -2,7 +2,8 @@
 
 In a schedule with such pairs both are ready at once (DualPipeV in its steady state, arXiv 2412.19437, section 3.2.1).
 torch's runtime would run one after the other. Here each yields where it would wait for rows on their way to experts or
-back, so that the rows of one microbatch travel while the other computes.
+back, so that the rows of one microbatch travel while the other computes, and where the host would wait for counts, so
+that the device has work meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Pairs:
         self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
-        first, second = [self._ready(part, context) for part in action.sub_actions]
+        # Each covers what the other sends only if forward is first (`turns.give_up_in_backward`).
+        parts = sorted(action.sub_actions, key=lambda part: part.computation_type != Computation.FORWARD)
+        first, second = [self._ready(part, context) for part in parts]
         self.turns.take(first, self._here(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:

@@ -76,7 +76,7 @@ class ModelKey:
 
     @classmethod
     def of(cls, model: Model) -> ModelKey:
-        values = vars(model) | {"own": tuple(model.own.items())}
+        values = vars(model) | {"own": tuple(model.own.items()), "change": ()}
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 

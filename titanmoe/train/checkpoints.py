@@ -110,7 +110,7 @@ class Checkpoints:
         from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_hf
 
-        folder = Path(self.options.initial_hf)
+        folder = self._same_folder(self.options.initial_hf)
         source = open_hf(folder, self.model)
         if source.has_mtp and not self.model.mtp_depth:
             source = open_hf(folder, self.model, drop=("mtp",))
@@ -119,7 +119,26 @@ class Checkpoints:
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         if self.saver:
             self._carry(lambda: config_and_tokenizer_files(folder))
-        return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
+        return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
+
+    def _same_folder(self, name: str) -> Path:
+        """Where a model in Hugging Face's format lies on this machine; refused unless it is the same one for all
+        ranks."""
+        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
+        from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
+
+        folder = raise_on_all_ranks(self.group, lambda: weights_folder(name))
+        prints = raise_on_all_ranks(self.group, lambda: on_all_ranks(self.group, lambda: fingerprint(name, folder)))
+        if len(set(prints)) > 1:
+            rank = next(rank for rank, other in enumerate(prints) if other != prints[0])
+            raise ConfigError(
+                [
+                    f"{name} is not the same on all machines: ranks 0 and {rank} have different files "
+                    f"({prints[0]}, {prints[rank]}): name a revision of the hub, {name.partition('@')[0]}@REVISION, or "
+                    "make the folders the same"
+                ]
+            )
+        return folder
 
     def _choose(self) -> StartPoint:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""

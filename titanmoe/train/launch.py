@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
+from titanmoe.checkpoint.hf.fetch import fetch_first_weights, is_remote
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.load import Draft, read_draft
@@ -165,6 +166,9 @@ def main(
         else:
             waiting("reading the recipe")
             config = read(argv, world_size(), parts)
+        if is_remote(config.checkpoint.initial_hf):
+            waiting(f"fetching {config.checkpoint.initial_hf}")
+            fetch_first_weights(config)
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:

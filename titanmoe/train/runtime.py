@@ -75,9 +75,12 @@ class Runtime:
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+        set_timeout = (
+            getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        )  # public from torch 2.14 on
         for group in set(distributed_c10d._world.pg_map).difference(patient):
             if group.size() > 1:
-                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_timeout(timedelta(seconds=seconds), group)
 
 
 def read_environment() -> Environment:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.checkpoint import safe_files
 from titanmoe.config import laws, ranges
-from titanmoe.config.blocks import has_experts
+from titanmoe.config.blocks import has_experts, moe_layers
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
@@ -22,10 +22,11 @@ from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 
 CONFIG = "config.json"
+AUX_LOSS = "router_aux_loss_coef"
 # Keys that do not affect the logits, or that other code here reads.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", AUX_LOSS),
     *("pretraining_tp", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"),
     *("num_mtp_layers", "initial_context_length", "experts_per_token"),
     # what every transformers config has, and nothing in these models reads
@@ -36,8 +37,8 @@ TRAINING_ONLY = {
     "attention_dropout": "titanmoe has no attention dropout",
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
-    "output_router_logits": "transformers adds router_aux_loss_coef times a balance term to the loss; "
-    "here that is moe.aux_loss",
+    "output_router_logits": "transformers adds a balance term to the loss; here that is moe.aux_loss, which "
+    "model.hf sets",
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
 
@@ -62,6 +63,19 @@ class ParsedConfig(NamedTuple):
     json: dict[str, Any]
     unknown: list[str]
     """Unknown keys, which were ignored."""
+
+    @property
+    def aux_loss(self) -> float | None:
+        """moe.aux_loss with the weight of the balance term that transformers adds to the loss; None if it adds none.
+
+        Theirs is E * sum_e (rows_e / tokens) * p_e with sums over all layers together: top_k under uniform routing.
+        Ours is 1 in each layer, and layers add up. So router_aux_loss_coef * top_k / layers with experts is the same
+        weight, and where all layers have the same loads, the same loss.
+        """
+        coefficient = self.json.get(AUX_LOSS, self.hf.absent.get(AUX_LOSS))
+        if AUX_LOSS not in self.hf.absent or not self.json.get("output_router_logits"):
+            return None
+        return coefficient * self.model.top_k / moe_layers(self.model) if moe_layers(self.model) else None
 
     @property
     def notes(self) -> list[str]:
@@ -132,6 +146,8 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
         problems += _oversized(values, source) or _mistyped(values, source)
+    if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
+        problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
@@ -216,7 +232,7 @@ def nearest_size(model: Model) -> str:
 
 # ---- how two models differ
 
-NOT_THE_MODEL = ("family", "size", "init_std", "moe_every", "mtp_depth")
+NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth")
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 

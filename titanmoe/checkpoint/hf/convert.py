@@ -21,17 +21,8 @@ import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.files import (
-    CARRIED,
-    INDEX,
-    SINGLE,
-    Tensors,
-    config_and_tokenizer_files,
-    index,
-    nbytes,
-    shards,
-    write_file,
-)
+from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
+from titanmoe.checkpoint.hf.files import Tensors, config_and_tokenizer_files, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks

@@ -32,8 +32,11 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")
     what.add_argument("--to-hf", action="store_true", help="IN is a run or one of its checkpoints, OUT a folder")
     what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
-    convert.add_argument("source", metavar="IN", type=Path, help="what to convert")
-    convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    what.add_argument("--describe", action="store_true", help="print a recipe that trains IN, a Hugging Face folder")
+    convert.add_argument(
+        "source", metavar="IN", help="what to convert; a Hugging Face model may be on the hub (OWNER/MODEL) or at a URL"
+    )
+    convert.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to make; none with --describe")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is already such a folder")
     reading = convert.add_argument_group("with --from-hf")
     reading.add_argument(
@@ -89,6 +92,10 @@ def _check_options(args: argparse.Namespace) -> None:
         for option, kind in kind_of_option.items()
         if getattr(args, option[2:].replace("-", "_")) not in (None, []) and not getattr(args, kind)
     ]
+    if args.describe and args.out is not None:
+        problems.append(f"--describe prints a recipe and makes no folder: leave {args.out} out")
+    if not args.describe and args.out is None:
+        problems.append("OUT is missing: name the folder to make")
     if args.max_shard_gb is not None and not args.max_shard_gb > 0:
         problems.append(f"--max-shard-gb = {args.max_shard_gb} is not a size: give more than 0")
     if problems:
@@ -109,13 +116,18 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
 
     from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf import config, convert
+    from titanmoe.checkpoint.hf.fetch import weights_folder
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
     from titanmoe.checkpoint.hf.upcycle import Upcycled
 
+    if args.describe:
+        from titanmoe.checkpoint.hf.describe_recipe import recipe
+
+        return [convert.raise_on_all_ranks(group, lambda: recipe(args.source))]
     if args.to_hf:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         limit = int((args.max_shard_gb or 5) * 10**9)
-        source = convert.raise_on_all_ranks(group, lambda: latest_checkpoint(args.source))
+        source = convert.raise_on_all_ranks(group, lambda: latest_checkpoint(Path(args.source)))
         exported = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
         count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
         files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
@@ -124,15 +136,17 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
 
+    folder = convert.raise_on_all_ranks(group, lambda: weights_folder(args.source))
+
     def open_weights() -> HuggingFaceSource | Upcycled:
         if args.upcycle:
             options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
             arguments = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
-            return Upcycled(args.source, **options | arguments)
-        parsed = config.describe(args.source)
-        source = HuggingFaceSource(args.source, parsed, parsed.model, tuple(args.drop))
+            return Upcycled(folder, **options | arguments)
+        parsed = config.describe(folder)
+        source = HuggingFaceSource(folder, parsed, parsed.model, tuple(args.drop))
         if source.has_mtp and "mtp" not in args.drop:
-            source = HuggingFaceSource(args.source, parsed, replace(parsed.model, mtp_depth=1))
+            source = HuggingFaceSource(folder, parsed, replace(parsed.model, mtp_depth=1))
         source.check()
         return source
 
@@ -140,7 +154,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         convert.raise_on_all_ranks(group, open_weights),
         "upcycled from" if args.upcycle else "converted from",
     )
-    size = convert.write_ours(args.out, weights, args.source, provenance, args.overwrite, group)
+    size = convert.write_ours(args.out, weights, folder, provenance, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
     return [*lines, *_recipe(args.out, weights.model)]
 

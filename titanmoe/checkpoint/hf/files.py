@@ -17,11 +17,10 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.hf.config import read_json
+from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
-from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -177,8 +176,6 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
 
 
 # ---- what else is in a model's folder
-
-CARRIED = ("config.json", "generation_config.json", FILE, *OTHER_FILES)
 
 
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:

@@ -17,6 +17,7 @@ from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
+from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
 from titanmoe.parallel.materialize import stored_name
 
@@ -76,11 +77,15 @@ class HuggingFaceSource:
         file, file_model = self.path / configs.CONFIG, self.parsed.model
         if configs.written_as(self.model.family).model_type != configs.written_as(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
-        return [
-            f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}: use that"
-            for name in configs.differences(self.model, file_model)
-            if name not in FREE and not name.startswith("rope_")
-        ]
+        problems = []
+        for name in configs.differences(self.model, file_model):
+            listed = f"model.{name}" in changed_paths(self.model.change)
+            usable = name in FREE or name.startswith("rope_")
+            if not (listed and usable):
+                fix = f"use that, or list {name!r} in model.change" if usable else "use that"
+                values = f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}"
+                problems.append(f"{values}: {fix}")
+        return problems
 
     def _tensor_problems(self) -> list[str]:
         in_files = {name: shape for name, (shape, _) in self.weights.tensors.items()}

@@ -9,6 +9,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.data.formats.format import Format
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, no_field
+from titanmoe.data.remote import is_url, open_url
 
 MOST_ROWS = 256
 """The limit of rows in memory at one time."""
@@ -61,7 +62,7 @@ def _open(file: str) -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError([f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow"]) from None
-    return pyarrow.parquet.ParquetFile(file)
+    return pyarrow.parquet.ParquetFile(open_url(file) if is_url(file) else file)
 
 
 def _rows_at_once(reader: Reader, file: Any, group: int) -> int:

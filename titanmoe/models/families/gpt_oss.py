@@ -114,7 +114,9 @@ HF = hf.HuggingFace(
         "sliding_window": ("sliding_window",),
     },
     special=(hf.rope(1.5e5, _YARN), hf.Special(("layer_types",), _read_kinds, _write_kinds)),
-    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
+    absent=hf.ABSENT
+    | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
+    | {"router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 )
 

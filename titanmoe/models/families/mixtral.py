@@ -52,7 +52,7 @@ HF = hf.HuggingFace(
         "expert_hidden": ("intermediate_size",),
     },
     special=(hf.rope(1e6),),
-    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"sliding_window": None},
 )
 

@@ -42,7 +42,7 @@ HF = hf.HuggingFace(
         "norm_topk": ("norm_topk_prob",),
     },
     special=(hf.rope(1e4),),
-    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False, "router_aux_loss_coef": 0.01},
     fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None, "sliding_window": None},
 )
 

@@ -47,7 +47,7 @@ HF = hf.HuggingFace(
         "norm_topk": ("norm_topk_prob",),
     },
     special=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS),
-    absent=hf.ABSENT | {"num_key_value_heads": 4, "norm_topk_prob": False},
+    absent=hf.ABSENT | {"num_key_value_heads": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.001},
     fixed=hf.FIXED | {"attention_bias": False},
 )
 

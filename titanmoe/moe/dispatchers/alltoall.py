@@ -11,12 +11,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import Group, InFlight, all_to_all, arrive, start
-from titanmoe.comm.host import ToHost
-from titanmoe.moe.assign import Route, assign_all_rows, assign_rows, by_expert, copy_rows, split_into_chunks
+from titanmoe.comm import turns
+from titanmoe.comm.collectives import Group, InFlight, arrive, start
+from titanmoe.comm.counts import Counts
+from titanmoe.moe.assign import (
+    Route,
+    assign_all_rows,
+    assign_rows,
+    by_expert,
+    copy_rows,
+    cut,
+    pieces,
+    split_into_chunks,
+)
 from titanmoe.moe.dispatchers.protocol import Dispatcher
 from titanmoe.moe.permute import reorder, reorder_weighted, to_tokens
 from titanmoe.observe import named
+from titanmoe.ops import device
 
 
 class AllToAll(Dispatcher):
@@ -30,51 +41,35 @@ class AllToAll(Dispatcher):
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
-        if self.chunks == 1 and not bin_rows:
-            return self.dispatch_whole(x_TD, weights_TK, chosen_TK)
-        return self.dispatch_chunks(x_TD, weights_TK, chosen_TK, bin_rows)
-
-    def dispatch_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
-        """One chunk, bins not padded. The device fills a buffer of the largest possible size while the host waits for
-        the number of rows; then the unused end is cut off.
+        """If bins are not padded, rows fill a buffer of the largest possible size before their number is known; then
+        the unused end is cut off.
         """
-        G, e = self.group.size, self.local_experts
-        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(G, e)
-        count_Ge = all_to_all(send_Ge, self.group)
-        sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
-        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-        send, receive = sizes.read()  # the layer's only host sync
-        if (rows := sum(send)) < len(x_RD):  # choices of no expert are last
-            x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
-            route = Route(route.source_R[:rows], route.slot_TJ.clamp(max=rows))
-        flights = start(x_RD, self.group, send, receive), start(weights_R1, self.group, send, receive)
-        regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
-        count_e = count_Ge.sum(0) if G > 1 else count_E
-        chunk = AllToAllChunk(*flights, count_e, regroup, send, receive, self.group, self.kernels)
-        return AllToAllExchange([chunk], route, self.kernels)
-
-    def dispatch_chunks(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
         C, G, e = self.chunks, self.group.size, self.local_experts
         bin_rows = -(-bin_rows // C)
-        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
-        if bin_rows:
+        counts = None
+        if C == 1 and not bin_rows:
+            entry_R, slot, count_CE = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+            counts = self.send_counts(count_CE)
+        else:
+            chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
+            if not bin_rows:
+                counts = self.send_counts(count_CE)
+            most = (C * self.num_experts * bin_rows or chosen_TK.numel()) * self.etp
+            entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, most)
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        if counts is None:
             send = receive = [None] * C
             sizes = [self.num_experts * self.etp * bin_rows] * C
             count_GCe = count_CE.new_full((G, C, e), bin_rows)
         else:
-            send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, G, e)
-            send_GCe = send_CGe.transpose(0, 1).contiguous()
-            count_GCe = all_to_all(send_GCe, self.group)
-            # The layer's only host sync: how many rows go where.
-            send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
+            turns.give_up_in_backward(x_RD)
+            count_GCe, send, receive = counts.read()  # the layer's only host sync
             sizes = [sum(to) for to in send]
-        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, sum(sizes))
-        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+            route = cut(route, sum(sizes))
         flights = [
             (start(x, self.group, *split), start(weights, self.group, *split))
             for x, weights, split in zip(
-                x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
+                pieces(x_RD, sizes), pieces(weights_R1, sizes), zip(send, receive, strict=True), strict=True
             )
         ]
         chunks = []
@@ -82,9 +77,14 @@ class AllToAll(Dispatcher):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin_rows if bin_rows else sum(receive[c]), self.kernels)
-            count_e = count_Ge.sum(0)
+            count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
             chunks.append(AllToAllChunk(*flight, count_e, regroup, send[c], receive[c], self.group, self.kernels))
         return AllToAllExchange(chunks, route, self.kernels)
+
+    def send_counts(self, count_CE: Tensor) -> Counts:
+        C, e = self.chunks, self.local_experts
+        send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, self.group.size, e)
+        return Counts(send_CGe.transpose(0, 1).contiguous(), self.group, device.kind(count_CE) == "cuda")
 
 
 class AllToAllChunk(NamedTuple):

@@ -17,12 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import InFlight, all_to_all, arrive, start
-from titanmoe.moe.assign import Route, assign_rows, sort_by_expert
+from titanmoe.comm import turns
+from titanmoe.comm.collectives import InFlight, arrive, start
+from titanmoe.comm.counts import Counts
+from titanmoe.moe.assign import Route, assign_rows, cut, pieces, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk
 from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import named
+from titanmoe.ops import device
 
 
 class Hierarchical(Dispatcher):
@@ -44,11 +47,10 @@ class Hierarchical(Dispatcher):
         visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
         node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
         order, count_N = sort_by_expert(node_TN, N)
-        if bin_rows:  # a static size: a token may visit every node
-            send = receive = [T] * N
-        else:
-            send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
-        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, sum(send))
+        counts = None if bin_rows else Counts(count_N.view(N, 1, 1), across, device.kind(x_TD) == "cuda")
+        # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
+        most = T * N if bin_rows else T * min(N, chosen_TK.shape[1])
+        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, most)
         route = Route(entry_R // N, slot.view(T, N))
         choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         rows = (
@@ -56,7 +58,13 @@ class Hierarchical(Dispatcher):
             to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
             choices_RK.to(torch.int32),
         )
-        relay = (start(row, across, send, receive) for row in rows)
+        if counts is None:
+            send = receive = [T] * N
+        else:
+            turns.give_up_in_backward(rows[0])
+            _, (send,), (receive,) = counts.read()  # the first of two host syncs
+            route = cut(route, sum(send))
+        relay = (start(*pieces(row, [sum(send)]), across, send, receive) for row in rows)
         return HierarchicalExchange(self, *relay, bin_rows * N, route, send, receive)
 
 

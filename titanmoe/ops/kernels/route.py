@@ -115,17 +115,17 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
     for j in range(K):
         number = tl.sum(tl.where(k == j, choice, 0), 1)[:, None]
         weight = tl.where(k == j, tl.sum(tl.where(e == number, raw, 0.0), 1)[:, None], weight)
-    real = tl.load(valid + t, mask=there, other=0)[:, None] != 0
+    # As the number that is counted: sums of booleans become popcounts of bits that go through local memory.
+    real = tl.load(valid.to(tl.pointer_type(tl.int8)) + t, mask=there, other=0).to(tl.int64)[:, None]
     out, written = t[:, None] * K + k, there[:, None] & (k < K)
     tl.store(weights + out, weight, mask=written)
-    tl.store(chosen + out, tl.where(real, choice, E), mask=written)
+    tl.store(chosen + out, tl.where(real != 0, choice, E), mask=written)
 
     # A program's tokens are mostly from one sample: one sum per sample that it touches.
     of = tl.load(sample + t, mask=there, other=-1)
-    visits = is_chosen & real & there[:, None]
     b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)
     while b <= last:
-        added = tl.sum((visits & (of == b)[:, None]).to(tl.int64), 0)
+        added = tl.sum(tl.where(is_chosen & (of == b)[:, None], real, 0), 0)
         tl.atomic_add(count + b * E + tl.arange(0, P), added, mask=(tl.arange(0, P) < E) & (added > 0), sem="relaxed")
         b += 1
 

@@ -1,0 +1,144 @@
+"""What one layer sends, multiplies, waits for and copies, as on a GPU: a change that makes it more shows here.
+
+A rehearsal of four layers of which every other one is recomputed: layer 1 is plain, layer 2 is computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.rehearse.small import config_of
+from titanmoe.rehearse.code_site import GATHER
+from titanmoe.rehearse.world import Rehearsal, rehearse
+
+PLAIN, AGAIN = "layers.1", "layers.2"
+BASE = {"model.num_layers": 4, "training.global_batch_size": 4, "training.mixed_precision_param": "bfloat16"}
+BASE |= {"parallelism.experts.ep": 2, "activation_checkpoint.mode": "full", "activation_checkpoint.every": 2}
+
+
+class Counts(NamedTuple):
+    rows: int
+    """Messages among the experts' ranks: rows, their weights, counts."""
+    products: int
+    """Grouped products."""
+    waits: int
+    """Times the host waits for the device."""
+    gathers: int
+    """FSDP's messages that gather weights."""
+    copies: int
+    """Kernels that cast or copy weights around these messages, or in their place where edp = 1."""
+
+
+NONE = Counts(0, 0, 0, 0, 0)
+# What a plain layer does in forward and in backward; a recomputed one in forward again, and then in backward.
+#
+# alltoall, forward: counts, rows, weights, and rows back. Backward: gradients of the rows back, of the rows and of the
+# weights. Products: 3, and for each of them 2 gradients. FSDP gathers the block and its experts (2 messages), each with
+# a cast, a copy into the message and a copy out of it.
+#
+# A recomputed layer sends, waits and multiplies everything once more, the rows' way back (1 of the 4 messages) in vain:
+# checkpoint stops at the last tensor that backward saved, and `permute` saves indices after the way back. One of FSDP's
+# copies, of the experts' gathered weights, is made in forward again instead of in backward.
+TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
+    "alltoall": (
+        {},
+        Counts(4, 3, 1, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        Counts(4, 3, 1, 0, 1),
+        Counts(3, 6, 0, 2, 5),
+    ),
+    "alltoall, moe again": (
+        {"activation_checkpoint.mode": "moe"},
+        Counts(4, 3, 1, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        Counts(4, 3, 1, 0, 1),
+        Counts(3, 6, 0, 2, 5),
+    ),
+    "alltoall, selective": (  # nothing here is computed again
+        {"activation_checkpoint.mode": "selective"},
+        Counts(4, 3, 1, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        NONE,
+        Counts(3, 6, 0, 2, 6),
+    ),
+    "two chunks": (  # one message of counts for both
+        {"moe.overlap_chunks": 2},
+        Counts(7, 6, 1, 2, 6),
+        Counts(6, 12, 0, 2, 6),
+        Counts(7, 6, 1, 0, 1),
+        Counts(6, 12, 0, 2, 5),
+    ),
+    "padded bins": (  # no counts
+        {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
+        Counts(3, 3, 0, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        Counts(3, 3, 0, 0, 1),
+        Counts(3, 6, 0, 2, 5),
+    ),
+    "alltoall, edp = 1": (  # FSDP casts and copies each of the three weights, although there is nobody to send to
+        {"parallelism.experts.ep": 4},
+        Counts(4, 3, 1, 1, 9),
+        Counts(3, 6, 0, 1, 9),
+        Counts(4, 3, 1, 0, 6),
+        Counts(3, 6, 0, 1, 3),
+    ),
+    "hierarchical, edp = 1": (  # both ways across nodes too, where choices travel with the rows
+        {"moe.dispatcher": "hierarchical", "parallelism.experts.ep": 4, "parallelism.node": 2},
+        Counts(9, 3, 2, 1, 9),
+        Counts(6, 6, 0, 1, 9),
+        Counts(9, 3, 2, 0, 6),
+        Counts(6, 6, 0, 1, 3),
+    ),
+    # Choices, rows and weights are gathered, sums scattered, which saves nothing: recomputation stops before. The sums
+    # are made inside the experts' module, so backward has copied its weights out by then.
+    "allgather": (
+        {"moe.dispatcher": "allgather"},
+        Counts(4, 3, 1, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        Counts(3, 3, 1, 0, 0),
+        Counts(3, 6, 0, 2, 6),
+    ),
+    "symm_mem": (  # an all-reduce of counts, which stay on the device
+        {"moe.dispatcher": "symm_mem"},
+        Counts(4, 3, 0, 2, 6),
+        Counts(3, 6, 0, 2, 6),
+        Counts(4, 3, 0, 0, 1),
+        Counts(3, 6, 0, 2, 5),
+    ),
+}
+
+
+def counts(rehearsal: Rehearsal, layer: str, phase: str) -> Counts:
+    def here(site: Any) -> bool:
+        return (site.layer, site.phase) == (layer, phase)
+
+    sent = [(rehearsal.groups[m.group].lane, m.op) for m in rehearsal.log.messages if here(m.site)]
+    ran = [(operation, n) for operation, n in rehearsal.operations.items() if here(operation.site)]
+    return Counts(
+        sum(lane == "rows" for lane, _ in sent),
+        sum(n for operation, n in ran if operation.name == "_grouped_mm"),
+        sum(map(here, rehearsal.log.syncs)),
+        sent.count(("shards", "all-gather")),
+        sum(n for operation, n in ran if operation.site.region == GATHER),
+    )
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_layer_does_what_the_table_says(name: str) -> None:
+    changes, forward, backward, again, after = TABLE[name]
+    rehearsal = rehearse(config_of(BASE | changes, 4, "h100"), 4, 0, "h100")
+    seen = {
+        (layer, phase): counts(rehearsal, layer, phase)
+        for layer in (PLAIN, AGAIN)
+        for phase in ("forward", "recomputed", "backward")
+    }
+    assert seen == {
+        (PLAIN, "forward"): forward,
+        (PLAIN, "recomputed"): NONE,
+        (PLAIN, "backward"): backward,
+        (AGAIN, "forward"): forward,
+        (AGAIN, "recomputed"): again,
+        (AGAIN, "backward"): after,
+    }

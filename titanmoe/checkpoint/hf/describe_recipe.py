@@ -1,0 +1,83 @@
+"""`titanmoe convert --describe`: a recipe that trains a model in Hugging Face's format."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from titanmoe.checkpoint.hf.config import CONFIG, ParsedConfig, describe
+from titanmoe.checkpoint.hf.fetch import describing_folder
+from titanmoe.config.blocks import moe_layers
+from titanmoe.config.fields import toml_value
+from titanmoe.config.schema import Model
+from titanmoe.data.tokenizer import FILE
+from titanmoe.models.count import parameters
+
+CONTEXT = 4096
+"""Tokens of a sample, where the model has no shorter context."""
+
+
+def recipe(name: str) -> str:
+    """It loads as it stands; what to train on, and for how long, is left to fill in. What the model's own file says is
+    in it as comments."""
+    folder = describing_folder(name)
+    parsed = describe(folder)
+    tokenizer = "its own" if (folder / FILE).is_file() else f"none: {folder} has no {FILE}, so text is read as bytes"
+    return f"""\
+# {_summary(name, parsed.model)}
+#
+#     titanmoe plan THIS.toml --ranks 8      # which mapping is fast on 8 GPUs, and what it needs
+#     titanmoe train THIS.toml --ranks 8
+#
+# Tokenizer: {tokenizer}.
+{"".join(f"# Note: {note}.{chr(10)}" for note in parsed.notes)}
+[model]
+hf = {toml_value(name)}
+# {CONFIG} says, and a recipe may only say otherwise of what model.change lists:
+{_said(parsed)}
+
+[data]
+# source = "files"          # fill in: what to train on; without it, the source of Python's own library
+# paths = ["data.jsonl"]
+# format = "chat"           # for conversations
+
+[training]
+steps = 100                 # fill in: optimizer steps, each of global_batch_size samples
+seq_len = {min(CONTEXT, _context(parsed))}
+local_batch_size = 1
+global_batch_size = -1      # fill in: samples in a step; -1: one on each data rank
+
+[optimizer]
+lr = 1e-5                   # usual for all weights of a model that has been trained
+
+[lr_schedule]
+warmup_steps = 10
+decay = "cosine"
+
+[activation_checkpoint]
+mode = "moe"
+"""
+
+
+def _summary(name: str, model: Model) -> str:
+    count = parameters(model)
+    blocks = f"{model.num_layers} layers, {moe_layers(model)} of them with {model.num_experts} experts"
+    return f"{name}: {model.family}, {blocks}, {_number(count.total)} parameters, {_number(count.active)} active"
+
+
+def _said(parsed: ParsedConfig) -> str:
+    names = [f.name for f in fields(Model) if f.name not in ("hf", "change", "size", "mtp_depth", "own")]
+    default, always = Model(), {"family", "norm_topk", *parsed.hf.fields}
+    values = {name: getattr(parsed.model, name) for name in names}
+    lines = [f"# {n} = {toml_value(v)}" for n, v in values.items() if n in always or v != getattr(default, n)]
+    if parsed.aux_loss is not None:
+        lines.append(f"# moe.aux_loss = {toml_value(parsed.aux_loss)}, of router_aux_loss_coef")
+    return "\n".join(lines)
+
+
+def _context(parsed: ParsedConfig) -> int:
+    length = parsed.json.get("max_position_embeddings")
+    return length if type(length) is int and length > 0 else CONTEXT
+
+
+def _number(count: float) -> str:
+    return f"{count / 1e9:.1f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

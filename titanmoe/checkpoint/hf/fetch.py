@@ -1,0 +1,191 @@
+"""From a model's name to a folder on this machine. A folder is itself; what lies on the hub, or at a URL, is fetched
+into a cache once, by one process of each machine. Without torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint.choose_checkpoint import has_begun
+from titanmoe.checkpoint.hf.config import CONFIG, read_json
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.remote import file_system, is_url, url_errors
+from titanmoe.data.tokenizer import FILE, OTHER_FILES
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CARRIED = (CONFIG, "generation_config.json", FILE, *OTHER_FILES)
+"""What else is in a model's folder, besides its weights."""
+DESCRIPTION = (*CARRIED, INDEX)
+"""Small files: enough for all that needs no weights."""
+HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
+CACHE = "TITANMOE_CACHE"
+"""The environment variable with the folder for what is fetched from URLs; the hub's package has a cache of its own."""
+
+
+def describing_folder(name: str) -> Path:
+    """A folder with the config.json and the tokenizer, and perhaps with weights."""
+    return _folder(name, DESCRIPTION, lambda folder: (folder / CONFIG).is_file())
+
+
+def weights_folder(name: str) -> Path:
+    """A folder with everything."""
+    return _folder(name, (*DESCRIPTION, "*.safetensors"), _has_weights)
+
+
+def pinned(name: str, folder: Path) -> str:
+    """The name for just what was found: on the hub, the revision that lies in this folder of its cache."""
+    hub = _hub_name(name)
+    return f"{hub[0]}@{folder.name}" if hub else name
+
+
+def fingerprint(name: str, folder: Path) -> str:
+    """Which model a folder holds, without reading its weights."""
+    digest = blake2b(pinned(name, folder).encode(), digest_size=8)
+    for file in (CONFIG, INDEX):
+        if (folder / file).is_file():
+            digest.update((folder / file).read_bytes())
+    return digest.hexdigest()
+
+
+def fetch_first_weights(config: Config) -> None:
+    """What a run without a checkpoint of its own begins from, brought to this machine. Before the ranks meet: a message
+    between them must not wait for a download."""
+    checkpoint = config.checkpoint
+    if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
+        weights_folder(checkpoint.initial_hf)
+
+
+def is_remote(name: str) -> bool:
+    return is_url(name) or _hub_name(name) is not None
+
+
+def _hub_name(name: str) -> tuple[str, str] | None:
+    """Owner/model and the revision, unless the name is a path: what exists here, or begins like one."""
+    match = HUB_NAME.fullmatch(name)
+    return (match[1], match[2] or "main") if match and not Path(name).exists() else None
+
+
+def _has_weights(folder: Path) -> bool:
+    if (folder / INDEX).is_file():
+        names = read_json(folder / INDEX).get("weight_map")
+        return isinstance(names, dict) and all((folder / str(name)).is_file() for name in set(names.values()))
+    return (folder / CONFIG).is_file() and (folder / SINGLE).is_file()
+
+
+def _folder(name: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+    if is_url(name):
+        return _from_url(name, patterns, complete)
+    if hub := _hub_name(name):
+        return _from_hub(*hub, patterns, complete)
+    return Path(name).expanduser()
+
+
+@contextmanager
+def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
+    """One process of those that share the folder; the others wait, and then find what it has fetched."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        stream = (folder / f".titanmoe-{key}.lock").open("w")
+    except OSError as error:
+        raise ConfigError([f"cannot write to the cache {folder}: {error.strerror}"]) from None
+    with stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+# ---- the hub
+
+
+def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+    """What the cache has is taken from there, without asking whether there is anything newer: ranks that start one
+    after the other agree, and a run goes on with what it began with."""
+    try:
+        import huggingface_hub
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        needs = 'fetching it needs the package huggingface_hub: pip install "titanmoe[hub]"'
+        raise ConfigError([f"{repo} is no folder here, and {needs}"]) from None
+    cache = Path(HF_HUB_CACHE)
+    repo_cache = cache / f"models--{repo.replace('/', '--')}"
+    if (folder := _cached(repo_cache, revision)) and complete(folder):
+        return folder
+    with _one_at_a_time(cache, repo_cache.name):
+        if (folder := _cached(repo_cache, revision)) and complete(folder):
+            return folder
+        # The revision that is there in part already, or the newest.
+        exact = folder.name if folder else revision
+        try:
+            return Path(huggingface_hub.snapshot_download(repo, revision=exact, allow_patterns=list(patterns)))
+        except Exception as error:  # the package raises its own, its HTTP client's, and the system's
+            raise ConfigError([_not_fetched(repo, revision, cache, error)]) from None
+
+
+def _cached(repo_cache: Path, revision: str) -> Path | None:
+    """The folder of a revision in the cache, if there is one."""
+    reference = repo_cache / "refs" / revision
+    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
+    folder = repo_cache / "snapshots" / commit
+    return folder if folder.is_dir() else None
+
+
+def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str:
+    why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return (
+        f"{repo} is no folder here, the cache {cache} does not have the Hugging Face model of that name (revision "
+        f"{revision}), or not all of it, and it cannot be fetched: {why}: check the name, the network and HF_TOKEN, or "
+        f"fetch it elsewhere (hf download {repo}) and name the folder"
+    )
+
+
+# ---- URLs
+
+
+def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
+    cache = Path(os.environ.get(CACHE) or "~/.cache/titanmoe").expanduser() / "models"
+    key = blake2b(url.rstrip("/").encode(), digest_size=16).hexdigest()
+    folder = cache / key
+    if complete(folder):
+        return folder
+    with _one_at_a_time(cache, key):
+        if not complete(folder):
+            system, root = file_system(url.rstrip("/"))
+            with url_errors(url):
+                _copy(system, root, folder, "*.safetensors" in patterns)
+    return folder
+
+
+def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
+    """Every file appears in the cache once it is complete. Names, not a listing: an https server has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def copy(name: str) -> bool:
+        if (folder / name).is_file():
+            return True
+        if not system.exists(f"{root}/{name}"):
+            return False
+        unfinished = folder / f"{name}.partial"
+        with system.open(f"{root}/{name}", "rb") as source, unfinished.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 24)
+        unfinished.rename(folder / name)
+        return True
+
+    for name in (name for name in DESCRIPTION if "*" not in name):
+        copy(name)
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"there is no {CONFIG} in it")
+    if weights:
+        listed = read_json(folder / INDEX).get("weight_map") if (folder / INDEX).is_file() else {"": SINGLE}
+        names = sorted(set(map(str, listed.values()))) if isinstance(listed, dict) else []
+        for name in names:
+            if "/" in name or name.startswith("."):
+                raise ValueError(f"{INDEX} names {name!r}, which is not in the folder itself")
+            if not copy(name):
+                raise FileNotFoundError(f"there is no {name} in it")

@@ -1,0 +1,64 @@
+"""What model.hf says of a recipe: the config.json of the model's folder in the recipe's own fields. Without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.choose_checkpoint import checkpoint_to_resume
+from titanmoe.checkpoint.hf.config import CONFIG, describe
+from titanmoe.checkpoint.hf.fetch import describing_folder, pinned
+from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.fields import build, flat
+from titanmoe.config.load import ConfigError
+from titanmoe.config.model_file import ModelFile
+from titanmoe.config.schema import Config
+from titanmoe.data.tokenizer import FILE
+
+OPEN = ("model.hf", "model.change", "model.mtp_depth")
+"""Fields of [model] that a recipe chooses whatever the file says: whether to train the block of multi-token prediction
+that comes with some models is a choice."""
+
+
+def read_model_file(values: Mapping[str, Any]) -> ModelFile:
+    """values: of all fields, as far as the recipe sets them. A run that has a checkpoint of its own no longer needs the
+    folder: if it is gone, the checkpoint says what it said."""
+    name = values["model.hf"]
+    try:
+        folder = describing_folder(name)
+        parsed = describe(folder)
+    except ConfigError:
+        if said := _of_checkpoint(values):
+            return said
+        raise
+    fixed = _fixed(flat(Config(model=parsed.model)))
+    if parsed.aux_loss is not None:
+        fixed["moe.aux_loss"] = parsed.aux_loss
+    source = str(folder / CONFIG) if str(folder) == name else f"{CONFIG} of {name}"
+    return ModelFile(source, fixed, {"checkpoint.initial_hf": pinned(name, folder), **_tokenizer(folder / FILE)})
+
+
+def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: value for path, value in values.items() if path.startswith("model.") and path not in OPEN}
+
+
+def _tokenizer(file: Path) -> dict[str, Any]:
+    return {"data.tokenizer": str(file.parent)} if file.is_file() else {}
+
+
+def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
+    """What the checkpoint that the run resumes from recorded; None if there is none."""
+    path, record = checkpoint_to_resume(build(values))
+    if path is None:
+        return None
+    try:
+        recorded = config_of(record, path / layout.MANIFEST)
+        tokenizer = layout.carried(path).get(FILE)
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from None
+    defaults = {key: recorded[key] for key in ("checkpoint.initial_hf", "moe.aux_loss") if key in recorded}
+    defaults |= _tokenizer(tokenizer) if tokenizer else {}
+    return ModelFile(str(path / layout.MANIFEST), _fixed(recorded), defaults)

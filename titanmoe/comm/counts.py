@@ -1,0 +1,42 @@
+"""How many rows go where: counts that the ranks of a dispatcher send each other, and that the host has to know.
+
+Rows can be laid out before their counts arrive, because that takes only this rank's own choices:
+
+    counts = Counts(send_GCe, group, on_gpu)                  they leave
+    ...                                                       rows are copied into the order in which they are sent
+    receive_GCe, send_CG, receive_CG = counts.read()          the host waits
+
+Shapes: G ranks of the group, C chunks, e experts of a rank.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm import turns
+from titanmoe.comm.collectives import Group, send_rows, wait
+from titanmoe.comm.host import ToHost
+
+
+class Counts:
+    def __init__(self, send_GCe: Tensor, group: Group, on_gpu: bool):
+        """send_GCe: how many rows this rank sends to each expert of each rank. on_gpu: waiting for a message only
+        holds up the stream."""
+        self.send_GCe, self.group, self.on_gpu = send_GCe, group, on_gpu
+        each = [1] * group.size
+        self.flying = send_rows(send_GCe, each, each, group) if group.size > 1 else None
+
+    def read(self) -> tuple[Tensor, list[list[int]], list[list[int]]]:
+        """The counts that arrive, and how many rows travel to and from each rank. The host waits for them.
+
+        In a pair the other side has a turn first. On a GPU the copy to the host is launched even before that: behind
+        the other side's kernels the host would wait for these too.
+        """
+        if not self.on_gpu:
+            turns.give_up()
+        receive_GCe = self.send_GCe if self.flying is None else wait(self.flying, self.group)
+        numbers = ToHost(torch.stack((self.send_GCe, receive_GCe)).sum(3).transpose(1, 2))
+        if self.on_gpu:
+            turns.give_up()
+        return receive_GCe, *numbers.read()

@@ -1,0 +1,96 @@
+"""Files at URLs, through the package fsspec: s3://, gs://, https:// and whatever else it has a driver for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from glob import has_magic
+from hashlib import blake2b
+from io import BufferedIOBase
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+from titanmoe.config import ConfigError
+
+VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "mtime", "LastModified", "last_modified")
+"""What stores say of a file that changes with its contents; some have `created` alone."""
+
+
+class RemoteFile(NamedTuple):
+    url: str
+    bytes: int
+    version: int
+    """Changes with its contents, as far as the store says."""
+    matched: bool
+    """Whether the URL or its glob names the file itself, and not a folder that it is in."""
+
+
+def is_url(name: str) -> bool:
+    return "://" in name
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system, and the path in it."""
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError([f'{url}: reading it needs the package fsspec: pip install "titanmoe[remote]"']) from None
+    with url_errors(url):
+        return fsspec.core.url_to_fs(url)
+
+
+@contextmanager
+def url_errors(url: str) -> Iterator[None]:
+    """Each driver raises errors of its own; a driver that is not installed is one of them."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise ConfigError([f"{url} cannot be read: {why}"]) from None
+
+
+def open_url(url: str) -> BufferedIOBase:
+    system, path = file_system(url)
+    with url_errors(url):
+        return system.open(path, "rb")
+
+
+def find_remote(url: str) -> list[RemoteFile]:
+    """The file, or every file that is not hidden below the folder or the glob, by name."""
+    system, root = file_system(url)
+    # A web server does not say what is a folder: fsspec reads the whole page and looks for links. And ? begins a query.
+    web = url.startswith(("http://", "https://"))
+    with url_errors(url):
+        if "*" in root if web else has_magic(root):
+            fixed = re.split(r"[*?[]", root)[0].rpartition("/")[0]
+            found = {path: info for path, info in system.glob(root, detail=True).items() if not _hidden(path, fixed)}
+            folders = [path for path, info in found.items() if info["type"] == "directory"]
+            files = {path: info for path, info in found.items() if info["type"] == "file"}
+        elif url.endswith("/") if web else system.isdir(root):
+            folders, files = [root], {}
+        else:
+            folders, files = [], {root: system.info(root)}
+        below: dict[str, Any] = {}
+        for folder in folders:
+            inside = system.find(folder, detail=True)
+            below |= {path: info for path, info in inside.items() if not _hidden(path, folder)}
+        every = below | files
+        return [_remote_file(system, path, every[path], path in files) for path in sorted(every)]
+
+
+def _hidden(path: str, folder: str) -> bool:
+    return any(part.startswith(".") for part in PurePosixPath(path.removeprefix(folder)).parts)
+
+
+def _remote_file(system: Any, path: str, info: dict[str, Any], matched: bool) -> RemoteFile:
+    url = system.unstrip_protocol(path)
+    if info.get("size") is None:
+        info = system.info(path)
+    if info.get("size") is None:
+        raise ConfigError([f"{url}: the server does not say how large it is: copy it here"])
+    said = [(key, str(info[key])) for key in (*VERSION_KEYS, "created") if info.get(key) is not None]
+    version = int.from_bytes(blake2b(repr(said).encode(), digest_size=7).digest(), "big")
+    return RemoteFile(url, info["size"], version, matched)
