@@ -2,7 +2,7 @@
 
     python scripts/make_small_model.py
 
-models/small    a Qwen3-MoE of 0.3 M parameters with random weights, made by transformers, its tokenizer and a chat template
+models/small    a Qwen3-MoE of 0.3 M parameters with random weights, its tokenizer and a chat template
 chats.jsonl     what is the capital of which country, asked in several ways
 """
 

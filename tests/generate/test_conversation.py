@@ -14,7 +14,7 @@ import pytest
 from tests import world
 from tests.checkpoint import runs
 from tests.generate.test_generate_command import FOLDED, TEXT, ask, command, lines
-from tests.support.byte_pairs import CHATML
+from tests.support.byte_pairs import CHATML, MARKED
 from titanmoe.data.chat import Chat
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanmoe.generate import conversation as module
@@ -98,6 +98,8 @@ def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, b
         ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", None),
         ("{% for m in messages %}{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}{% endfor %}", None),
         ("{{ raise_exception('no') }}", None),
+        (MARKED, 2),
+        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endfor %}", 2),
     ],
 )
 def test_the_end_mark_of_a_template(template: str, mark: int | None, bpe: Path) -> None:

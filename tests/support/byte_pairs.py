@@ -8,6 +8,14 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+MARKED = (
+    "{%- for message in messages %}\n"
+    "  {%- if message.role == 'assistant' %}\n"
+    "<|im_start|>assistant\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
+    "  {%- else %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+)
+
 
 def make(folder: Path) -> Path:
     """Fills the folder: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""

@@ -91,16 +91,21 @@ class Chat:
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
         """A conversation, up to where the assistant's answer begins: the ids of transformers' apply_chat_template."""
-        return self.tokenizer.encode_with_offsets(self._render(messages, prompt=True)).tokens_T
+        return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
     def end_mark(self) -> int | None:
         """The token with which the template ends an answer, such as ChatML's <|im_end|>; None if it is no mark."""
         try:
-            text = self._render([{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}])
+            text = self._render_without_marks(
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+            )
         except ChatError:  # it takes no such conversation
             return None
         tail = text[text.rfind(ANSWER) + len(ANSWER) :].lstrip() if ANSWER in text else ""
         return self.tokenizer.mark_before(tail)
+
+    def _render_without_marks(self, messages: list[Any], prompt: bool = False) -> str:
+        return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render_all([(messages, prompt)])[0]
