@@ -306,6 +306,8 @@ def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) ->
                 settings.values.pop(path, None)
             preset = {}
         presets |= preset
+    if settings.values.get("training.epochs"):
+        presets["training.steps"] = -1
     family_fields = ("model.family", "model.size")
     if not settings.unsound.isdisjoint(family_fields):
         settings.unsound.update(_other_model_fields(settings))

@@ -88,7 +88,6 @@ def build_training(
         meshes,
         config.model,
         statistics(config.moe),
-        batches.global_batch_size,
         state,
         device,
     )
