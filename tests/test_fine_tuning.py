@@ -55,6 +55,10 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     assert re.search(r"^packing +best_fit$", trained, re.MULTILINE) and "experts     ep 2" in trained
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
 
-    debug = user.has(["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"])
+    recipe = ["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"]
+    debug, again = user.has(recipe), user.has(recipe)
     assert re.search(r"^epochs +1 of every source: [\d,]+ sequences in 2 steps", debug, re.MULTILINE)
     assert "val loss" in debug and "\ndone       step 2 of 2 " in debug
+    assert "has made 2 steps, and training.epochs = 1\n" in again and "--training.epochs 2\n" in again
+    user.has(["-m", "titanmoe", "report", "runs/sft_debug"])
+    assert "2 of 2" in (tmp_path / "runs/sft_debug/report/report.html").read_text()

@@ -20,6 +20,7 @@ from titanmoe.data import pack
 from titanmoe.data.loader import Loader
 from titanmoe.data.sources import steps_of_epochs, training_sources
 from titanmoe.parts import PARTS
+from titanmoe.train.launch import read, resolve
 
 S, EPOCHS = 24, 2
 SIZES = ([5 + 7 * n % 31 for n in range(40)], [2 + 5 * n % 50 for n in range(23)], [61, 3, 9])
@@ -223,6 +224,28 @@ def test_what_contradicts_epochs_is_refused(shards):
     assert "goes through every source as often, and data.weights = [3.0]" in weighted
     both = problems("--training.epochs=2", "--training.steps=7", "--data.source=synthetic", "--data.weights=3")
     assert "both say" in both and "never ends" in both and "as often" in both
+
+
+def test_steps_follow_from_epochs_wherever_a_run_stands(shards, capsys):
+    words = ["--data.source=files", f"--data.paths={shards[0]}", "--training.epochs=3", f"--training.seq_len={S}"]
+    words += ["--training.global_batch_size=8", "--model.vocab_size=10048"]
+    config = read_draft(words, PARTS).config
+    assert config.training.steps == -1
+    windows = (sum(SIZES[0]) - 1) // S
+    total = 3 * windows
+    assert resolve(config, 1, lambda _: {}).training.steps == -(-total // 8)
+    record = {"step": 3, "loader": {"consumed": 12}}  # with a batch of 4
+    assert resolve(config, 1, lambda _: record).training.steps == 3 + -(-(total - 12) // 8)
+    over = {"step": 9, "loader": {"consumed": total + 5}}  # of a run that had a number of steps
+    assert resolve(config, 1, lambda _: over).training.steps == 9
+    config.profile.steps = [-(-total // 8) + 1]
+    with pytest.raises(ConfigError, match=f"training.epochs = 3 take {-(-total // 8)} steps: choose earlier ones"):
+        resolve(config, 1, lambda _: {})
+
+    with pytest.raises(SystemExit):
+        read([*words, "--job.ranks=1", "--print-config"], 1, PARTS)
+    printed = capsys.readouterr().out
+    assert f"\nsteps = -1  # {-(-total // 8)} here\nepochs = 3\n" in printed
 
 
 @pytest.mark.parametrize("folder_name", ["chats", "text"])
