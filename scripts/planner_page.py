@@ -162,7 +162,7 @@ class OneMesh(Pricer):
 def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
-    for name in (name for name in names() if not name.startswith("debug")):
+    for name in (name for name in names() if "debug" not in name):
         config, world = recipe(name), recipe_ranks(read_draft([str(find_recipe(name))], PARTS))
         search_args = config, world, device_of("H100"), Factors(), 1
         mappings = {

@@ -33,7 +33,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
-from tests.support import slow_cases  # noqa: E402
+from tests.support import byte_pairs, slow_cases  # noqa: E402
 
 settings.register_profile(
     "titanmoe", deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -89,3 +89,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
     if ranks := sys.modules.get("tests.world"):
         ranks.shutdown()
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_pairs.make(tmp_path_factory.mktemp("bpe"))

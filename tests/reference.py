@@ -623,9 +623,9 @@ def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, T
         """f: 1 for an expert that is chosen as often as the average."""
         return model.num_experts * expert_counts(routing, of_T, model.num_experts) / (model.top_k * of_T.sum())
 
-    samples = len(tokens.tokens_GS)
+    samples = int(tokens.valid_T.view(len(tokens.tokens_GS), -1).any(1).sum())
     seq = mb = glob = share_TE.new_zeros(())
-    for sample in range(samples):
+    for sample in range(len(tokens.tokens_GS)):
         own = valid(tokens.sample_T == sample)
         if own.any():
             seq = seq + (load_E(own) * share_TE[own].mean(0)).sum() / samples

@@ -38,8 +38,9 @@ def test_license_is_the_standard_text():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_loads_and_is_in_the_readme(recipe):
     with recipe.open("rb") as file:
-        assert tomllib.load(file)
-    load(["--config", str(recipe)], PARTS, lambda config: [])
+        stated = tomllib.load(file)
+    without_model = ["--model.hf="] * ("hf" in stated["model"])  # its folder is not here
+    load(["--config", str(recipe), *without_model], PARTS, lambda config: [])
     assert f"train_configs/{recipe.name}" in (ROOT / "README.md").read_text()
 
 

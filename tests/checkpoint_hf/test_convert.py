@@ -14,6 +14,7 @@ import torch
 from tests import world
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
+from tests.support.byte_pairs import CHATML
 from titanmoe.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -211,3 +212,32 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
         print(f"peak {int(peak):,} of {whole:,} bytes, largest tensor {largest:,}")
         assert int(peak) < 4 * largest + 12e6 < whole / 4
     equal(models.tensors(tmp_path / "out"), models.tensors(tmp_path / "in"))
+
+
+def test_transformers_stops_after_an_answer(qwen, tmp_path, bpe):
+    """What ends a text and what ends an answer are both named, beside what the folder named before."""
+    from transformers import AutoConfig, GenerationConfig
+
+    (qwen / "generation_config.json").write_text('{"eos_token_id": 5, "top_k": 7}')
+    assert convert("--from-hf", qwen, tmp_path / "ours") == 0
+    (tmp_path / "ours/hf/config.json").unlink()
+    manifest = folders.manifest_of(tmp_path / "ours")
+    del manifest["files"]["hf/config.json"]
+    folders.rewrite(tmp_path / "ours", **manifest)
+    for name, template, marks in (("chat", CHATML, [0, 2]), ("none", None, [0])):
+        tokenizer, out = tmp_path / f"tokenizer {name}", tmp_path / name
+        tokenizer.mkdir()
+        settings = {"eos_token": "<|endoftext|>"} | ({"chat_template": template} if template else {})
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+        (tokenizer / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+        assert convert("--to-hf", tmp_path / "ours", out, "--tokenizer", tokenizer) == 0
+        made = GenerationConfig.from_pretrained(out)
+        assert made.eos_token_id == [5, *marks] and made.top_k == 7
+        assert AutoConfig.from_pretrained(out).eos_token_id == 0
+    # All of it is there already: the file stays as it was.
+    (qwen / "generation_config.json").write_text('{"eos_token_id": [2, 0], "top_k": 7}')
+    (qwen / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    (qwen / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHATML}))
+    assert convert("--from-hf", qwen, tmp_path / "complete") == 0
+    assert convert("--to-hf", tmp_path / "complete", tmp_path / "out") == 0
+    assert (tmp_path / "out/generation_config.json").read_text() == '{"eos_token_id": [2, 0], "top_k": 7}'

@@ -4,18 +4,11 @@ import sys
 
 import pytest
 
-from tests.data.conftest import CHATML
+from tests.support.byte_pairs import CHATML, MARKED
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
-MARKED = (
-    "{%- for message in messages %}\n"
-    "  {%- if message.role == 'assistant' %}\n"
-    "<|im_start|>assistant\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
-    "  {%- else %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endif %}"
-    "{% endfor %}"
-)
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Why?"},
@@ -254,3 +247,30 @@ def test_weights_need_a_mark_for_each_answer():
     with pytest.raises(ChatError, match="marks 4 parts of 2 answers: mark each answer once"):
         chat.encode(weighted)
     assert sorted({*Chat(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% generation %}{% endgeneration %}{{ messages[0].content }}", "has to stand between"),
+        (
+            "{{ messages[0].content }}{% if false %}{% generation %}x{% endgeneration %}{% endif %}",
+            "has to stand between",
+        ),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "nothing that the assistant says"),
+    ],
+)
+def test_a_template_that_leaves_no_token_to_learn_is_refused(template, says, bpe):
+    with pytest.raises(ChatError, match=f"the chat template t .*{says}"):
+        Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_prompt_has_the_ids_of_transformers(template, bpe):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
+    options = {"chat_template": template, "add_generation_prompt": True, "return_dict": True}
+    talk = [*TALK, {"role": "user", "content": "And <|im_end|>?"}]
+    ids = Chat(template, "t", open_tokenizer(str(bpe))).encode_prompt(talk).tolist()
+    assert ids == theirs.apply_chat_template(talk, **options)["input_ids"]

@@ -61,7 +61,7 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
         trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu"
     )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
-    return Generator(build(config, meshes, trained, device), meshes, device, config.model.vocab_size, eos)
+    return Generator(build(config, meshes, trained, device), meshes, device, config.model.vocab_size, [eos])
 
 
 def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:

@@ -79,7 +79,7 @@ def loss_divided_by_local_tokens() -> Callable[[], None]:
             totals = count(self, batches)
             mine = sum(int((b.labels_BS != -100).sum()) for b in batches)
             dp = self.meshes.fold.dp
-            return gradients.Totals(torch.tensor(float(mine * dp), dtype=torch.float64), totals.tokens)
+            return gradients.Totals(torch.tensor(float(mine * dp), dtype=torch.float64), totals.tokens, totals.samples)
 
         return run
 

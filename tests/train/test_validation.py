@@ -102,6 +102,25 @@ def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packin
     assert got["tokens"] == sum(int(batch.valid_BS.sum()) for (batch,) in batches[1])
 
 
+@pytest.mark.parametrize("mapping", ["dp4", "cp2 pp2"])
+def test_padding_that_fills_the_last_batch_of_a_run_counts_nothing(texts: Path, mapping: str) -> None:
+    """Neither in the loss nor in the balance terms: the plain model gets the samples without it."""
+    changes = recipe(texts, **{"training.epochs": 1, "training.steps": -1, "training.global_batch_size": 120})
+    changes |= {"model.num_layers": LAYERS.get(mapping, 1), "moe.aux_loss": 0.01, "optimizer.max_grad_norm": 0}
+    config = parity.read(changes, 4)
+    got = world.run(4, trained, changes | MAPPINGS[mapping], config.training.steps)[0]
+    loader = Loader(config, 0, 1)
+    batches = [[[batch] for batch in loader.next_step()] for _ in range(config.training.steps)]
+    filled = [sum(int(batch.valid_BS.any(1).sum()) for (batch,) in step) for step in batches]
+    assert filled[:-1] == [120] * (len(filled) - 1) and 0 < filled[-1] < 116
+    weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
+    want = reference.train(config, weights, batches, 1)
+    for loss, norm, step in zip(got["loss"], got["norm"], want.steps, strict=True):
+        assert loss == pytest.approx(step.loss, rel=1e-10)
+        assert norm == pytest.approx(step.grad_norm, rel=1e-10)
+    assert parity.error(got["weights"], want.weights)[0] < 1e-10
+
+
 @pytest.mark.parametrize("mapping, objective", [("dp2 tp2", "cross_entropy"), ("cp2 pp2", pair_objective.NAME)])
 def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: str, objective: str) -> None:
     """Over several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the

@@ -147,12 +147,16 @@ def toml_value(value: Any) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Every field, as a recipe that loads back to the same config."""
-    values = flat(config)
+    """Every field, as a recipe that loads back to the same config. Steps that follow from epochs are a remark: those of
+    other data would be others."""
+    values, notes = flat(config), {}
+    if config.training.epochs:
+        steps = values["training.steps"]
+        values["training.steps"], notes["training.steps"] = -1, "" if steps == -1 else f"  # {steps} here"
     known = [*fields().values(), *own_fields(values).values()]
     parts = []
     for table in tables():
-        lines = [f"{f.name} = {toml_value(values[f.path])}" for f in known if f.table == table]
+        lines = [f"{f.name} = {toml_value(values[f.path])}{notes.get(f.path, '')}" for f in known if f.table == table]
         parts += ["\n".join([f"[{table}]", *lines]) + "\n"] if lines else []
     return "\n".join(parts)
 

@@ -50,6 +50,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_window(config.model),
         *_rope(config.model),
         *_routing(config.model),
+        *_length(config.training),
         *_precision(config.training),
         *_dropping(config.moe),
         *config.parts.contradictions(config),
@@ -222,6 +223,21 @@ def _routing(model: Model) -> Iterator[Violation]:
         )
 
 
+def _length(training: Training) -> Iterator[Violation]:
+    steps, epochs, fields = training.steps, training.epochs, ("training.epochs", "training.steps")
+    if epochs and steps != -1:
+        yield Violation(
+            fields,
+            f"training.epochs = {epochs} and training.steps = {steps} both say how long the run is: leave one of them "
+            "out, or set steps = -1 or epochs = 0",
+        )
+    if not epochs and steps == -1:
+        yield Violation(
+            fields,
+            "training.steps = -1 is as many as training.epochs take, and training.epochs = 0: set either of them",
+        )
+
+
 def _precision(training: Training) -> Iterator[Violation]:
     stored, computed = training.dtype, training.mixed_precision_param
     if WIDTHS[computed] > WIDTHS[stored]:
@@ -266,7 +282,7 @@ def _products(config: Config) -> Iterator[Violation]:
 
 def _profile(config: Config) -> Iterator[Violation]:
     profile, steps = config.profile, config.training.steps
-    if late := [step for step in profile.steps if step > steps]:
+    if late := [step for step in profile.steps if step > steps != -1]:
         yield Violation(
             ("profile.steps", "training.steps"),
             f"profile.steps has {late[0]}, and training.steps is {steps}: choose earlier steps",

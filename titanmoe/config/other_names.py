@@ -43,6 +43,7 @@ _FIELDS = {
     "global-batch-size": "training.global_batch_size",
     "seq-length": "training.seq_len",
     "train-iters": "training.steps",
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.num_epochs"), "training.epochs"),
     "seed": "training.seed",
     "deterministic-mode": "training.deterministic",
     "manual-gc-interval": "training.gc_every",
@@ -102,10 +103,6 @@ _FIELDS = {
 }
 """By a name elsewhere, the field of ours that takes the same values, or whose refusal lists its own."""
 
-_EPOCHS = (
-    "the length of a run is --training.steps N; an epoch is the data's tokens / (training.global_batch_size * "
-    "training.seq_len) steps, and sources that end start over"
-)
 _WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
 _ALWAYS = "it is always on here, so leave it out"
 _NO_COPIES = (
@@ -114,7 +111,6 @@ _NO_COPIES = (
 )
 _ADVICE = {
     **dict.fromkeys(("checkpoint.local", "checkpoint.local_folder"), _NO_COPIES),
-    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.epochs", "training.num_epochs"), _EPOCHS),
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
     **dict.fromkeys(("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion"), _ALWAYS),

@@ -49,6 +49,7 @@ WIDTH = 2**20
 EXPERTS = 2**16
 RANKS = 2**20
 TOKENS = 2**31
+EPOCHS = 10_000
 SECONDS = 31_536_000  # a year; a timedelta cannot hold 2**63 seconds
 
 LIMIT = 2**63

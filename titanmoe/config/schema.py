@@ -14,6 +14,7 @@ from titanmoe.config.parts import Parts
 from titanmoe.config.ranges import (
     BELOW_ONE,
     COUNT,
+    EPOCHS,
     EXPERTS,
     FRACTION,
     LAYERS,
@@ -182,7 +183,7 @@ class Data:
     cache: str = "cache"
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
-    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
+    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt, and the default for chats (format = "chat", and token shards of chats)."""
     balance_work: bool = False
     """Distribute a step's samples so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
     workers: Annotated[int, Range(0, 1024)] = 0
@@ -215,8 +216,10 @@ class Validation:
 class Training:
     """How long, how much at a time, in which precision."""
 
-    steps: Annotated[int, COUNT] = 100
-    """Optimizer steps of the whole run. The schedule ends with them."""
+    steps: Annotated[int, Range(1, derived=True)] = 100
+    """Optimizer steps of the whole run. The schedule ends with them. -1: as many as `epochs` take, which is the default where those are set."""
+    epochs: Annotated[int, Range(0, EPOCHS)] = 0
+    """In place of `steps`: how often every sequence of every source is trained on, for fine-tuning (docs/data.md). A run says how many steps that is, and --print-config too. 0: `steps` says how long, and sources that end start over."""
     seq_len: Annotated[int, Range(1, TOKENS)] = 256
     """Tokens per sample; a multiple of tp * cp."""
     local_batch_size: Annotated[int, Range(1, TOKENS)] = 1

@@ -24,6 +24,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
 
 
+ANSWER = "zebra"
+"""Looked for in what a template writes, to see what comes after an answer."""
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
 WEIGHT, MOST_WEIGHT = "weight", 1e6
@@ -68,6 +70,13 @@ class Chat:
         weight_T = np.zeros(len(tokens_T), np.float32)
         for (begin, end), weight in zip(spans, self._weights(messages, len(spans)), strict=True):
             weight_T[(begin_T < end) & (end_T > begin)] = weight
+        if not weight_T.any():
+            raise ChatError(
+                f"the chat template {self.origin} leaves no token of it to learn from: what the assistant says, with "
+                "what ends it, has to stand between {% generation %} and {% endgeneration %}"
+                if self.marks_generation
+                else f"the chat template {self.origin} writes nothing that the assistant says: use another template"
+            )
         return tokens_T, weight_T
 
     def _weights(self, messages: list[Any], spans: int) -> list[float]:
@@ -80,11 +89,23 @@ class Chat:
             "answers: mark each answer once with {% generation %}"
         )
 
-    def encode_question(self, text: str) -> np.ndarray:
-        """What a user says, up to where the answer begins."""
-        return self.tokenizer.encode_with_offsets(
-            self._render([{"role": "user", "content": text}], prompt=True)
-        ).tokens_T
+    def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
+        """A conversation, up to where the assistant's answer begins: the ids of transformers' apply_chat_template."""
+        return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
+
+    def end_mark(self) -> int | None:
+        """The token with which the template ends an answer, such as ChatML's <|im_end|>; None if it is no mark."""
+        try:
+            text = self._render_without_marks(
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+            )
+        except ChatError:  # it takes no such conversation
+            return None
+        tail = text[text.rfind(ANSWER) + len(ANSWER) :].lstrip() if ANSWER in text else ""
+        return self.tokenizer.mark_before(tail)
+
+    def _render_without_marks(self, messages: list[Any], prompt: bool = False) -> str:
+        return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render_all([(messages, prompt)])[0]

@@ -59,13 +59,13 @@ class Share:
 class StepPlan(NamedTuple):
     """A rank's part of a step."""
 
-    samples: list[Sample]
+    samples: list[Sample | None]
     number_N: np.ndarray | None
     state_after: dict[str, Any]
 
 
 class StepPlans:
-    """Every step from here on, endlessly."""
+    """Every step from here on, endlessly: after the last epoch of padding."""
 
     def __init__(self, mix: Mix, share: Share, work: DocumentWork | None, consumed: int, state: list[list[int]]):
         self.mix, self.share, self.work, self.consumed, self.state = mix, share, work, consumed, state
@@ -75,7 +75,7 @@ class StepPlans:
         self.mix.state = self.state
         while True:
             samples = self.mix.take(consumed, share.global_batch_size)
-            consumed += share.global_batch_size
+            consumed = self.mix.after(consumed, share.global_batch_size)
             number_N = share.round_robin_N
             if self.work:
                 work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
@@ -99,6 +99,7 @@ class Loader:
         self.share = Share(config, data_rank, data_ranks)
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
         self.seed, self.options = config.training.seed, config.data
+        self.epochs_to_train, self.steps = config.training.epochs, config.training.steps
         self.mix, self.held_out = training_sources(config)
         self.work = DocumentWork(config.model) if config.data.balance_work else None
         self.wait_s = 0.0
@@ -111,11 +112,12 @@ class Loader:
         begin = time.perf_counter()
         whole, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
+        self.first = self.consumed
         self.consumed, self.state = state_after["consumed"], state_after["sources"]
         self.epoch_messages = [
             f"data: {name} begins epoch {int(epoch) + 1}"
             for name, epoch in state_after["epochs"].items()
-            if int(epoch) > int(self.epochs[name])
+            if int(epoch) > int(self.epochs[name]) and int(epoch) != self.epochs_to_train
         ]
         self.epochs = state_after["epochs"]
         return whole.chunk(self.microbatches)
@@ -127,12 +129,12 @@ class Loader:
 
     def identify(self, batches: list[Batch]) -> dict[int, str]:
         """Of the samples in the last step's batches: their numbers in the run, from 0, and a digest of their tokens."""
-        first, number_N = self.consumed - self.global_batch_size, self.share.round_robin_N
+        number_N = self.share.round_robin_N
         if batches[0].number_B is not None:
             number_N = torch.cat([batch.number_B for batch in batches]).numpy()
         rows = [row for batch in batches for row in batch.tokens_BS.numpy()]
         digests = [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
-        return {first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
+        return {self.first + number: digest for number, digest in zip(number_N.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
         return {"data_wait_s": self.wait_s} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
@@ -142,7 +144,13 @@ class Loader:
         sources, packing = self.mix.sources, self.options.packing
         total = sum(source.weight for source in sources)
         shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
-        notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 else {}
+        notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
+        if epochs := self.mix.epochs_to_take:
+            padded = (epochs.total - self.consumed) % self.global_batch_size > 0
+            notes["epochs"] = (
+                f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
+                f"{', the last filled up with padding' * padded}"
+            )
         even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 
@@ -162,8 +170,8 @@ class Loader:
 
     def _restart_from(self, consumed: int, state: list[list[int]]) -> None:
         self.close()
-        self.consumed = consumed
-        """Samples, over all data ranks."""
+        self.consumed = self.first = consumed
+        """Samples, over all data ranks; first: before the last step."""
         self.state = state
         """Of each source."""
         self.mix.state = state
@@ -175,6 +183,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         descriptions = [source.description for source in self.mix.sources]
         state = {"consumed": self.consumed, "sources": self.state, "described": descriptions} | self._identity()
+        state["in_epochs"] = self.epochs_to_train > 0
         return state | ({"tokenizer": self.mix.tokenizer.identity} if self.mix.tokenizer else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -187,6 +196,12 @@ class Loader:
             for name, value in self._identity().items()
             if name in names and state.get(name) != value
         ]
+        if len(self.mix.sources) > 1 and state.get("in_epochs", False) != (self.epochs_to_train > 0):
+            without, with_ = ("had not", "has") if self.epochs_to_train else ("had", "has not")
+            problems.append(
+                f"the run {without} training.epochs when the state was saved and {with_} now, and its sources would "
+                f"take turns in another order: {unknown}; keep it, or start a new run"
+            )
         if state.get("source") != self._identity()["source"]:
             problems.append(
                 f"{self._describe_changed_data(state)}: {unknown}; give it that data again, or start a new run"

@@ -1,6 +1,7 @@
 """Several sources in one run: which one is next, and how far each has got.
 
-Which source gives sample n of the run is a function of (seed, n); which of its sequences, of how many it has given.
+Which source gives sample n of the run is a function of (seed, n), and in a run of epochs of how many sequences the
+sources have; which of its sequences, of how many it has given.
 
 Shapes: N samples, K sources.
 """
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from titanmoe.data.epochs import Epochs
 from titanmoe.data.pack import Arrays, Pieces, empty
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
@@ -31,22 +33,40 @@ class Sample(NamedTuple):
 
 
 class Mix:
-    def __init__(self, sources: list[Source], seed: int, tokenizer: StoredTokenizer | None = None):
-        """tokenizer: that of all sources, as the first of them has it; None for random tokens."""
+    def __init__(
+        self,
+        sources: list[Source],
+        seed: int,
+        tokenizer: StoredTokenizer | None = None,
+        epochs_to_take: Epochs | None = None,
+    ):
+        """tokenizer: that of all sources, as the first of them has it; None for random tokens. epochs_to_take: None if
+        the samples never end."""
         self.sources, self.tokenizer, self._key = sources, tokenizer, key("mix", seed)
+        self.epochs_to_take = epochs_to_take
         weight_K = np.array([source.weight for source in sources])
         self._threshold_K = np.cumsum(weight_K / weight_K.sum())[:-1]
 
-    def take(self, first: int, count: int) -> list[Sample]:
-        """Samples first, first + 1, ... of the run; each is taken once, in this order."""
+    def take(self, first: int, count: int) -> list[Sample | None]:
+        """Samples first, first + 1, ... of the run; each is taken once, in this order. None: after the last."""
+        turn_N = self._turns(first, count)
+        count_K = np.bincount(turn_N[turn_N >= 0], minlength=len(self.sources)).tolist()
+        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
+        return [None if turn < 0 else Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
+
+    def _turns(self, first: int, count: int) -> np.ndarray:
+        """The source of each."""
+        if self.epochs_to_take:
+            return self.epochs_to_take.turns(first, count)
         if len(self.sources) == 1:
-            return [Sample(0, pieces) for pieces in self.sources[0].packer.take(count)]
+            return np.zeros(count, np.int64)
         # The top 53 bits: a weight may be small.
         random_N = bits(self._key, torch.arange(first, first + count)).numpy().view(np.uint64) >> np.uint64(11)
-        turn_N = np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
-        count_K = np.bincount(turn_N, minlength=len(self.sources)).tolist()
-        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
-        return [Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
+        return np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
+
+    def after(self, first: int, count: int) -> int:
+        """The number of the next sample after these."""
+        return min(first + count, self.epochs_to_take.total) if self.epochs_to_take else first + count
 
     def read(
         self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
@@ -58,13 +78,13 @@ class Mix:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)
         return out
 
-    def lengths(self, samples: list[Sample]) -> list[np.ndarray]:
+    def lengths(self, samples: list[Sample | None]) -> list[np.ndarray]:
         """Of the documents in each sample, as far as they attend."""
         lengths = [
-            iter(source.packer.lengths([sample.pieces for sample in samples if sample.source == k]))
+            iter(source.packer.lengths([sample.pieces for sample in samples if sample and sample.source == k]))
             for k, source in enumerate(self.sources)
         ]
-        return [next(lengths[sample.source]) for sample in samples]
+        return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
 
     @property
     def epochs(self) -> dict[str, float]:

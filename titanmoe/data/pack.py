@@ -16,7 +16,7 @@ Shapes: P pieces of one sequence, Q sequences of one buffer, S positions.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,9 @@ from titanmoe.tokens import IGNORE
 
 BUFFER = 1024
 """Documents that best fit packs together."""
+ORDER = 1
+"""Another number when documents of the same lengths are packed in another way: how many sequences they make is kept
+beside them (titanmoe.data.epochs)."""
 
 
 class Pieces(NamedTuple):
@@ -79,6 +82,10 @@ class Stream:
         self.pairs = max(0, int(documents.starts[len(documents)]) - 1)
         self.per_epoch = self.pairs // seq_len
         self.sequences_taken = 0
+
+    def count(self, epochs: int) -> list[int]:
+        """How many sequences each of the first epochs has."""
+        return [self.per_epoch] * epochs
 
     def take(self, count: int) -> list[Pieces]:
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
@@ -182,6 +189,17 @@ class BestFit:
     def epochs(self) -> float:
         share = self.sequences_taken / len(self._packed) if self._packed else 0.0
         return self.epoch + (self.buffer + share) / self.buffers
+
+    def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
+        """How many sequences each of the first epochs has. known: of the first ones."""
+        state, counts = self.state, list(known[:epochs])
+        for epoch in range(len(counts), epochs):
+            counts.append(0)
+            for buffer in range(self.buffers):
+                self.state = [epoch, buffer, 0]
+                counts[-1] += len(self._pack())
+        self.state = state
+        return counts
 
     def take(self, count: int) -> list[Pieces]:
         out: list[Pieces] = []

@@ -27,6 +27,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     except ValueError as error:
         yield Violation(("data.skip_steps",), str(error))
     yield from _mix(config)
+    yield from _epochs(config)
     yield from _packing(config)
     yield from _validation(config)
 
@@ -66,6 +67,22 @@ def _mix(config: Config) -> Iterator[Violation]:
             if not weight:
                 text = f"data.weights gives {path!r} the weight 0: remove both, or give it a positive weight"
                 yield Violation(fields, text)
+
+
+def _epochs(config: Config) -> Iterator[Violation]:
+    data, epochs = config.data, config.training.epochs
+    if epochs and data.source == "synthetic":
+        yield Violation(
+            ("training.epochs", "data.source"),
+            f'training.epochs = {epochs}, but data.source = "synthetic" never ends: set training.steps, or another '
+            "source",
+        )
+    if epochs and data.weights:
+        yield Violation(
+            ("training.epochs", "data.weights"),
+            f"training.epochs = {epochs} goes through every source as often, and data.weights = {data.weights} asks "
+            "for other shares: set weights = [], or training.steps instead of epochs",
+        )
 
 
 def _packing(config: Config) -> Iterator[Violation]:

@@ -17,6 +17,7 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.documents import Documents, MemoryDocuments
+from titanmoe.data.epochs import Epochs, count_sequences
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents
@@ -91,8 +92,18 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
     if every:
         corpora, held_out = zip(*(split(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True)
         where = f"{where} minus validation.held_out = {every}"
-    mix = _mix(config, corpora, data.weights, where, training.global_batch_size)
-    return Mix(mix.sources, training.seed, tokenizer), held_out
+    sources = _mix(config, corpora, data.weights, where, training.global_batch_size).sources
+    epochs = None
+    if training.epochs:
+        count_KE = [count_sequences(source.packer, training.epochs) for source in sources]
+        epochs = Epochs([*zip(*count_KE, strict=True)], training.seed)
+    return Mix(sources, training.seed, tokenizer, epochs), held_out
+
+
+def steps_of_epochs(config: Config, step: int, consumed: int) -> int:
+    """How many steps the run makes, of which the first `step` have taken `consumed` samples."""
+    mix, _ = training_sources(config)
+    return step + -(-max(0, mix.epochs_to_take.total - consumed) // config.training.global_batch_size)
 
 
 def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:

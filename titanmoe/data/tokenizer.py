@@ -60,6 +60,9 @@ class ByteTokenizer:
         begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
         return EncodedWithOffsets(tokens_T, begin_T, begin_T + 1)
 
+    def mark_before(self, text: str) -> int | None:
+        return None
+
     def decode(self, tokens: Iterable[int]) -> str:
         """Marks are left out; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
@@ -130,6 +133,12 @@ class JsonTokenizer:
         code = self._marking.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
+
+    def mark_before(self, text: str) -> int | None:
+        """The mark that the text begins with, if it does."""
+        ids = self._marking.encode(text, add_special_tokens=False).ids
+        added = self._plain.get_added_tokens_decoder()
+        return ids[0] if ids and ids[0] in added and text.startswith(added[ids[0]].content) else None
 
     def decode(self, tokens: Iterable[int]) -> str:
         return self._plain.decode(list(tokens))

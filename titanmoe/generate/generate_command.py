@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,9 @@ from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
+    from titanmoe.data.chat import Chat
     from titanmoe.data.tokenizer import Tokenizer
+    from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Generated, Prompt
     from titanmoe.generate.model import TrainedModel
 
@@ -48,8 +50,16 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     )
     generate.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     generate.add_argument(
-        "--chat", action="store_true", help="a prompt is what a user says, written by the tokenizer's chat template"
-    )
+        "--chat", action="store_true",
+        help="a prompt is what a user says, written by the chat template. Without prompts: a conversation, in which "
+        "each line of standard input is answered as it comes",
+    )  # fmt: skip
+    generate.add_argument("--system", metavar="TEXT", help="with --chat: the system's message, before all others")
+    generate.add_argument(
+        "--special-tokens", action="store_true",
+        help="what looks like a special token in a prompt, such as <|im_end|>, is that token. Without this it is text, "
+        "as in documents that are trained on; in a chat it always is the token, as in chats that are trained on",
+    )  # fmt: skip
     generate.add_argument(
         "--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default: the run's)"
     )
@@ -100,6 +110,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from titanmoe.data.chat import open_chat
+    from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.model import config_to_run, find_model, tokenizer_of
     from titanmoe.train.runtime import start, stop, world_size
 
@@ -110,12 +122,18 @@ def _run(args: argparse.Namespace) -> int:
         print(f"note: the model was trained on tokens of another tokenizer ({trained.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(trained, world_size(), degrees, args.dtype, args.device)
-    ids = _encode(texts, tokenizer, trained, args.chat)
-    if args.chat and not args.json:
+    _check_vocab_size(tokenizer, trained)
+    chat = open_chat(trained.config.data.chat_template, tokenizer) if args.chat else None
+    ids = _encode(args, texts, tokenizer, chat)
+    if chat and not args.json:
         texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own
     runtime = start(config)
     try:
-        _generate(args, texts, ids, tokenizer, trained, config, runtime)
+        speaker = _Speaker(args, tokenizer, chat, trained, config, runtime)
+        if texts:
+            speaker.continue_prompts(texts, ids)
+        else:
+            speaker.converse(Conversation(chat, args.system))
         return 0
     finally:
         stop()
@@ -130,8 +148,14 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             problems.append(f"--prompts {args.prompts} cannot be read: {reason}")
-    if not texts and not problems:
-        problems.append("no prompt: give --prompt TEXT, or --prompts FILE with one per line")
+    if not texts and not problems and (args.prompts is not None or not args.chat):
+        problems.append(
+            "no prompt: give --prompt TEXT, or --prompts FILE with one per line, or --chat, which reads what you say"
+        )
+    if args.system is not None and not args.chat:
+        problems.append("--system is a message of a chat: give --chat too, or leave it out")
+    if args.special_tokens and args.chat:
+        problems.append("--special-tokens has no effect with --chat, where they are always taken as such: leave it out")
     for name in ("max_tokens", "batch_size", "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -155,12 +179,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, trained: TrainedModel, chat: bool) -> list[Prompt]:
-    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
-    a chat, as in its training data."""
-    from titanmoe.data.chat import ChatError, open_chat
-    from titanmoe.generate.loop import Prompt
-
+def _check_vocab_size(tokenizer: Tokenizer, trained: TrainedModel) -> None:
     vocab_size = trained.config.model.vocab_size
     if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
@@ -169,59 +188,129 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, trained: TrainedModel, c
                 "name the one it was trained with, as --tokenizer"
             ]
         )
-    begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    try:
-        rows = map(open_chat("", tokenizer).encode_question, texts) if chat else tokenizer.encode_all(list(texts))
-        ids = [row.tolist() for row in rows]
-    except ChatError as error:
-        raise ConfigError([f"--chat: {error}"]) from None
+
+
+def _begin(tokenizer: Tokenizer) -> list[int]:
+    return [] if tokenizer.bos is None else [tokenizer.bos]
+
+
+def _encode(args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: Chat | None) -> list[Prompt]:
+    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
+    a chat, as in its training data, and where the user says so."""
+    from titanmoe.generate.conversation import Conversation
+    from titanmoe.generate.loop import Prompt
+
+    begin = _begin(tokenizer)
+    if chat:
+        ids = [Conversation(chat, args.system).ask(text) for text in texts]
+    elif args.special_tokens:
+        ids = [tokenizer.encode_with_offsets(text).tokens_T.tolist() for text in texts]
+    else:
+        ids = [row.tolist() for row in tokenizer.encode_all(list(texts))]
     prompts = [Prompt(i, row if row[: len(begin)] == begin else begin + row) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
         raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
 
 
-def _generate(
-    args: argparse.Namespace,
-    texts: list[str],
-    prompts: list[Prompt],
-    tokenizer: Tokenizer,
-    trained: TrainedModel,
-    config: Any,
-    runtime: Any,
-) -> None:
-    from titanmoe.fold.degrees import derive
-    from titanmoe.fold.meshes import build_meshes
-    from titanmoe.generate.loop import Generator
-    from titanmoe.generate.model import build
-    from titanmoe.generate.sample import Sampling
+class _Speaker:
+    """The model on all ranks; rank 0 prints."""
 
-    first = runtime.rank == 0
-    longest, trained_len = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, trained.config.training.seq_len
-    if first and longest > trained_len:
-        print(f"note: sequences get up to {longest} tokens; the model was trained on {trained_len}", file=sys.stderr)
-    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
-    model = build(config, meshes, trained, runtime.device)
-    generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
-    sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
-    stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        tokenizer: Tokenizer,
+        chat: Chat | None,
+        trained: TrainedModel,
+        config: Any,
+        runtime: Any,
+    ):
+        from titanmoe.fold.degrees import derive
+        from titanmoe.fold.meshes import build_meshes
+        from titanmoe.generate.loop import Generator
+        from titanmoe.generate.model import build
+        from titanmoe.generate.sample import Sampling
 
-    start, count = time.monotonic(), 0
-    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.update):
-        if not first:
-            continue
-        for generated in batch:
+        self.args, self.tokenizer, self.trained, self.config = args, tokenizer, trained, config
+        self.runtime, self.first = runtime, runtime.rank == 0
+        meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
+        model = build(config, meshes, trained, runtime.device)
+        ends = {tokenizer.eos, chat.end_mark()} if chat else {tokenizer.eos}
+        self.generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
+        self.sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
+        self.longest = 0
+
+    def continue_prompts(self, texts: list[str], prompts: list[Prompt]) -> None:
+        self._note_length(max(len(prompt.ids) for prompt in prompts))
+        stream = _Stream(texts[0], prompts[0], self.tokenizer) if self.args.stream and self.first else None
+        start, count = time.monotonic(), 0
+        for generated in self._generated(prompts, stream):
             count += len(generated.tokens)
+            if self.first and stream:
+                stream.finish(generated)
+            elif self.first:
+                text, ids = texts[generated.number], prompts[generated.number].ids
+                print(self._line(text, len(texts) > 1, ids, generated), flush=True)
+        self._summarise(count, f"{len(texts)} prompt{'s' * (len(texts) > 1)}", time.monotonic() - start)
+
+    def converse(self, conversation: Conversation) -> None:
+        from titanmoe.generate.conversation import turns
+
+        count, number, seconds = 0, 0, 0.0
+        for text, prompt in turns(conversation, _begin(self.tokenizer), self.first, self._share):
+            self._note_length(len(prompt.ids))
+            stream = _Stream("", prompt, self.tokenizer) if self.first and not self.args.json else None
+            start = time.monotonic()
+            (generated,) = self._generated([prompt], stream)
+            seconds, count, number = seconds + time.monotonic() - start, count + len(generated.tokens), number + 1
+            if not self.first:
+                continue
+            conversation.answer(_continuation(self.tokenizer, prompt.ids, generated.tokens))
             if stream:
                 stream.finish(generated)
             else:
-                print(_line(args, texts, prompts, tokenizer, generated), flush=True)
-    if first:
-        seconds, step = time.monotonic() - start, f" (step {trained.step})" if trained.step else ""
+                print(self._line(text, False, prompt.ids, generated), flush=True)
+        self._summarise(count, f"{number} question{'s' * (number != 1)}", seconds)
+
+    def _generated(self, prompts: list[Prompt], stream: _Stream | None) -> Iterator[Generated]:
+        args, on_token = self.args, stream and stream.update
+        for batch in self.generator.batches(prompts, args.batch_size, args.max_tokens, self.sampling, on_token):
+            yield from batch
+
+    def _share(self, what: Any) -> Any:
+        """What rank 0 has, on all."""
+        import torch.distributed as dist
+
+        if self.runtime.world > 1:
+            box = [what]
+            dist.broadcast_object_list(box, src=0)
+            (what,) = box
+        return what
+
+    def _note_length(self, prompt: int) -> None:
+        longest, trained_len = prompt + self.args.max_tokens, self.trained.config.training.seq_len
+        if self.first and longest > trained_len >= self.longest:
+            print(
+                f"note: sequences get up to {longest} tokens; the model was trained on {trained_len}", file=sys.stderr
+            )
+        self.longest = max(self.longest, longest)
+
+    def _line(self, prompt: str, with_title: bool, ids: list[int], generated: Generated) -> str:
+        number, text = generated.number, _continuation(self.tokenizer, ids, generated.tokens)
+        if self.args.json:
+            answer = {"number": number, "prompt": prompt, "text": text, "end": generated.end}
+            return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.tokens})
+        title = f"--- {number + 1}, {len(generated.tokens)} tokens, ended by {generated.end}\n" if with_title else ""
+        return f"{title}{prompt}{text}"
+
+    def _summarise(self, count: int, of_what: str, seconds: float) -> None:
+        if not self.first:
+            return
+        step, speed = f" (step {self.trained.step})" if self.trained.step else "", count / max(seconds, 1e-9)
         print(
-            f"{args.checkpoint}{step}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
-            f"{seconds:.1f} s, including the prompts ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
-            f"{runtime.world} x {runtime.device.type}",
+            f"{self.args.checkpoint}{step}: {count} tokens after {of_what} in {seconds:.1f} s, including the prompts "
+            f"({speed:,.0f} tokens/s), {self.config.training.dtype} on {self.runtime.world} x "
+            f"{self.runtime.device.type}",
             file=sys.stderr,
         )
 
@@ -229,18 +318,6 @@ def _generate(
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
     """Decoded with the prompt before it: some tokenizers drop the space of a text's first word."""
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
-
-
-def _line(
-    args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, generated: Generated
-) -> str:
-    number, ids = generated.number, prompts[generated.number].ids
-    text = _continuation(tokenizer, ids, generated.tokens)
-    if args.json:
-        answer = {"number": number, "prompt": texts[number], "text": text, "end": generated.end}
-        return json.dumps(answer | {"prompt_tokens": ids, "tokens": generated.tokens})
-    title = f"--- {number + 1}, {len(generated.tokens)} tokens, ended by {generated.end}\n" if len(texts) > 1 else ""
-    return f"{title}{texts[number]}{text}"
 
 
 class _Stream:

@@ -7,7 +7,7 @@ Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,17 +35,18 @@ class Generated:
     tokens: list[int] = field(default_factory=list)
     """After the prompt; without the end mark."""
     end: str = ""
-    """eos, or length."""
+    """eos (or another end mark), or length."""
 
 
 OnToken = Callable[[Generated], None]
 
 
 class Generator:
-    def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, eos: int | None):
-        """vocab_size: the tokenizer's; ids that the model has beyond it are not tokens, and are never chosen."""
+    def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, ends: Container[int]):
+        """vocab_size: the tokenizer's; ids that the model has beyond it are not tokens, and are never chosen. ends:
+        the tokens that end a text."""
         self.model, self.meshes, self.device = model, meshes, device
-        self.vocab_size, self.eos = vocab_size, eos
+        self.vocab_size, self.ends = vocab_size, ends
         self.rows = Rows(device)
         self.caches = add_caches(model, self.rows)
 
@@ -77,7 +78,7 @@ class Generator:
             logits_BV = self.forward(ids)
             ids = self._choose_next(logits_BV, sampling, unfinished) if unfinished else []
             for sequence, token in zip(unfinished, ids, strict=True):
-                if token == self.eos:
+                if token in self.ends:
                     sequence.end = "eos"
                     continue
                 sequence.tokens.append(token)

@@ -87,11 +87,11 @@ class Balance(nn.Module):
         buffer("step_tokens")  # routed tokens of the whole step, all ranks
         buffer("step_samples")
 
-    def begin_step(self, tokens: Tensor, samples: int) -> None:
+    def begin_step(self, tokens: Tensor, samples: Tensor | int) -> None:
         for buffer in (self.count_ME, self.statistics_MX):
             buffer.zero_()
         self.step_tokens.copy_(tokens).clamp_(min=1)
-        self.step_samples.fill_(samples)
+        self.step_samples.fill_(samples).clamp_(min=1)
         for loss, coefficient, value in zip(self.losses, self.coefficients, self.coefficients_X, strict=True):
             value.fill_(coefficient)
             loss.begin_step()

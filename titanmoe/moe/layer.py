@@ -45,7 +45,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.pad = options.pad_to_capacity
 
-    def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
+    def begin_step(self, step: int, tokens: Tensor, samples: Tensor | int) -> None:
         """tokens, samples: how many the whole step has, on all ranks, without padding."""
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)

@@ -186,8 +186,11 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
 
     def without_run(config: Config) -> Config:
         on_node = config.parallelism.node if config.parallelism.node != -1 else min(node, world)
+        # Nothing depends on the number of steps, and the data need not be there.
+        training = replace(config.training, epochs=0, steps=100) if config.training.epochs else config.training
         return replace(
             config,
+            training=training,
             parallelism=replace(config.parallelism, node=on_node),
             metrics=replace(config.metrics, wandb=""),
             profile=Profile(),

@@ -117,7 +117,10 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
     rows = []
     for i, run in enumerate(runs):
         last, config = run.lines[-1], run.config
-        of_steps = f" of {config.training.steps:,}" if config else ""
+        # Those that follow from epochs are not in the recipe.
+        steps = config.training.steps if config else -1
+        steps = run.environment.get("steps", steps) if steps == -1 else steps
+        of_steps = f" of {steps:,}" if steps != -1 else ""
         fold = run.fold
         mapping = "?"
         if fold:

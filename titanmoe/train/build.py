@@ -88,7 +88,6 @@ def build_training(
         meshes,
         config.model,
         statistics(config.moe),
-        batches.global_batch_size,
         state,
         device,
     )
@@ -138,6 +137,7 @@ def build_training(
         max_grad_norm=config.optimizer.max_grad_norm,
         bias_update_rate=config.moe.bias_update_rate,
         steps=training.steps,
+        epochs=training.epochs,
         timeout_s=training.timeout_s,
         state=state,
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),

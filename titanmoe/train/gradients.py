@@ -36,6 +36,7 @@ class Totals:
 
     count: Tensor  # of what the objective divides by, such as labels
     tokens: Tensor  # tokens that are not padding
+    samples: Tensor  # that are not all padding
 
 
 @dataclass
@@ -80,9 +81,11 @@ class Slicer:
         self.objective = objective
 
     def count(self, batches: list[Batch]) -> Totals:
-        mine = [torch.stack((self.objective.count(b).double(), b.valid_BS.sum().double())) for b in batches]
-        count, tokens = all_reduce(to_device(torch.stack(mine).sum(0), self.device), self.meshes.data)
-        return Totals(count, tokens)
+        mine = [
+            torch.stack((self.objective.count(b).double(), b.valid_BS.sum().double(), b.valid_BS.any(1).sum().double()))
+            for b in batches
+        ]
+        return Totals(*all_reduce(to_device(torch.stack(mine).sum(0), self.device), self.meshes.data))
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
         where = (self.meshes, self.placement, self.device)
@@ -101,7 +104,6 @@ class Gradients:
     model: Model
     statistics: tuple[str, ...]
     """Names of what MoE layers count besides rows per expert."""
-    global_batch_size: int
     state: RunState
     device: torch.device
     wants_to_stop: Callable[[], bool] = lambda: False
@@ -148,7 +150,7 @@ class Gradients:
 
     def begin_step(self, totals: Totals) -> None:
         for moe in self.moe_layers.values():
-            moe.begin_step(self.state.step, totals.tokens, self.global_batch_size)
+            moe.begin_step(self.state.step, totals.tokens, totals.samples)
 
     @named("forward backward")
     def forward_backward(

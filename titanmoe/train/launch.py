@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
-from titanmoe.checkpoint.hf.fetch import fetch_first_weights, is_remote
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.load import Draft, read_draft
@@ -53,7 +52,24 @@ def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]
             training = replace(training, global_batch_size=before)
             if broken := refusals(replace(config, training=training), world):
                 raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not set")
+    if training.epochs:
+        training = replace(training, steps=_steps(replace(config, training=training), ahead(config)))
     return replace(config, job=replace(config.job, ranks=world), parallelism=parallelism, training=training)
+
+
+def _steps(config: Config, record: dict[str, Any]) -> int:
+    """Of a run of epochs. record: of the checkpoint that it resumes from."""
+    from titanmoe.data.sources import steps_of_epochs
+
+    steps = steps_of_epochs(config, record.get("step", 0), record.get("loader", {}).get("consumed", 0))
+    if late := [step for step in config.profile.steps if step > steps]:
+        raise ConfigError(
+            [
+                f"profile.steps has {late[0]}, and training.epochs = {config.training.epochs} take {steps} steps: "
+                "choose earlier ones"
+            ]
+        )
+    return steps
 
 
 def on_nodes(config: Config, ranks: int) -> Config:
@@ -149,9 +165,10 @@ def main(
         else:
             waiting("reading the recipe")
             config = read(argv, world_size(), parts)
-        if is_remote(config.checkpoint.initial_hf):
-            waiting(f"fetching {config.checkpoint.initial_hf}")
-            fetch_first_weights(config)
+        if config.checkpoint.initial_hf:
+            from titanmoe.checkpoint.hf.fetch import fetch_first_weights
+
+            fetch_first_weights(config, waiting)
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:

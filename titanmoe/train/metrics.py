@@ -180,7 +180,7 @@ class Metrics(Observer):
         if torch.version.cuda:
             machine["cuda"] = torch.version.cuda
         machine |= {"attention": console.mapping(fold.attention_axes), "experts": console.mapping(fold.expert_axes)}
-        machine["command"] = command()
+        machine |= {"steps": self.steps, "command": command()}
         if step:
             changes = "".join(f"; {change}" for change in changed(last_environment(self.folder / EVENTS), machine))
             self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)

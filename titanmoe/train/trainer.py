@@ -51,10 +51,12 @@ class Trainer:
             profiler = Profiler(training.profile, run, training.runtime, all_threads)
             first, paused = self.step + 1, {}
             if self.step >= training.steps:
+                option, has, more = "training.steps", training.steps, 2 * self.step
+                if training.epochs:
+                    option, has, more = "training.epochs", training.epochs, training.epochs + 1
                 say(
-                    f"nothing is left to do: the run in {run} has made {self.step} steps, and training.steps = "
-                    f"{training.steps}\n"
-                    f"  to go on:       {command('--training.steps')} --training.steps {2 * self.step}\n"
+                    f"nothing is left to do: the run in {run} has made {self.step} steps, and {option} = {has}\n"
+                    f"  to go on:       {command(f'--{option}')} --{option} {more}\n"
                     f"  to begin anew:  {command()} --checkpoint.load none   (in a folder of its own)"
                 )
             try:

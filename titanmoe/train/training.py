@@ -53,6 +53,8 @@ class Training:
 
     # A run.
     steps: int
+    epochs: int
+    """0 if the run has a number of steps of its own."""
     timeout_s: int
     """How long a collective may take, once the first step is done."""
     state: RunState

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
 from functools import cached_property, partial
@@ -29,6 +30,8 @@ from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
+from titanmoe.data.chat import open_chat
+from titanmoe.data.tokenizer import FILE, open_tokenizer
 
 T = TypeVar("T")
 MODEL = "model."
@@ -180,6 +183,8 @@ class FolderPlan(NamedTuple):
     config: dict[str, Any]
     other_files: dict[str, Path]
     """Files to copy."""
+    generation: dict[str, Any] | None
+    """What GENERATION says; None: it is copied, or there is none."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
         for name in files:
@@ -191,6 +196,8 @@ class FolderPlan(NamedTuple):
             layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
         for name, file in self.other_files.items():
             shutil.copyfile(file, folder / name)
+        if self.generation is not None:
+            layout.write_text(folder / GENERATION, json.dumps(self.generation, indent=2) + "\n")
         layout.sync(folder)
 
 
@@ -209,7 +216,32 @@ def plan_folder(
         if not tokenizer_files:
             raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
         other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
-    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), other_files)
+    config, generation = export.config(), None
+    if marks := end_marks(other_files, export.model.vocab_size):
+        config.setdefault("eos_token_id", marks[0])
+        carried = configs.read_json(other_files[GENERATION]) if GENERATION in other_files else {}
+        before = carried.get("eos_token_id", [])
+        known = before if isinstance(before, list) else [before]
+        if missing := [mark for mark in marks if mark not in known]:
+            together = [mark for mark in known if mark is not None] + missing
+            generation = carried | {"eos_token_id": together if len(together) > 1 else together[0]}
+            other_files.pop(GENERATION, None)
+    return FolderPlan(export, shards(export.sizes, shard_bytes), config, other_files, generation)
+
+
+def end_marks(files: Mapping[str, Path], vocab_size: int) -> list[int]:
+    """What ends a text of the tokenizer among the files, then what ends an answer by its chat template, if that is
+    another token: without them transformers goes on after an answer."""
+    if FILE not in files:
+        return []
+    try:
+        tokenizer = open_tokenizer(str(files[FILE]))
+    except ConfigError:  # it is no tokenizer, or names no end mark
+        return []
+    marks = [tokenizer.eos]
+    with suppress(ConfigError):  # it has no template, or one that cannot be used
+        marks.append(open_chat("", tokenizer).end_mark())
+    return [mark for mark in dict.fromkeys(marks) if mark is not None and mark < vocab_size]
 
 
 def to_hf(

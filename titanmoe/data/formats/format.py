@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+from titanmoe.config.parse_json import parse_json
 from titanmoe.config.parts import Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
@@ -26,6 +29,13 @@ class FormatRules(Rules):
     assistant said. `auto` chooses no such format."""
     tokenized = False
     """Whether its files are token shards, which are used as they are."""
+
+    def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Conversations stay whole and apart."""
+        is_chat = values["data.source"] == "files" and (
+            self.conversations or any(map(_has_chats, values["data.paths"]))
+        )
+        return {"data.packing": "best_fit"} if is_chat else {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         data = config.data
@@ -61,3 +71,12 @@ class Format(FormatRules):
     def read(self, reader: Reader) -> Iterator[Record | Bad]:
         """The documents of a span, in order, and a `Bad` for whatever is not one."""
         raise NotImplementedError
+
+
+def _has_chats(path: str) -> bool:
+    """Whether it is a folder of token shards that say which tokens count (titanmoe.data.shards)."""
+    try:
+        manifest = parse_json(Path(path).expanduser().joinpath("manifest.json").read_bytes())
+        return manifest["counted"] is not None
+    except (OSError, ValueError, LookupError, TypeError):  # whatever else it is, the run says when it opens it
+        return False

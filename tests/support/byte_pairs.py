@@ -1,17 +1,24 @@
+"""A tokenizer with a chat template, in a folder like Hugging Face's."""
+
 import json
 from pathlib import Path
-
-import pytest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+MARKED = (
+    "{%- for message in messages %}\n"
+    "  {%- if message.role == 'assistant' %}\n"
+    "<|im_start|>assistant\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
+    "  {%- else %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+)
 
-@pytest.fixture(scope="session")
-def bpe(tmp_path_factory) -> Path:
-    """A folder like Hugging Face's: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
+
+def make(folder: Path) -> Path:
+    """Fills the folder: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -25,7 +32,6 @@ def bpe(tmp_path_factory) -> Path:
         show_progress=False,
     )
     tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, said the fox"] * 4, trainer)
-    folder = tmp_path_factory.mktemp("bpe")
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": {"content": "<|endoftext|>"}, "bos_token": "<|endoftext|>", "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

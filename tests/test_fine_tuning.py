@@ -1,0 +1,64 @@
+"""docs/fine-tuning.md: its files are written and its commands run; train_configs/sft_debug.toml runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_get_started import BLOCK, ROOT, Newcomer
+
+ANSWER = "Oslo."
+
+
+class FineTuner(Newcomer):
+    def types(self, line: str) -> None:
+        said, pipe, command = line.partition(" | ")
+        if not pipe:
+            return super().types(line)
+        words = shlex.split(command)
+        text = subprocess.run(said, shell=True, check=True, capture_output=True, text=True).stdout
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-m", *words], input=text, cwd=self.folder, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        self.said.setdefault(" ".join(words[:2]), []).append(done.stdout)
+
+    def trains(self, words: list[str]) -> str:
+        return self.has(["-m", "titanmoe", *words])
+
+
+def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    for folder in ("scripts", "train_configs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    page, user = (ROOT / "docs/fine-tuning.md").read_text(encoding="utf-8"), FineTuner(tmp_path)
+    for file, language, text in BLOCK.findall(page):
+        if language == "console":
+            for command in text.splitlines():
+                user.types(command.removeprefix("$ "))
+        elif file:
+            (tmp_path / file).write_text(text, encoding="utf-8")
+        else:
+            assert language == "json" and text in (tmp_path / "chats.jsonl").read_text()
+
+    said = user.said
+    (trained,) = said["titanmoe train"]
+    assert re.search(r"^begins from +weights of models/small$", trained, re.MULTILINE)
+    assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
+    assert re.search(r"^packing +best_fit$", trained, re.MULTILINE) and "experts     ep 2" in trained
+    assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
+
+    recipe = ["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"]
+    debug, again = user.has(recipe), user.has(recipe)
+    assert re.search(r"^epochs +1 of every source: [\d,]+ sequences in 2 steps", debug, re.MULTILINE)
+    assert "val loss" in debug and "\ndone       step 2 of 2 " in debug
+    assert "has made 2 steps, and training.epochs = 1\n" in again and "--training.epochs 2\n" in again
+    user.has(["-m", "titanmoe", "report", "runs/sft_debug"])
+    assert "2 of 2" in (tmp_path / "runs/sft_debug/report/report.html").read_text()

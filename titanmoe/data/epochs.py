@@ -1,0 +1,85 @@
+"""A run of epochs: how many sequences each source has in each epoch, and in which order they come.
+
+The run is its epochs, one after the other. In an epoch, every sequence of every source comes once; the sources are
+shuffled together by a counted permutation, and a source's own sequences come in its packer's order. After the last
+epoch there is only padding, which fills the last batch.
+
+Nothing here depends on ranks or batches. Best fit has to pack an epoch to know its number of sequences, for which it
+reads lengths only; the numbers are kept in a file beside the shards.
+
+Shapes: E epochs, K sources, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanmoe.config.parse_json import parse_json
+from titanmoe.data.pack import BUFFER, ORDER, BestFit, Stream
+from titanmoe.data.shuffle import permute
+from titanmoe.data.write_shards import write_json
+from titanmoe.ops.counter_rng import key
+
+FILE = "sequences.json"
+
+
+class Epochs:
+    def __init__(self, count_EK: Sequence[Sequence[int]], seed: int):
+        self.count_EK, self.seed = np.array(count_EK, np.int64), seed
+        self.end_E = np.cumsum(self.count_EK.sum(1))
+
+    @property
+    def total(self) -> int:
+        """Sequences of the run."""
+        return int(self.end_E[-1])
+
+    def turns(self, first: int, count: int) -> np.ndarray:
+        """(N,): the source of samples first, first + 1, ... of the run; -1 after the last."""
+        number_N = np.arange(first, first + count)
+        epoch_N, turn_N = np.searchsorted(self.end_E, number_N, side="right"), np.full(count, -1)
+        for epoch in np.unique(epoch_N[epoch_N < len(self.end_E)]).tolist():
+            in_epoch_N = epoch_N == epoch
+            count_K, end = self.count_EK[epoch], int(self.end_E[epoch])
+            size = int(count_K.sum())
+            place_N = permute(key("epoch", self.seed, epoch), number_N[in_epoch_N] - (end - size), size)
+            turn_N[in_epoch_N] = np.searchsorted(np.cumsum(count_K), place_N, side="right")
+        return turn_N
+
+
+def count_sequences(packer: Stream | BestFit, epochs: int) -> list[int]:
+    """Of each epoch: from the file beside the shards, or counted and written there."""
+    if isinstance(packer, Stream):
+        return packer.count(epochs)
+    file = _file(packer.documents)
+    name = f"{packer.documents.fingerprint}, best_fit {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
+    kept = _read(file)
+    counts = packer.count(epochs, kept.get(name, ()))
+    if file is not None and len(counts) > len(kept.get(name, ())):
+        with suppress(OSError):  # a folder that cannot be written to: counted again the next time
+            write_json(file, _read(file) | {name: counts})
+    return counts
+
+
+def _file(documents: Any) -> Path | None:
+    """None: not made of shards."""
+    while hasattr(documents, "whole"):
+        documents = documents.whole
+    return documents.folder / FILE if hasattr(documents, "folder") else None
+
+
+def _read(file: Path | None) -> dict[str, list[int]]:
+    """Whatever is not what was written is counted again."""
+    try:
+        kept = parse_json(file.read_bytes()) if file else {}
+    except (OSError, ValueError):
+        return {}
+
+    def is_sound(counts: Any) -> bool:
+        return isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
+
+    return {name: counts for name, counts in kept.items() if is_sound(counts)} if isinstance(kept, dict) else {}
