@@ -303,8 +303,10 @@ class RunPricer(Pricer):
         message_seconds = passes * self.links.pass_on(group, keys * self.w)
         return Cost(cp=exposed_seconds(message_seconds * (2 if part else 1), attention * passes / group.size))
 
-    def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
-        halves = super()._experts(share, samples, tp, ep, etp, dispatcher)
+    def _experts(
+        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, *backward: float
+    ) -> tuple[Cost, Cost]:
+        halves = super()._experts(share, samples, tp, ep, etp, dispatcher, *backward)
         if not self.model.expert_biases:
             return halves
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance

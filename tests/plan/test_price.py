@@ -153,3 +153,17 @@ def test_tokens_of_few_groups_visit_few_nodes() -> None:
     priced = BlockCosts(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
+
+
+def test_backward_of_frozen_products_costs_as_much_as_forward() -> None:
+    """Half of what it costs otherwise: only the input has a gradient. None where nothing before is trained."""
+    recipe = ["--config", "train_configs/qwen3_30b_a3b.toml", "--training.freeze", "layers.*", "embed.*"]
+    trained, partly, none_before = (
+        BlockCosts(load([*recipe[:2], *words], PARTS, lambda config: []), H100, Factors())
+        for words in ([], ["--training.freeze", "*.attention.w*"], recipe[2:])
+    )
+    ratios = []
+    for priced in (trained, partly, none_before):
+        forward, backward = priced.attention(1, 1, 1, 4)
+        ratios += [backward.matrix / forward.matrix, backward.attention / forward.attention]
+    assert ratios == pytest.approx([2, 2.5, 1, 2.5, 0, 0], rel=1e-3)

@@ -247,7 +247,7 @@ class BlockCosts:
         return costs[0], costs[1]
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, backward: float
+        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, backward: float = BACKWARD
     ) -> tuple[Cost, Cost]:
         """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
