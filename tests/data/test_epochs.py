@@ -72,6 +72,7 @@ def whole_run(config: Config, ranks: int, state: dict | None = None, steps: int 
         if not step:
             break
         out, steps = [*out, step], None if steps is None else steps - 1
+        assert len(out) < 200, "it never ends"
     for loader in made:
         loader.close()
     return [sample for step in out for sample in step]
