@@ -145,7 +145,8 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
                 random(sum(counts), 1, dtype=wide, seed=2),
                 (random(4, 8, hidden, dtype=dtype, seed=3) / hidden**0.5).detach().requires_grad_(),
             ]
-            y = down(*(x.view_as(x) for x in leaves), count, False, clamped, kernels)
+            *rows, w2 = (x.view_as(x) for x in leaves)
+            (y,) = down(*rows, (w2,), count, False, clamped, kernels)
             grads = torch.autograd.grad(y, leaves, random(*y.shape, dtype=dtype, seed=4).detach())
             results.append([y.detach(), *grads])
         for got, want in zip(*results, strict=True):
