@@ -5,7 +5,7 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -120,6 +120,14 @@ def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "au
     return grouped_product if grouped else grouped_loop
 
 
+def total(summands: Iterator[Tensor]) -> Tensor:
+    """Two of them exist at a time."""
+    out = next(summands)
+    for summand in summands:
+        out += summand
+    return out
+
+
 class _Products(torch.autograd.Function):
     """Products of the same rows with several weights; in 8 bits, the rows are quantised once."""
 
@@ -139,9 +147,7 @@ class _Products(torch.autograd.Function):
         if gradient_wanted(ctx, 0):
             product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
             across = [ctx.rounded(f"up {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
-            grad_x, *others = (product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
-            for other in others:
-                grad_x += other
+            grad_x = total(product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         for i, grad in enumerate(grads):
             if gradient_wanted(ctx, 1 + i):  # its index among the inputs that are tensors

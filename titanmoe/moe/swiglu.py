@@ -5,7 +5,7 @@ Shapes as in titanmoe.moe.grouped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.moe.fp8 import Rounded
-from titanmoe.moe.grouped import Groups, grouped_gradient, groups_of, loop_gradient, product_of
+from titanmoe.moe.grouped import Groups, grouped_gradient, groups_of, loop_gradient, product_of, total
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
@@ -97,19 +97,12 @@ class _Down(torch.autograd.Function):
         if inputs:
             across = [ctx.rounded(f"{_name(i)}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
             products = (product(g, w, ctx.groups) for g, w in zip(grads_out, across, strict=True))
-            h_RF, *grads = differentiate(_total(products), *arguments)
+            h_RF, *grads = differentiate(total(products), *arguments)
         else:
             h_RF = make(*arguments)
         wanted = [gradient_wanted(ctx, 3 + i) for i in range(len(weights))]
         grad_weights = [gradient(g, h_RF, ctx.groups) if w else None for g, w in zip(grads_out, wanted, strict=True)]
         return *grads, None, None, None, None, None, *grad_weights
-
-
-def _total(summands: Iterator[Tensor]) -> Tensor:
-    total = next(summands)
-    for summand in summands:
-        total += summand
-    return total
 
 
 def _name(number: int) -> str:
