@@ -80,7 +80,7 @@ def arguments(changes: dict[str, Any]) -> list[str]:
     def text(value: Any) -> list[str]:
         if isinstance(value, bool):
             return [str(value).lower()]
-        return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+        return [str(v) for v in value] or [""] if isinstance(value, list) else [str(value)]
 
     words = []
     for key, value in changes.items():

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -199,6 +200,46 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
             index = torch.arange(math.prod(shape)).view(shape)
             weights[name] = std * counter_rng.normal(counter_rng.key("weight", seed, name), index, dtype)
     return weights
+
+
+def adapted(config: Config) -> dict[str, tuple[str, int]]:
+    """The matrices that have adapters: the stem of their adapters' names, and the rank of these."""
+    out = {}
+    for name in shapes(config.model):
+        attention = ".attention.w" in name and name.endswith(".weight")
+        hidden = any(f".{part}.w{n}.weight" in name for part in ("ffn", "shared") for n in "123")
+        expert = ".experts." in name and not name.endswith("_bias")
+        chosen = any(fnmatchcase(name, pattern) for pattern in config.lora.targets or ["*"])
+        if chosen and (attention or hidden or expert):
+            rank = config.lora.rank
+            if expert and config.lora.experts_rank == -1:
+                rank = max(1, rank // config.model.top_k)
+            elif expert:
+                rank = config.lora.experts_rank
+            out[name] = (f"{name}_" if expert else name.removesuffix("weight")) + "lora_", rank
+    return out if config.lora.rank else {}
+
+
+def initial_adapters(
+    config: Config, seed: int, dtype: torch.dtype = torch.float64, b: float = 0.0
+) -> dict[str, Tensor]:
+    """A is normal, with the variance of a uniform number of at most 1 / sqrt(inputs); B is 0, or b times normal."""
+    out = {}
+    for name, (stem, rank) in adapted(config).items():
+        *experts, outputs, inputs = shapes(config.model)[name]
+        sizes = {"A": (*experts, rank, inputs), "B": (*experts, outputs, rank)}
+        for leaf, std in (("A", (3 * inputs) ** -0.5), ("B", b)):
+            index = torch.arange(math.prod(sizes[leaf])).view(sizes[leaf])
+            out[stem + leaf] = std * counter_rng.normal(counter_rng.key("weight", seed, stem + leaf), index, dtype)
+    return out
+
+
+def with_adapters(config: Config, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """W + alpha / r B A, in the place of W."""
+    merged = {name: weight for name, weight in weights.items() if "lora_" not in name}
+    for name, (stem, rank) in adapted(config).items():
+        merged[name] = merged[name] + config.lora.alpha / rank * weights[stem + "B"] @ weights[stem + "A"]
+    return merged
 
 
 def initial_bias(model: Model) -> dict[str, Tensor]:
@@ -792,10 +833,11 @@ def step(
     step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
-    weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
+    merged = with_adapters(config, weights)
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
-    logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
+    logits_GSV, further_GSV, layers = forward(config, merged, tokens, bias, step_number, slices)
     objective, mtp = OBJECTIVES[config.training.objective], torch.zeros(())
     loss = objective(scores(logits_GSV, tokens.labels_GS), tokens)
     if further_GSV is not None:
@@ -806,8 +848,9 @@ def step(
     total = total + sum(coefficient * aux[name] for name, coefficient in coefficients(config).items() if aux)
     grads = {}
     if torch.is_grad_enabled():
-        found = torch.autograd.grad(total, list(weights.values()), materialize_grads=True)
-        grads = dict(zip(weights, found, strict=True))
+        trained = {name: value for name, value in weights.items() if value.requires_grad}
+        found = torch.autograd.grad(total, list(trained.values()), materialize_grads=True)
+        grads = dict(zip(trained, found, strict=True))
     return StepResult(
         loss=loss.item(),
         mtp=mtp.item(),
@@ -826,6 +869,12 @@ def step(
 
 
 # --------------------------------------------------------------------------------------------------- training
+
+
+def trains(config: Config, name: str) -> bool:
+    if config.lora.rank:
+        return "lora_" in name
+    return not any(fnmatchcase(name, pattern) for pattern in config.training.freeze)
 
 
 def grad_norm(grads: dict[str, Tensor]) -> float:
@@ -868,6 +917,9 @@ def adamw(
     options, lr = config.optimizer, learning_rate(config, step_number)
     new_weights, new_moments = {}, {}
     for name, w in weights.items():
+        if name not in grads:
+            new_weights[name] = w
+            continue
         g = grads[name]
         m, v = moments.get(name, (torch.zeros_like(w), torch.zeros_like(w)))
         m = options.beta1 * m + (1 - options.beta1) * g
@@ -888,7 +940,8 @@ def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor
     """Up for experts with less than the average load, down for those with more."""
     rate = config.moe.bias_update_rate
     name = {i: f"{block}.moe.router.expert_bias" for i, block in blocks(config.model).items()}
-    return {name[i]: bias[name[i]] + rate * torch.sign(E.mean() - E).float() for i, E in counts.items()}
+    moves = {i: rate * trains(config, name[i].replace("expert_bias", "weight")) for i in counts}
+    return {name[i]: bias[name[i]] + moves[i] * torch.sign(E.mean() - E).float() for i, E in counts.items()}
 
 
 def train(

@@ -1,10 +1,14 @@
 """Every kind of part that a recipe can name, with the table of its names; laws of the rooms; and how a model's own file
 is read. No torch here."""
 
-from titanmoe.checkpoint.hf.read_model_file import read_model_file
+from collections.abc import Mapping
+from typing import Any
+
+from titanmoe.config.model_file import ModelFile
 from titanmoe.config.parts import Parts
 from titanmoe.data import rules as data_rules
 from titanmoe.data.formats import FORMATS
+from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
@@ -12,8 +16,16 @@ from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
+
+def read_model_file(values: Mapping[str, Any]) -> ModelFile:
+    # Imported only for a recipe with model.hf: what reads other recipes stays quick to load.
+    from titanmoe.checkpoint.hf.read_model_file import read_model_file as read
+
+    return read(values)
+
+
 PARTS = Parts(
     (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_rules.contradictions, balance_rules.contradictions),
+    (data_rules.contradictions, balance_rules.contradictions, tensors.contradictions),
     read_model_file,
 )

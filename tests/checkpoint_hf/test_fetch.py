@@ -117,6 +117,7 @@ def test_part_of_the_weights_is_not_all_of_them(cache, saved):
     assert "LocalEntryNotFoundError: Got: ConnectError: no route: check the name" in problem("owner/model")
     cache.hub = saved
     assert fetch._has_weights(fetch.weights_folder("owner/model"))
+    assert {call[1] for call in cache.calls} == {COMMIT}  # of the revision that is there in part
 
 
 def test_of_processes_that_start_together_one_downloads(cache, saved):
@@ -159,17 +160,17 @@ def test_a_recipe_by_the_name_on_the_hub(cache, saved):
 
 
 def test_weights_are_fetched_before_ranks_meet_unless_the_run_has_a_checkpoint(cache, saved, tmp_path):
-    cache.hub = saved
+    cache.hub, said = saved, []
     words = ["--checkpoint.initial_hf", "owner/model", "--job.dump_folder", str(tmp_path), "--job.name", "run"]
     other = load([*words, "--checkpoint.load", str(tmp_path)], PARTS, lambda config: [])
     begun = load(words, PARTS, lambda config: [])
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-00000001/manifest.json").write_text("{}")
     for config in (other, begun):
-        fetch.fetch_first_weights(config)
-    assert cache.calls == []
-    fetch.fetch_first_weights(load([*words, "--checkpoint.load", "none"], PARTS, lambda config: []))
-    assert len(cache.calls) == 1
+        fetch.fetch_first_weights(config, said.append)
+    assert cache.calls == said == []
+    fetch.fetch_first_weights(load([*words, "--checkpoint.load", "none"], PARTS, lambda config: []), said.append)
+    assert len(cache.calls) == 1 and said == ["fetching owner/model"]
 
 
 # ---- URLs

@@ -219,7 +219,11 @@ def test_another_model_than_asked_for(mixtral):
         assert len(problems) == len(lines) and all(
             line in problem for line, problem in zip(lines, problems, strict=True)
         )
-    other = open_hf(mixtral, replace(model, rope_theta=1e4, top_k=1, norm_topk=False))
+    other = replace(model, rope_theta=1e4, top_k=1, norm_topk=False)
+    with pytest.raises(ConfigError) as caught:
+        open_hf(mixtral, other).check()
+    assert len(caught.value.problems) == 3
+    other = open_hf(mixtral, replace(other, change=["rope_theta", "top_k", "norm_topk"]))
     other.check()
     assert len([note for note in other.notes if note.startswith("model.")]) == 3
     same = open_hf(mixtral, replace(model, score_function="softmax_after_topk"))

@@ -113,6 +113,55 @@ def test_backward_gives_a_turn_up_after_the_operation_that_is_named() -> None:
     assert log == ["a0", "a1", "gradient 2", "over", "a2"]
 
 
+def uncovered(layers: int, also_in_backward: bool) -> list[str]:
+    """Messages of a pair that travel while neither half computes anything; each half has as many MoE layers."""
+    computed: list[str] = []
+    sent_at: dict[str, int] = {}
+    bare: list[str] = []
+
+    def send(name: str) -> None:
+        sent_at[name] = len(computed)
+        turns.mark_sent()
+
+    def land(name: str) -> None:
+        turns.hand_over()
+        if len(computed) == sent_at[name]:
+            bare.append(name)
+
+    def forward() -> None:
+        for i in range(layers):
+            computed.append("attention")
+            turns.give_up()  # the host waits for counts
+            send(f"rows {i}")
+            land(f"rows {i}")
+            computed.append("experts")
+            send(f"rows back {i}")
+            land(f"rows back {i}")
+
+    def backward() -> None:
+        for i in range(layers):
+            computed.append("combine")
+            send(f"gradients {i}")
+            land(f"gradients {i}")
+            computed.append("experts")
+            send(f"gradients back {i}")
+            land(f"gradients back {i}")
+            if also_in_backward:
+                turns.give_up()
+            computed.append("attention")
+
+    Turns().take(forward, backward)
+    return bare
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_what_each_half_sends_travels_while_the_other_computes(layers: int) -> None:
+    """All but the last of backward, after which forward is over. As many turns on both sides keep them in step."""
+    assert uncovered(layers, True) == [f"gradients back {layers - 1}"]
+    if layers > 2:
+        assert len(uncovered(layers, False)) > 1
+
+
 def test_without_a_pair_nothing_happens() -> None:
     turns.give_up()
     turns.mark_sent()

@@ -74,8 +74,8 @@ def test_all_disagreements_are_refused_at_once_with_both_values(read, tmp_path, 
     (tmp_path / "my.toml").write_text(
         '[model]\nhf = "there"\nrope_theta = 1e6\ntop_k = 2\n[model.own]\ntaps = 4\n[moe]\naux_loss = 0.5\n'
     )
-    found = problems(read, "--config", "my.toml", "--model.norm_topk", "true", "--training.steps", "0")
-    assert [problem.split(": leave it out")[0] for problem in found] == [
+    refusals = problems(read, "--config", "my.toml", "--model.norm_topk", "true", "--training.steps", "0")
+    assert [problem.split(": leave it out")[0] for problem in refusals] == [
         "my.toml:3: model.rope_theta = 1000000.0, but there/config.json says 500000.0",
         "my.toml:4: model.top_k = 2, but there/config.json says 3",
         "command line: model.norm_topk = true, but there/config.json says false",
@@ -83,9 +83,9 @@ def test_all_disagreements_are_refused_at_once_with_both_values(read, tmp_path, 
         "my.toml:8: moe.aux_loss = 0.5, but there/config.json says 0.01",
         "command line: training.steps = 0 is out of range: it must be at least 1, or -1",
     ]
-    assert found[0].endswith('list "rope_theta" in model.change')
-    assert found[3].endswith('list "own.taps" in model.change')
-    assert found[4].endswith('list "moe.aux_loss" in model.change')
+    assert refusals[0].endswith('list "rope_theta" in model.change')
+    assert refusals[3].endswith('list "own.taps" in model.change')
+    assert refusals[4].endswith('list "moe.aux_loss" in model.change')
 
 
 def test_what_is_listed_wins_over_the_file(read):
@@ -103,8 +103,8 @@ def test_a_name_in_change_that_is_no_field_is_refused(read):
 
 
 def test_a_wrong_family_does_not_hide_the_rest(read):
-    found = problems(read, "--model.hf", "there", "--model.family", "mixtrel", "--model.top_k", "1")
-    assert len(found) == 2 and 'model.family = "mixtrel", but there/config.json says "mixtral"' in found[0]
+    refusals = problems(read, "--model.hf", "there", "--model.family", "mixtrel", "--model.top_k", "1")
+    assert len(refusals) == 2 and 'model.family = "mixtrel", but there/config.json says "mixtral"' in refusals[0]
 
 
 def test_a_file_that_cannot_be_read_is_named_with_all_else(read):

@@ -17,7 +17,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legal_mappings import legal_folds, nearest
 from titanmoe.fold.pipeline_schedules import single_order
 from titanmoe.parts import PARTS
-from titanmoe.train import legal
+from titanmoe.train import refusals
 
 SMALL = [
     "--training.device=cpu",
@@ -59,8 +59,8 @@ def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(legal, "lacking", lambda config, world: [])
-    monkeypatch.setattr(legal, "_has_gpu", lambda: True)
+    monkeypatch.setattr(refusals, "lacking", lambda config, world: [])
+    monkeypatch.setattr(refusals, "_has_gpu", lambda: True)
 
 
 def mapped(config: Config, fold: Fold) -> Config:
@@ -82,11 +82,11 @@ def test_of_all_mappings_of_8_ranks(options: list[str], complete_machine: None, 
 
     assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
     listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]
-    accepted = [fold for fold in all_folds(8) if not legal.refusals(mapped(config, fold), 8)]
+    accepted = [fold for fold in all_folds(8) if not refusals.refusals(mapped(config, fold), 8)]
     legal_ones = set(accepted)
     assert set(listed) == legal_ones and 0 < len(listed) < 517
 
-    here = legal._here(config)
+    here = refusals._here(config)
     assert set(legal_folds(8, here)) == legal_ones
     assert all(fold in legal_ones for fold in nearest(8, here.parallelism, here))
     for fold in all_folds(8)[5::127]:

@@ -20,6 +20,7 @@ from titanmoe.models.count import (
     parameters,
 )
 from titanmoe.models.families import names, preset
+from titanmoe.models.tensors import Tuning
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -209,6 +210,37 @@ def test_flops_by_hand():
     assert flops_per_token(m, 6) == 3 * 392
     # A tied head is multiplied too.
     assert flops_per_token(replace(m, tie_embeddings=True), 6) == 3 * 392
+
+
+def test_flops_with_frozen_weights_by_hand():
+    """Forward 2 for each weight, its gradient 2 if it is trained, its input's 2 if anything before it is."""
+    m = Model(vocab_size=10, dim=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, num_experts=3, top_k=1)
+    m = replace(m, expert_hidden=5)
+    assert flops_per_token(m, 6, Tuning(("nothing",))) == 3 * forward_flops_per_token(m, 6)
+    qkv, scores, wo, router, w, norm, head = 32, 48, 16, 12, 20, 4, 40
+    forward = 2 * (qkv + wo + router + 3 * w + 3 * norm + head) + scores
+    # Frozen in the middle: no gradients of weights.
+    assert flops_per_token(m, 6, Tuning(("*.attention.*",))) == 3 * forward - 2 * (qkv + wo)
+    # Only w2 is trained: before it nothing, after it two norms' and the head's inputs.
+    frozen = ["embed.*", "head.*", "*norm.weight", "*.attention.*", "*.router.*", "*.w1", "*.w3"]
+    assert flops_per_token(m, 6, Tuning(tuple(frozen))) == forward + 2 * w + 2 * (norm + head)
+    # Only wk: the scores and all after them pass gradients on, but not wq and wv, which have the same input.
+    frozen = ["embed.*", "head.*", "*norm.weight", "*.w[qvo].weight", "*.moe.*"]
+    after = wo + router + 3 * w + 2 * norm + head
+    assert flops_per_token(m, 6, Tuning(tuple(frozen))) == forward + 2 * 8 + 2 * scores + 2 * after
+    # What is trained but has nothing trained before it needs no gradient of its input.
+    assert flops_per_token(m, 6, Tuning(("embed.*",))) == 3 * forward - 2 * norm
+
+
+def test_flops_with_adapters_by_hand():
+    """6 r (inputs + outputs) for each, less for the first A, whose input needs no gradient; 4 or 2 if frozen."""
+    m = Model(vocab_size=10, dim=4, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, num_experts=3, top_k=1)
+    m = replace(m, expert_hidden=5)
+    qkv, scores, wo, router, w, norm, head = 32, 48, 16, 12, 20, 4, 40
+    frozen = 4 * (wo + router + 3 * w + 2 * norm + head) + 2 * (norm + qkv) + 3 * scores
+    first = 3 * 2  # A of wq, wk and wv, at rank 2: no gradient for the normed embedding
+    dense, experts = 6 * 2 * (8 + 6 + 6 + 8) - 2 * 4 * first, 3 * 6 * 1 * (4 + 5)
+    assert flops_per_token(m, 6, Tuning((), 2, 1, ("*",))) == frozen + dense + experts
 
 
 def test_flops_of_latent_attention_by_hand():

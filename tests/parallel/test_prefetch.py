@@ -69,7 +69,7 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     def split(slices: Any, objective: Any, divisor: Any) -> Any:
         (first, *others) = slices
         with _Order() as forward:
-            loss = objective(trainer.training.gradients.engine.model(*first), first) / divisor
+            loss = objective(trainer.training.gradients.engine.model(*first[:3]), first) / divisor
         with _Order() as backward:
             loss.backward()
         found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (forward, backward)])

@@ -37,6 +37,12 @@ CASES = {
     ),
     "tp ep": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
+    "frozen but for experts": (
+        4,
+        0,
+        f"{TP} 2 {EP} 4 --training.global_batch_size 4 --training.freeze embed.* head.* *norm* *attention* *router*",
+    ),
+    "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

@@ -51,6 +51,11 @@ class Copy(NamedTuple):
 
 
 class Stream:
+    stream_id, device_index, device_type = 0, 0, 1  # FSDP of torch 2.15 hands them to an operation that does nothing
+
+    def is_capturing(self) -> bool:
+        return False
+
     def __init__(self, device: Any = None, priority: int = 0):
         self.device, self.priority, self.order = GPU, priority, FakeGPU.active.order
 

@@ -232,8 +232,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _AddGradient.apply(loss_BS, self.weight * mtp_loss_BS)",
-            "return _AddGradient.apply(loss_BS, mtp_loss_BS)",
+            "return _AddGradient.apply(scores_NBS, self.weight * mtp_loss_BS)",
+            "return _AddGradient.apply(scores_NBS, mtp_loss_BS)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [

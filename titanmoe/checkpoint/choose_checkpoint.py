@@ -59,7 +59,7 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
         return _newest_sound(own_folder, damage)
     if options.load == "auto":
         return StartPoint()
-    start = _start_from_path(Path(options.load), damage)
+    start = start_from_path(Path(options.load), damage)
     start.model_only = options.model_only
     return start
 
@@ -115,7 +115,7 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
     return by_step[step]
 
 
-def _start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
+def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     if safe_files.exists(path / layout.MANIFEST):
         _check_sound(path, damage)
         return StartPoint(path)

@@ -150,6 +150,15 @@ def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
+    """For whoever needs a whole model."""
+    if "base" in record:
+        raise CheckpointError(
+            f"{source} has only adapters, and none of the weights under them: it can be trained on (docs/adapters.md), "
+            "but not yet merged, converted or generated with"
+        )
+
+
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type."""
     recorded = flat_record(record.get("config", {}))

@@ -20,8 +20,9 @@ from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config, MoE
 from titanmoe.fold.degrees import Fold
+from titanmoe.models.tensors import stored_name
 from titanmoe.moe.balance_losses.rules import switched_on
-from titanmoe.parallel.materialize import piece, stored_name
+from titanmoe.parallel.materialize import piece
 
 Targets = dict[str, tuple[str, Piece]]
 """By a name that is local to this rank: the stored tensor's name, and the piece of it that this rank holds."""
@@ -38,7 +39,7 @@ def targets(
         part, offset = piece(parameter.detach())
         stored, shape = stored_name(name, tied), tuple(parameter.shape)
         out[f"model.{name}"] = f"model.{stored}", Piece(part, offset, shape)
-        for moment, tensor in moments[name].items() if moments else ():
+        for moment, tensor in moments.get(name, {}).items() if moments else ():
             out[f"optimizer.{moment}.{name}"] = f"optimizer.{moment}.{stored}", Piece(tensor, offset, shape)
     for name, buffer in buffers.items():
         out[f"model.{name}"] = f"model.{name}", Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
@@ -96,6 +97,37 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         "its weights do not fit; use that value, or start a new run"
         for path in new
         if _determines_shapes(path) and path in old and old[path] != new[path]
+    ]
+
+
+ADAPTERS = ("lora.rank", "lora.experts_rank", "lora.targets")
+
+
+def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: bool, adapters: bool) -> list[str]:
+    """What to say if the checkpoint's adapters are not this run's. has_base: whether it has adapters, and no weights
+    under them. adapters: whether the run has any."""
+    if has_base and adapters:
+        return [
+            f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: its "
+            "adapters do not fit; use that value, or start a new run"
+            for path in ADAPTERS
+            if path in old and old[path] != new[path]
+        ]
+    if has_base:
+        rank = old.get("lora.rank")
+        return [f"it has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
+    return []
+
+
+def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
+    """What to say if there are moments of other parameters than those that are trained. path: of the checkpoint."""
+    before, now = old.get("training.freeze", []), new["training.freeze"]
+    if sorted(before) == sorted(now):
+        return []
+    return [
+        f"training.freeze = {toml_value(now)} trains other parameters than the checkpoint has moments of, which was "
+        f"made with {toml_value(before)}: use that list, or begin a run of another job.name from its weights, with "
+        f"checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
     ]
 
 

@@ -289,13 +289,13 @@ def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
 def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) -> dict[str, Any]:
     """The value of every field that neither recipe nor command line sets. A part that cannot be used is refused, and
     its field has its default."""
-    defaults, presets, fixed, said = flat(Config()), {}, {}, {}
+    defaults, presets, fixed, from_file = flat(Config()), {}, {}, {}
     if model_file:
-        said = model_file.defaults | model_file.fixed
-        listed = changed_paths(settings.values.get("model.change", []))
-        fixed = {path: value for path, value in model_file.fixed.items() if path not in listed}
+        from_file = model_file.defaults | model_file.fixed
+        changes = changed_paths(settings.values.get("model.change", []))
+        fixed = {path: value for path, value in model_file.fixed.items() if path not in changes}
     for kind in parts.kinds:
-        values = defaults | said | settings.values | fixed
+        values = defaults | from_file | settings.values | fixed
         try:
             rules = kind.rules_of(values[kind.field])
             preset = {path: value for part in rules for path, value in part.preset(values).items()}
@@ -311,7 +311,7 @@ def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) ->
     family_fields = ("model.family", "model.size")
     if not settings.unsound.isdisjoint(family_fields):
         settings.unsound.update(_other_model_fields(settings))
-    return defaults | presets | said
+    return defaults | presets | from_file
 
 
 def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:

@@ -31,8 +31,8 @@ def path_of(name: str) -> str:
 
 def disagreements(file: ModelFile, values: Mapping[str, Any], change: Sequence[str]) -> list[str]:
     """Paths of the fields that are set to something else than the file says, and not listed."""
-    listed = changed_paths(change)
-    return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in listed]
+    changes = changed_paths(change)
+    return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in changes]
 
 
 def listed_as(path: str) -> str:

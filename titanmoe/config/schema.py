@@ -232,6 +232,8 @@ class Training:
     """Dtype that parameters are computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
     mixed_precision_reduce: Dtype = "float32"
     """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
+    freeze: list[str] = field(default_factory=list)
+    """Parameters that are not trained, by name, such as ["embed.*", "layers.*.attention.*"]: * stands for anything. They have no gradient and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (a router in float32 at least). A frozen router keeps its selection bias too, and balance losses then only act on what comes before it. docs/adapters.md. Empty: everything is trained."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     objective: str = "cross_entropy"
@@ -254,6 +256,20 @@ class Training:
     """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
     stragglers: bool = True
     """With watch: measure how long every rank computes, reads data and waits, and name a rank, or a link between two, that the others wait for (docs/reliability.md). It sends one small message every 16 steps, and on suspicion small messages between pairs of ranks."""
+
+
+@dataclass
+class LoRA:
+    """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/adapters.md)."""
+
+    rank: Annotated[int, Range(0, 2**16)] = 0
+    """Rows of A. Above 0 only the adapters are trained. 8 to 64 is usual, with ten times the learning rate of full fine-tuning. 0: none."""
+    experts_rank: Annotated[int, Range(1, 2**16, derived=True)] = -1
+    """The same for routed experts, of which each has adapters of its own. -1: rank // model.top_k, at least 1, so that a token meets as many adapter weights in experts as elsewhere."""
+    alpha: Annotated[float, POSITIVE] = 32.0
+    """Each adapter's product is multiplied by alpha divided by its own rank."""
+    targets: list[str] = field(default_factory=list)
+    """Matrices that have adapters, by pattern, such as ["*.attention.*", "*.experts.*"]: among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of them."""
 
 
 @dataclass
@@ -508,6 +524,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
+    lora: LoRA = field(default_factory=LoRA)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -66,9 +66,10 @@ def find_remote(url: str) -> list[RemoteFile]:
     with url_errors(url):
         if "*" in root if web else has_magic(root):
             fixed = re.split(r"[*?[]", root)[0].rpartition("/")[0]
-            found = {path: info for path, info in system.glob(root, detail=True).items() if not _hidden(path, fixed)}
-            folders = [path for path, info in found.items() if info["type"] == "directory"]
-            files = {path: info for path, info in found.items() if info["type"] == "file"}
+            every = system.glob(root, detail=True)
+            matches = {path: info for path, info in every.items() if not _hidden(path, fixed)}
+            folders = [path for path, info in matches.items() if info["type"] == "directory"]
+            files = {path: info for path, info in matches.items() if info["type"] == "file"}
         elif url.endswith("/") if web else system.isdir(root):
             folders, files = [root], {}
         else:
@@ -77,8 +78,8 @@ def find_remote(url: str) -> list[RemoteFile]:
         for folder in folders:
             inside = system.find(folder, detail=True)
             below |= {path: info for path, info in inside.items() if not _hidden(path, folder)}
-        every = below | files
-        return [_remote_file(system, path, every[path], path in files) for path in sorted(every)]
+        infos = below | files
+        return [_remote_file(system, path, infos[path], path in files) for path in sorted(infos)]
 
 
 def _hidden(path: str, folder: str) -> bool:
@@ -91,6 +92,6 @@ def _remote_file(system: Any, path: str, info: dict[str, Any], matched: bool) ->
         info = system.info(path)
     if info.get("size") is None:
         raise ConfigError([f"{url}: the server does not say how large it is: copy it here"])
-    said = [(key, str(info[key])) for key in (*VERSION_KEYS, "created") if info.get(key) is not None]
-    version = int.from_bytes(blake2b(repr(said).encode(), digest_size=7).digest(), "big")
+    stated = [(key, str(info[key])) for key in (*VERSION_KEYS, "created") if info.get(key) is not None]
+    version = int.from_bytes(blake2b(repr(stated).encode(), digest_size=7).digest(), "big")
     return RemoteFile(url, info["size"], version, matched)

@@ -8,6 +8,7 @@ one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.tr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
@@ -39,6 +40,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
         (_ulysses, "cp", "tp"),
         (attention_violations, "cp"),
         (_products, "etp"),
+        (_adapters, "ep", "etp", "edp"),
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
     ):
@@ -93,6 +95,22 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
             f"{KEYS['edp']} = {edp} ranks cannot share the weights of {local_experts} experts (model.num_experts "
             f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({local_experts} % {edp} = "
             f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+        )
+
+
+def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
+    """Where data ranks share a rank's experts in slices, a matrix's adapter is sliced along the width that is not its
+    rank: of w1's and w3's B, and of w2's A, that is the hidden one."""
+    model, lora = config.model, config.lora
+    matrices = [f"layers.{i}.moe.experts.{w}" for i in range(model.num_layers) for w in ("w1", "w2", "w3")]
+    chosen = any(fnmatchcase(name, pattern) for pattern in lora.targets or ["*"] for name in matrices)
+    local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp
+    if lora.rank and chosen and local_experts % edp and hidden % edp:
+        yield (
+            f"{KEYS['edp']} = {edp} ranks cannot share the adapters of {local_experts} experts evenly, neither as "
+            f"whole ones ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = "
+            f"{hidden} ({hidden} % {edp} = {hidden % edp}): use another ep or edp_replicate, or leave the "
+            "experts out of lora.targets"
         )
 
 

@@ -104,16 +104,23 @@ class Meshes:
     dispatch: Group  # ep x etp, etp innermost: ranks among which routed rows travel
     world: Group
     within: Group  # of dispatch, those on this rank's node
+    etp: Group  # where gradients are summed over it: with adapters
     across: Group  # of dispatch, those with this rank's place on the group's other nodes
 
 
 def build_meshes(
-    fold: Fold, device_type: str, node: int = -1, timeout: timedelta | None = None, trains: bool = True
+    fold: Fold,
+    device_type: str,
+    node: int = -1,
+    timeout: timedelta | None = None,
+    trains: bool = True,
+    etp: bool = False,
 ) -> Meshes:
     """Collective over the world.
 
     node: how many ranks a node has, if dispatch is to be split at nodes; else -1.
     timeout: for the groups made here; by default torch's own.
+    etp: whether gradients are summed over it.
     trains: False if weights are whole on every data rank and nothing is trained, so that FSDP sends nothing.
     """
     lanes = Lanes(timeout)
@@ -169,6 +176,7 @@ def build_meshes(
         sequence=Group.of(group_over("blocking", "attention", "cp", "tp")),
         dispatch=dispatch,
         world=Group.of(dist.group.WORLD),
+        etp=Group.of(group_over("blocking", "experts", "etp")) if etp else NO_GROUP,
         within=within,
         across=across,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build as build_config
@@ -60,6 +60,7 @@ def find_model(path: Path) -> TrainedModel:
     if broken := layout.damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
+    refuse_adapters(record, path)
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
     config = build_config(config_of(record, path / layout.MANIFEST))

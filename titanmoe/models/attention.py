@@ -100,6 +100,6 @@ class Attention(nn.Module):
         sinks_H = None if self.sinks is None else local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
         out_BSHh = self.attend(q, k, v, document_BL, self.window, sinks_H)
-        y_BsD = scatter_sum(F.linear(out_BSHh.flatten(2), local(self.wo.weight)), 1, self.tp)
+        y_BsD = scatter_sum(self.wo.without_bias(out_BSHh.flatten(2)), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

@@ -15,17 +15,24 @@ in latent attention), S the sequence length. The second term is causal attention
 window of W. In N, norms and biases (less than 0.1 % of a real model) are counted like matrix rows. Softmax, RoPE and
 activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
 multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
-counted as if they were computed. A mixer that computes something other than scores and values states its own FLOPs.
+counted as if they were computed. A weight that is not trained (training.freeze) costs 4 FLOPs instead of 6, and 2
+where nothing before it is trained, so that backward ends after it. A mixer that computes something other than scores
+and values states its own FLOPs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, moe_blocks
 from titanmoe.config.schema import Model
+from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import elements
+from titanmoe.models.mixers.rules import MixerRules, elements
+from titanmoe.models.tensors import Tuning
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,109 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
     return 2 * multiplied + sum(mixer.flops(model, i, seq_len) for i, mixer in enumerate(mixers(model)))
 
 
-def flops_per_token(model: Model, seq_len: int) -> int:
-    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len."""
-    return 3 * forward_flops_per_token(model, seq_len)
+def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) -> int:
+    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len. tuning: what is trained,
+    if not everything."""
+    if tuning is None or tuning.trains_all:
+        return 3 * forward_flops_per_token(model, seq_len)
+    blocks, ends = work_of_parts(model, seq_len, tuning)
+    return sum(work.forward + work.backward for part in (*blocks, (ends,)) for work in part)
+
+
+def trained_parameters(model: Model, tuning: Tuning) -> int:
+    """How many are trained, adapters included."""
+    if tuning.trains_all:
+        return parameters(model).total
+    return sum(prod(shape) for name, shape in tensors.shapes(model, tuning) if not tuning.freezes(name))
+
+
+class PartWork(NamedTuple):
+    """FLOPs of a token."""
+
+    forward: int = 0
+    backward: int = 0
+
+    def __add__(self, other: tuple) -> PartWork:
+        return PartWork(self.forward + other[0], self.backward + other[1])
+
+    @property
+    def factor(self) -> float:
+        """Backward's work by forward's: 2 if everything is trained."""
+        return self.backward / self.forward if self.forward else 2.0
+
+
+class BlockWork(NamedTuple):
+    products: PartWork
+    """The mixer's, with its block's norms."""
+    scores: PartWork
+    ffn: PartWork
+    """Dense network or experts, the shared one and the router included."""
+
+
+class _Walk:
+    """Through a model in forward's direction. Backward computes the gradient of a weight that is trained, and the
+    gradient of its input if anything before it is."""
+
+    def __init__(self, tuning: Tuning):
+        self.tuning, self.reached = tuning, False
+
+    def together(self, elements: Mapping[str, int]) -> PartWork:
+        """Weights with one input, by name: how many of their elements multiply a token."""
+        trained = {name: not self.tuning.freezes(name) for name in elements}
+        work = PartWork(
+            2 * sum(elements.values()), sum(2 * n * (trained[name] + self.reached) for name, n in elements.items())
+        )
+        self.reached = self.reached or any(trained.values())
+        return work
+
+
+def work_of_parts(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[BlockWork], PartWork]:
+    """Of each block, and of what comes after them: head, and the projection of multi-token prediction."""
+    walk, blocks, ends = _Walk(tuning), [], PartWork()
+    walk.together({"embed.weight": 0})  # looked up, not multiplied
+    head = {tensors.stored_name("head.weight", model.tie_embeddings): model.vocab_size * model.dim}
+    for layer, mixer in enumerate(mixers(model)):
+        if layer == model.num_layers:
+            names = ("hidden_norm", "embed_norm", "project", "norm")
+            sizes = (model.dim, model.dim, 2 * model.dim**2, model.dim)
+            ends += walk.together({f"mtp.0.{name}.weight": n for name, n in zip(names, sizes, strict=True)})
+        blocks.append(_block_work(model, mixer, layer, seq_len, walk))
+    ends += walk.together({"head.norm.weight": model.dim})
+    for _ in range(1 + model.mtp_depth):
+        ends += walk.together(head)
+    return blocks, ends
+
+
+def _block_work(model: Model, mixer: MixerRules, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
+    name, experts = tensors.block_name(model, layer), has_experts(model, layer)
+    parts = tensors.of_block(model, mixer, experts)
+    adapters = walk.tuning.adapters(name, parts | (tensors.expert_splits(model) if experts else {}))
+    sizes = {part: prod(shape) for part, (shape, _) in (parts | adapters).items()}
+    if experts:
+        sizes |= {part: prod(shape) for part, shape in tensors.of_router(model).items()}
+        sizes |= {
+            part: model.top_k * size // model.num_experts
+            for part, size in (sizes | {part: prod(shape) for part, shape in tensors.of_experts(model).items()}).items()
+            if ".experts." in part
+        }
+
+    def step(chosen: Callable[[str], bool]) -> PartWork:
+        """What has one input; every B comes after its A, which has the input of its matrix."""
+        second, first = [], []
+        for part in [part for part in sizes if chosen(part)]:
+            (second if part.endswith(f"{tensors.ADAPTER}B") else first).append(part)
+        work = PartWork()
+        for group in (first, second):
+            work += walk.together({f"{name}.{part}": sizes.pop(part) for part in group})
+        return work
+
+    after = {f"attention.{part}" for part in mixer.after_scores}
+    after |= {adapter for part in after if part.endswith(".weight") for adapter in tensors.adapter_names(part)}
+    products = step(lambda part: part == "attention_norm.weight")
+    products += step(lambda part: part.startswith("attention.") and part not in after)
+    flops = mixer.flops(model, layer, seq_len)
+    scores = PartWork(flops, 2 * flops * walk.reached)
+    products += step(lambda part: part in after)
+    products += step(lambda part: part == "ffn_norm.weight")
+    ffn = step(lambda part: ".w2" not in part)
+    return BlockWork(products, scores, ffn + step(lambda part: True))

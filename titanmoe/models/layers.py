@@ -30,9 +30,20 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        # An adapter's A and B, if it has one (titanmoe.models.adapters), and the factor on their product.
+        self.lora_A = self.lora_B = None
+        self.lora_scale = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        return self.adapted(F.linear(x, local(self.weight), None if self.bias is None else local(self.bias)), x)
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return self.adapted(F.linear(x, local(self.weight)), x)
+
+    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        if self.lora_A is None:
+            return y
+        return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
 
 
 class RMSNorm(nn.Module):

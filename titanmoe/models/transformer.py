@@ -81,7 +81,8 @@ class Transformer(nn.Module):
         last: bool = True,
     ):
         super().__init__()
-        self.shape = model = config.model
+        self.shape, self.dtype = config.model, dtype
+        model = config.model
         of_blocks = mixers(model)
 
         def block(layer: int) -> Block:

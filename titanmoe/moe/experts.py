@@ -45,6 +45,8 @@ class Experts(nn.Module):
         self.rounded = Rounded(self.dtype, self.kernels)
         self.graph: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """The compiled `products`, if they are compiled (`titanmoe.parallel.compiled`)."""
+        self.lora_scale = 0.0
+        """The factor on adapters' products, if there are any (titanmoe.models.adapters)."""
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
@@ -63,6 +65,15 @@ class Experts(nn.Module):
         y_RD = (self.graph or self.products)(x_RD, weight_R1, count_e)
         observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
+
+    def adapters(self, grouped: bool) -> dict[str, tuple[Tensor, Tensor]]:
+        """A (e, r, inputs) and B (e, outputs, r) of each matrix that has them."""
+        out = {}
+        for name in ("w1", "w3", "w2"):
+            if (a := getattr(self, f"{name}_lora_A", None)) is not None:
+                pair = local(a), local(getattr(self, f"{name}_lora_B"))
+                out[name] = whole_units_of_rank(*pair) if grouped else pair
+        return out
 
     def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
         """Whether these rows go through torch's grouped product."""
@@ -84,24 +95,47 @@ class Experts(nn.Module):
         how = (grouped, self.clamped, self.kernels, self.rounded, even)
         if compiling:
             product, count = product_of(grouped, self.dtype, even), count_e
-            gate_RF, up_RF = product(x_RD, w1_eFD, count), product(x_RD, w3_eFD, count)
+
+            def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+                return tuple(product(rows, w, count) for w in weights)
         else:
             count = Groups(count_e)
-            gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.rounded, w1_eFD, w3_eFD)
+
+            def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+                return products(rows, count, grouped, self.kernels, self.rounded, *weights)
+
+        adapters = self.adapters(grouped)
+        of_rows = [w for w in ("w1", "w3") if w in adapters]
+        gate_RF, up_RF, *narrow = multiply(x_RD, w1_eFD, w3_eFD, *(adapters[w][0] for w in of_rows))
+        added = {w: multiply(self.lora_scale * x, adapters[w][1])[0] for w, x in zip(of_rows, narrow, strict=True)}
+        gate_RF = gate_RF + added["w1"] if "w1" in added else gate_RF
+        up_RF = up_RF + added["w3"] if "w3" in added else up_RF
+
+        def to_output() -> Tensor:
+            a, b = adapters.get("w2", (None, None))
+            y_RD, *narrow = down(gate_RF, up_RF, weight_R1, (w2_eDF,) if a is None else (w2_eDF, a), count, *how)
+            return y_RD + multiply(self.lora_scale * narrow[0], b)[0] if narrow else y_RD
+
         if self.w1_bias is None:
-            return down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
+            return to_output()
         member_Re = membership(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, member_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, member_Re, local(self.w3_bias))
         if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
-        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
+        y_RD = to_output()
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
         return torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)
+
+
+def whole_units_of_rank(a_erD: Tensor, b_eFr: Tensor) -> tuple[Tensor, Tensor]:
+    """With zeros up to a rank whose rows are whole units of 16 bytes, as the grouped product needs them."""
+    missing = -a_erD.shape[1] % (16 // a_erD.element_size())
+    return (F.pad(a_erD, (0, 0, 0, missing)), F.pad(b_eFr, (0, missing))) if missing else (a_erD, b_eFr)
 
 
 def membership(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

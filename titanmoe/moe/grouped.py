@@ -142,9 +142,10 @@ class _Products(torch.autograd.Function):
             grad_x, *others = (product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
             for other in others:
                 grad_x += other
-        if gradient_wanted(ctx, 1):  # its index among the inputs that are tensors
-            gradient = grouped_gradient if ctx.grouped else loop_gradient
-            grad_weights = [gradient(g, x_RD, ctx.groups) for g in grads]
+        gradient = grouped_gradient if ctx.grouped else loop_gradient
+        for i, grad in enumerate(grads):
+            if gradient_wanted(ctx, 1 + i):  # its index among the inputs that are tensors
+                grad_weights[i] = gradient(grad, x_RD, ctx.groups)
         return grad_x, None, None, None, None, *grad_weights
 
 

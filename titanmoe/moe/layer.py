@@ -104,6 +104,8 @@ def sum_statistics(
 def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
     """Moves each selection bias by `rate` towards even loads. rows: what `sum_statistics` returned, by layer."""
     for number, moe in layers.items() if rate else ():
+        if not moe.router.weight.requires_grad:  # a frozen router chooses as it did
+            continue
         count_E = rows[number][:num_experts]
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 

@@ -5,7 +5,7 @@ Shapes as in titanmoe.moe.grouped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -62,58 +62,75 @@ def plain_down(
     gate_RF: Tensor,
     up_RF: Tensor,
     weight_R1: Tensor,
-    w2_eDF: Tensor,
+    weights: tuple[Tensor, ...],
     count: Tensor | Groups,
     grouped: bool,
     clamped: bool,
     even: bool = False,
-) -> Tensor:
-    product = product_of(grouped, "compute", even)
-    return product(plain_swiglu(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
+) -> tuple[Tensor, ...]:
+    product, h_RF = product_of(grouped, "compute", even), plain_swiglu(gate_RF, up_RF, weight_R1, clamped)
+    return tuple(product(h_RF, w, count) for w in weights)
 
 
 class _Down(torch.autograd.Function):
     """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded):
-        ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF)
+    def forward(ctx, gate_RF, up_RF, weight_R1, groups, grouped, clamped, kernels, rounded, *weights):
+        ctx.save_for_backward(gate_RF, up_RF, weight_R1, *weights)
         ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.rounded = groups, grouped, clamped, kernels, rounded
         make, _ = activation(gate_RF, clamped, kernels)
         product = product_of(grouped, rounded.dtype, kernels=kernels)
-        return product(make(gate_RF, up_RF, weight_R1), rounded("down", w2_eDF), groups)
+        h_RF = make(gate_RF, up_RF, weight_R1)
+        return tuple(product(h_RF, rounded(_name(i), w), groups) for i, w in enumerate(weights))
 
     @staticmethod
-    def backward(ctx, grad_RD):
-        gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
-        inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
-        grad_RD = grad_RD.contiguous()
+    def backward(ctx, *grads_out):
+        gate_RF, up_RF, weight_R1, *weights = ctx.saved_tensors
+        # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
+        inputs = any(gradient_wanted(ctx, i) for i in range(3))
+        grads_out = [grad.contiguous() for grad in grads_out]
         product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
         grads, arguments = (None, None, None), (gate_RF, up_RF, weight_R1)
         if inputs:
-            across = ctx.rounded("down, across", w2_eDF.transpose(1, 2))
-            h_RF, *grads = differentiate(product(grad_RD, across, ctx.groups), *arguments)
+            across = [ctx.rounded(f"{_name(i)}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
+            products = (product(g, w, ctx.groups) for g, w in zip(grads_out, across, strict=True))
+            h_RF, *grads = differentiate(_total(products), *arguments)
         else:
             h_RF = make(*arguments)
-        grad_w2 = gradient(grad_RD, h_RF, ctx.groups) if weights else None
-        return *grads, grad_w2, None, None, None, None, None
+        wanted = [gradient_wanted(ctx, 3 + i) for i in range(len(weights))]
+        grad_weights = [gradient(g, h_RF, ctx.groups) if w else None for g, w in zip(grads_out, wanted, strict=True)]
+        return *grads, None, None, None, None, None, *grad_weights
+
+
+def _total(summands: Iterator[Tensor]) -> Tensor:
+    total = next(summands)
+    for summand in summands:
+        total += summand
+    return total
+
+
+def _name(number: int) -> str:
+    """Of a weight, for its 8-bit copies."""
+    return f"down {number}" if number else "down"
 
 
 def down(
     gate_RF: Tensor,
     up_RF: Tensor,
     weight_R1: Tensor,
-    w2_eDF: Tensor,
+    weights: tuple[Tensor, ...],
     count: Tensor | Groups,
     grouped: bool,
     clamped: bool,
     kernels: str = "auto",
     rounded: Rounded | None = None,
     even: bool = False,
-) -> Tensor:
+) -> tuple[Tensor, ...]:
+    """The products of the activation with each of the weights."""
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
-        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count, grouped, clamped, even)
-    w2_eDF, groups = with_own_node(w2_eDF), groups_of(count)
-    return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded or Rounded())
+        return plain_down(gate_RF, up_RF, weight_R1, weights, count, grouped, clamped, even)
+    how = groups_of(count), grouped, clamped, kernels, rounded or Rounded()
+    return _Down.apply(gate_RF, up_RF, weight_R1, *how, *map(with_own_node, weights))

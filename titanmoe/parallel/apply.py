@@ -13,6 +13,7 @@ from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
+from titanmoe.models.adapters import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
@@ -21,6 +22,7 @@ from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.flex import flex
+from titanmoe.parallel.frozen import freeze
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
@@ -29,11 +31,17 @@ from titanmoe.parallel.tensor import tensor_parallel
 
 
 def make_meshes(
-    fold: Fold, parallelism: Parallelism, moe: MoEOptions, training: Training, device: torch.device
+    fold: Fold,
+    parallelism: Parallelism,
+    moe: MoEOptions,
+    training: Training,
+    device: torch.device,
+    adapters: bool = False,
 ) -> Meshes:
     """The process groups and meshes of a run. Collective over the world."""
     node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).nodes else -1
-    return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
+    timeout = timedelta(seconds=training.first_step_timeout_s)
+    return build_meshes(fold, device.type, node, timeout, etp=adapters)
 
 
 def build(
@@ -60,6 +68,8 @@ def build(
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
             model = Transformer(config, microbatches, stored, layers[number], first, last)
+            add_adapters(model, config)
+        freeze(model, config)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from titanmoe.config.schema import Model, Training
 from titanmoe.config.schema import MoE as MoEOptions
@@ -17,7 +17,9 @@ from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.tensor import put_on_mesh
 
 # The dim that etp splits: the hidden one, but of w2_bias the model dim, because otherwise every etp rank would add it.
+# Adapters' other halves every etp rank has whole, and their gradients are summed over etp (titanmoe.models.adapters).
 ETP_DIM = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
+ETP_DIM |= {"w1_lora_B": 1, "w3_lora_B": 1, "w2_lora_A": 2}
 
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
@@ -29,7 +31,8 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
         if meshes.dispatch.size > 1:
             moe.experts.set_etp_rank(meshes.dispatch.rank % meshes.fold.etp)
             for name, _ in list(moe.experts.named_parameters()):
-                put_on_mesh(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(ETP_DIM[name])])
+                over_etp = Shard(ETP_DIM[name]) if name in ETP_DIM else Replicate()
+                put_on_mesh(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), over_etp])
 
 
 def expert_ranks(meshes: Meshes) -> ExpertRanks:

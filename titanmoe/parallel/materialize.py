@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanmoe.models.tensors import stored_name
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import counter_rng
 
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
-
-
-def stored_name(name: str, tied: bool) -> str:
-    """The name in checkpoints: the embedding and its copies on the last pipeline stage are one tensor there."""
-    return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
 
 
 def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -40,18 +37,33 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
         part, offset = piece(parameter)
         if name.endswith("norm.weight"):
             part.fill_(1)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "lora_B")):
             part.zero_()
         else:
             name = stored_name(name, model.shape.tie_embeddings)
             std = model.shape.init_std
-            if name.endswith(INTO_RESIDUAL):
+            if name.endswith("lora_A"):  # the variance of PEFT's initial A
+                std = 1 / math.sqrt(3 * parameter.shape[-1])
+            elif name.endswith(INTO_RESIDUAL):
                 std /= math.sqrt(2 * model.shape.num_layers)
-            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", seed, name), std)
+            # A frozen weight, which is narrower, begins with the bits that a trained one is computed with.
+            wide = torch.promote_types(part.dtype, model.dtype)
+            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", seed, name), std, wide)
 
 
-def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float) -> None:
-    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i). Blocks of rows limit memory."""
+def fill_normal(
+    part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float, dtype: torch.dtype | None = None
+) -> None:
+    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i). Blocks of rows limit memory.
+
+    dtype: to compute it in, if not the tensor's own.
+    """
+    for rows, index in blocks_of(part, offset, shape):
+        rows.copy_(counter_rng.normal(key, index, dtype or part.dtype) * std)
+
+
+def blocks_of(part: Tensor, offset: tuple[int, ...], shape: torch.Size) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of a piece that begins at offset of a whole of this shape, and each element's index in the whole."""
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -60,5 +72,4 @@ def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: i
     stride, rows = math.prod(shape[1:]), max(1, (1 << 24) // max(1, index.numel()))
     for first in range(0, part.shape[0], rows):
         row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]
-        row = row.view(-1, *[1] * index.dim())
-        part[first : first + len(row)] = counter_rng.normal(key, row * stride + index, part.dtype) * std
+        yield part[first : first + len(row)], row.view(-1, *[1] * index.dim()) * stride + index

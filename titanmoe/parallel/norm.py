@@ -37,12 +37,20 @@ def local_norms(grads: list[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = ()) -> Tensor:
+def grad_norm(
+    parameters: dict[str, nn.Parameter],
+    world: Group,
+    copies: tuple[str, ...] = (),
+    device: torch.device | None = None,
+) -> Tensor:
     """Each rank sums the squares of its shards, divided by the number of ranks with the same shard; then one sum over
     the world.
 
-    copies: names of parameters that are the same matrix on different stages.
+    parameters: those that are trained; a stage may have none. copies: names of parameters that are the same matrix on
+    different stages.
     """
+    if not parameters:
+        return all_reduce(torch.zeros((), dtype=torch.float64, device=device), world).sqrt()
     norms = local_norms([local_grad(p) for p in parameters.values()])
     share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
     # Python numbers, not a tensor: copying one to a GPU would make the host wait.
@@ -53,6 +61,8 @@ def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[s
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     grads = [local_grad(p) for p in parameters]
+    if not grads:
+        return
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # On GPUs this is one kernel only if both have the same dtype.
     torch._foreach_mul_(grads, scale.to(torch.promote_types(grads[0].dtype, torch.float32)))

@@ -37,9 +37,13 @@ def reshard(options: Parallelism) -> bool:
     return options.pp == 1 if choice == "auto" else choice == "always"
 
 
+LAST_DIM = ("w1", "w3", "w1_lora_A", "w3_lora_A", "w2_lora_A")
+
+
 def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
-    # D of w1 and w3, (E, F, D); D of w2, (E, D, F); the only width of a bias.
-    return lambda parameter: Shard(2 if parameter is experts.w1 or parameter is experts.w3 else 1)
+    # D of w1 and w3, (E, F, D); D of w2, (E, D, F); the only width of a bias; of adapters the dim that is not the rank.
+    last = {id(parameter) for name, parameter in experts.named_parameters() if name in LAST_DIM}
+    return lambda parameter: Shard(2 if id(parameter) in last else 1)
 
 
 def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:

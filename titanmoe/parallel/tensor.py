@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanmoe.comm.collectives import Group, all_reduce
+from titanmoe.models.tensors import adapter_names, is_adaptable
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
 
@@ -37,6 +38,10 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
         if hasattr(module, "tp_dims"):
             module.tp = tp
             shard |= {f"{path}.{name}": dim for name, dim in module.tp_dims.items()}
+            for name, dim in module.tp_dims.items():  # of a matrix's adapters, the one with that dim
+                if is_adaptable(f"{path}.{name}"):
+                    down, up = adapter_names(f"{path}.{name}")
+                    shard |= {up: 0} if dim == 0 else {down: 1}
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name and ".router." not in name:
             put_on_mesh(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
@@ -44,9 +49,10 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
 
 
 @torch.no_grad()
-def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group) -> None:
+def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group, etp: Group) -> None:
     """Sums the gradients that FSDP does not, once per step, in one message per group and dtype: those of routers over
-    the whole stage, those of other parameters that tp replicates (such as norms) over tp.
+    the whole stage, those of other parameters that tp replicates (such as norms) over tp, those of experts' parameters
+    that etp replicates (of adapters) over etp.
 
     stage: groups to sum over in turn, which together cover the stage, so that it needs no group of its own.
     """
@@ -54,9 +60,10 @@ def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...],
     for parameter in parameters:
         placement_of = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
         replicated_axes = {axis for axis, placement in placement_of.items() if isinstance(placement, Replicate)}
-        if "fsdp" in replicated_axes or "tp" in replicated_axes:
+        groups = stage if "fsdp" in replicated_axes else (tp,) if "tp" in replicated_axes else (etp,)
+        if replicated_axes & {"fsdp", "tp", "etp"}:
             grad = local_grad(parameter)
-            grads_by_group.setdefault((stage if "fsdp" in replicated_axes else (tp,), grad.dtype), []).append(grad)
+            grads_by_group.setdefault((groups, grad.dtype), []).append(grad)
     for (groups, _), grads in grads_by_group.items():
         groups = [group for group in groups if group.size > 1]
         if not groups:

@@ -30,6 +30,8 @@ class TiedEnds:
         if not self.names:
             return
         self.ends = [p for stage in stages for name, p in stage.named_parameters() if name in self.names]
+        if any(not end.requires_grad for end in self.ends):  # frozen, and then all copies are
+            self.ends = []
         if ranks[0] != ranks[-1]:
             pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
             self.group = meshes.lanes.group("blocking", pairs)

@@ -17,8 +17,10 @@ from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
+from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
+from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
@@ -87,6 +89,23 @@ def _add_half(
     return [x + count * (once + recompute[mode]) for x, mode in zip(totals, MODES, strict=True)]
 
 
+class BackwardFactors(NamedTuple):
+    """Backward's FLOPs of a block, relative to forward's."""
+
+    products: float = BACKWARD
+    scores: float = BACKWARD
+    ffn: float = BACKWARD
+
+
+def _backward(config: Config) -> list[BackwardFactors]:
+    """Of each block, and of the head (as ffn)."""
+    model, tuning = config.model, Tuning.of(config)
+    if tuning.trains_all:
+        return [BackwardFactors()] * (model.num_layers + model.mtp_depth + 1)
+    blocks, ends = work_of_parts(model, config.training.seq_len, tuning)
+    return [BackwardFactors(*(work.factor for work in block)) for block in blocks] + [BackwardFactors(ffn=ends.factor)]
+
+
 def _slower_in_pieces(seq: int, cp: int) -> float:
     """Of each rank's attention one part in cp is causal, over as many tokens as it has, and the others are not."""
     short = cp / seq
@@ -112,9 +131,10 @@ class BlockCosts:
         self.dense = cache(self._dense)
         self.experts = cache(self._experts)
         self.mixers = mixers(self.model)
-        ways = [(mixer, window(self.model, i)) for i, mixer in enumerate(self.mixers)]
+        self.backward = _backward(config)
+        ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.like = [ways.index(way) for way in ways]
-        """By block: the first one that mixes tokens in the same way."""
+        """By block: the first one that mixes tokens in the same way, and of which as much is trained."""
         self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
     # ---- parts of a half
@@ -162,10 +182,11 @@ class BlockCosts:
         tp_time = sum(self.links.gather(tp_group, X * sent * self.w) for sent in (work.gathered, model.dim))
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
+        backward = self.backward[layer]
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(T * model.dim, part) + self._move_seconds(X * self._mixer_bytes(work, part))
-            attention = core * (1.0, ATTENTION_BACKWARD)[part]
-            cost = Cost(products * factor, attention, memory, host * factor, tp_time)
+            attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[part]
+            cost = Cost(products * (1.0, backward.products)[part], attention, memory, host * factor, tp_time)
             if ring:
                 cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
             elif cp > 1:
@@ -210,22 +231,24 @@ class BlockCosts:
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
         return Cost(
-            matrix=(1 + BACKWARD) * self.product(X, V, D) * self.head_recompute,
+            matrix=((1 + BACKWARD) * self.head_recompute - BACKWARD + self.backward[-1].ffn) * self.product(X, V, D),
             memory=self._move_seconds(X * V * 16),
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
-    def _dense(self, tp: int, cp: int, samples: int, hidden: int) -> tuple[Cost, Cost]:
+    def _dense(self, tp: int, cp: int, samples: int, hidden: int, backward: float) -> tuple[Cost, Cost]:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
         costs = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            costs.append(Cost(products * factor, 0.0, memory, self.factors.block / 9 * factor, tp_time))
+            costs.append(Cost(products * (1.0, backward)[part], 0.0, memory, self.factors.block / 9 * factor, tp_time))
         return costs[0], costs[1]
 
-    def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
+    def _experts(
+        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, backward: float
+    ) -> tuple[Cost, Cost]:
         """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
@@ -242,7 +265,9 @@ class BlockCosts:
         router = self.product(T, model.num_experts, D) * 4
         exchange_seconds = self.exchange(dispatcher, T * self.imbalance, ep, etp)
         costs = []
-        shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
+        shared_expert = None
+        if model.shared_hidden:
+            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward)
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self._norms(T * D, part)
@@ -250,7 +275,11 @@ class BlockCosts:
                 + self._row_copies(T * model.top_k, R, ep * etp > 1, part)
             )
             cost = Cost(
-                (products + router) * factor, 0.0, memory, self.factors.block * 2 / 9 * factor, rows=exchange_seconds
+                (products + router) * (1.0, backward)[part],
+                0.0,
+                memory,
+                self.factors.block * 2 / 9 * factor,
+                rows=exchange_seconds,
             )
             if shared_expert is not None:
                 shared_cost = shared_expert[part]
@@ -305,8 +334,9 @@ class BlockCosts:
         model = self.model
         attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
         if has_experts(model, layer):
-            return attention, self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
-        return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
+            degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
+            return attention, self.experts(*degrees, dispatcher, self.backward[layer].ffn)
+        return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
     def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
         attention, ffn = self.halves(fold, samples, layer, dispatcher)
@@ -325,14 +355,18 @@ class BlockCosts:
         for (experts, like), count in self.kinds.items():
             totals = _add_half(totals, count, *self.attention(tp, cp, samples, like))
             if not experts:
-                dense = self.dense(tp, cp, samples, self.model.dense_hidden)
+                dense = self.dense(tp, cp, samples, self.model.dense_hidden, self.backward[like].ffn)
                 totals = _add_half(totals, count, *dense, recomputed_in="full")
         return tuple(totals)
 
     def expert_seconds(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> SecondsByMode:
         """The same for all experts. share: ranks that share a sample, tp x cp."""
-        count = sum(count for (experts, _), count in self.kinds.items() if experts)
-        if not count:
-            return (0.0,) * len(MODES)
-        halves = self.experts(share, samples, tp, ep, etp, dispatcher)
-        return tuple(_add_half([0.0] * len(MODES), count, *halves, recomputed_in="moe full"))
+        counts: Counter[float] = Counter()
+        for (experts, like), count in self.kinds.items():
+            counts[self.backward[like].ffn] += count * experts
+        totals = [0.0] * len(MODES)
+        for backward, count in counts.items():
+            if count:
+                halves = self.experts(share, samples, tp, ep, etp, dispatcher, backward)
+                totals = _add_half(totals, count, *halves, recomputed_in="moe full")
+        return tuple(totals)

@@ -34,6 +34,8 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
         lane_groups |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
     else:
         lane_groups.add(("rows", LinkGroup(inner, 1)))
+    if config.lora.rank:  # gradients of what every etp rank has whole
+        lane_groups.add(("blocking", LinkGroup(fold.etp, 1)))
     if config.model.tie_embeddings and fold.pp > 1:
         lane_groups.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
     return {(lane, group) for lane, group in lane_groups if group.size > 1}

@@ -20,6 +20,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
+from titanmoe.models.tensors import Tuning
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
 from titanmoe.train.optimizers.rules import OPTIMIZERS
@@ -70,7 +71,7 @@ class Widths:
         self.R = round(self.T * model.top_k * fold.etp * imbalance)
         self.F = model.expert_hidden // fold.etp
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
-        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
+        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
         self.mixers = ModelKey.of(model).mixers
         self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
 
@@ -145,16 +146,16 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         more, experts = units_of_stage(config, sizes, layers, first, last)
         units += more
         moe += experts
-    weights = sum(_stored(unit, data, weight_width) for unit in units) + moe * _stored(
-        sizes.experts, fold.edp, weight_width
-    )
-    tensors = sum(map(len, units)) + moe * len(sizes.experts)
-    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    moments = optimizer.numbers_per_weight * weights + optimizer.bytes_per_tensor * tensors
-
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
+    parts = [(unit, data) for unit in units]
+    parts += [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
+    trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
+    weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
+    tensors = sum(len(unit.trained) for unit, _ in parts)
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    moments = optimizer.numbers_per_weight * trained + optimizer.bytes_per_tensor * tensors
     kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
@@ -176,12 +177,13 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
 
     expert, dense = sizes.experts, sizes.block(blocks[-1])
     whole = sum(unit.whole for unit in units) + moe * expert.whole
+    whole_trained = sum(unit.trained.whole for unit, _ in parts)
     choice = config.parallelism.reshard_after_forward
     resharded = not pipelined if choice == "auto" else choice == "always"
-    accumulated_bytes = weights if s.microbatches > 1 and not pipelined else 0
+    accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments}
     alive = {"gathered weights": 0 if resharded else whole * w}
-    alive["gradients"] = whole * reduced if pipelined else accumulated_bytes
+    alive["gradients"] = whole_trained * reduced if pipelined else accumulated_bytes
     candidates: list[tuple[str, dict[str, int]]] = []
 
     def add_candidate(name: str, **more: int) -> None:
@@ -198,23 +200,27 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             continue
         layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
         experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
+        learning = sizes.experts_of(layer).trained if experts else expert
         kept_activations = activations - sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
         shards, waiting = 0, 0
         if not pipelined:
             shards = (
                 0
                 if accumulated_bytes
-                else sum(_block_stored(s, i, weight_width) for i in finished) + _stored(edge, data, weight_width)
+                else sum(_block_stored(s, i, weight_width) for i in finished)
+                + _stored(edge.trained, data, weight_width)
             )
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
-            waiting = (sizes.block(finished[0]) if finished else edge).whole * reduced * (bool(finished) or has_head)
+            waiting = (
+                (sizes.block(finished[0]) if finished else edge).trained.whole * reduced * (bool(finished) or has_head)
+            )
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
         add_candidate(
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
             activations_kept=kept_activations,
             recomputed_activations=recomputed,
             gathered_weights=two_blocks + (expert.whole * w if resharded and experts else 0),
-            gradients=shards + waiting + (expert.whole * w if pipelined and experts else 0),
+            gradients=shards + waiting + (learning.whole * w if pipelined and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
@@ -229,14 +235,16 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             )
         if experts and not pipelined:
             rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
-            outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-            outputs += expert.piece(fold.edp) * weight_width * (weight_width < reduced)
+            outputs = learning.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+            outputs += learning.piece(fold.edp) * weight_width * (weight_width < reduced)
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
                 activations_kept=kept_activations - (0 if recomputed else rows_gone),
                 recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
-                gradients=shards + expert.whole * reduced + max(expert.whole * w, outputs + expert.whole * w // 3),
+                gradients=shards
+                + learning.whole * reduced
+                + max(learning.whole * w, outputs + learning.whole * w // 3),
                 other=R * D * w + hidden,
             )
     if has_head:
@@ -245,14 +253,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             add_candidate(
                 "reducing gradients of the head",
                 activations_kept=activations,
-                gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
+                gradients=edge.trained.whole * (w + reduced) + edge.trained.piece(data) * reduced,
                 other=hidden,
             )
     if pipelined:
-        largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
+        largest = max(unit.trained.whole for unit, _ in parts)
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
-    return RankMemory(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
+    return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
 
 
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:
@@ -261,9 +269,15 @@ def _stored(unit: WeightUnit, parts: int, width: int) -> int:
     return (unit.piece(parts) - wide) * width + wide * max(width, 4)
 
 
+def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
+    """The same of what is frozen, which is stored as it is computed with."""
+    return _stored(unit, parts, w) - _stored(unit.trained, parts, w)
+
+
 def _block_stored(s: Widths, layer: int, width: int) -> int:
-    experts = _stored(s.sizes.experts, s.fold.edp, width) if has_experts(s.model, layer) else 0
-    return _stored(s.sizes.block(layer), fsdp(s.fold), width) + experts
+    """Of what is trained."""
+    experts = _stored(s.sizes.experts_of(layer).trained, s.fold.edp, width) if has_experts(s.model, layer) else 0
+    return _stored(s.sizes.block(layer).trained, fsdp(s.fold), width) + experts
 
 
 def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
@@ -293,7 +307,7 @@ def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined
             "backward of the head",
             activations_kept=activations,
             logits=normed + X * V * (w + s.W),
-            gradients=0 if pipelined else unit.whole * (w + reduced),
+            gradients=0 if pipelined else unit.trained.whole * (w + reduced),
             gathered_weights=gathered + block,
         )
         return
@@ -303,6 +317,6 @@ def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined
         "backward of the chunked loss",
         activations_kept=activations,
         logits=normed + X * width * w + X * D * (4 + w),
-        gradients=unit.whole * w,
+        gradients=unit.trained.whole * w,
         gathered_weights=gathered + block,
     )

@@ -12,6 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
+from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
@@ -78,7 +79,7 @@ class Pricer(BlockCosts):
 
     def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
         super().__init__(config, device, factors, imbalance)
-        self.flops = flops_per_token(self.model, config.training.seq_len)
+        self.flops = flops_per_token(self.model, config.training.seq_len, Tuning.of(config))
         self.counts = cache(self._counts)
 
     def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
@@ -102,7 +103,7 @@ class Pricer(BlockCosts):
         gather = reduce = 0.0
         parts = [
             (
-                sizes.block(layer).whole,
+                sizes.block(layer),
                 LinkGroup(fsdp(fold), fold.tp),
                 LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate),
             )
@@ -110,9 +111,12 @@ class Pricer(BlockCosts):
         if has_experts(self.model, layer):
             inner = fold.ep * fold.etp
             replicas = LinkGroup(fold.edp_replicate, inner * fold.edp)
-            parts.append((sizes.experts.whole, LinkGroup(fold.edp, inner), replicas))
-        for count, group, replicas in parts:
-            gather += self.links.gather(group, count * self.w)
+            parts.append((sizes.experts_of(layer), LinkGroup(fold.edp, inner), replicas))
+        for unit, group, replicas in parts:
+            gather += self.links.gather(group, unit.whole * self.w)
+            count = unit.trained.whole
+            if not count:
+                continue
             reduce += self.links.gather(group, count * reduced)
             reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
         return gather, reduce
@@ -123,7 +127,7 @@ class Pricer(BlockCosts):
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
-        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
+        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
         options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
@@ -150,15 +154,16 @@ class Pricer(BlockCosts):
 
         first_rank_blocks = {}  # blocks of the first rank, with experts and without, by mixer
         for kind, count in blocks_of_rank(stages, owners, 0).items():
-            key = kind.experts, self.mixers[kind.like]
+            key = kind.experts, kind.like
             first_rank_blocks[key] = first_rank_blocks.get(key, (0, 0))[0] + count, layers[kind]
         weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
         data = fsdp(fold)
         sharded_weights = sum(
-            count * (sizes.block(layer).piece(data) + (sizes.experts.piece(fold.edp) if experts else 0))
+            count
+            * (sizes.block(layer).trained.piece(data) + (sizes.experts_of(layer).trained.piece(fold.edp) * experts))
             for (experts, _), (count, layer) in first_rank_blocks.items()
         )
-        edges = (sizes.embedding.piece(data) + sizes.head.piece(data)) // (1 if fold.pp == 1 else 2)
+        edges = (sizes.embedding.trained.piece(data) + sizes.head.trained.piece(data)) // (1 if fold.pp == 1 else 2)
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
@@ -198,7 +203,8 @@ class Pricer(BlockCosts):
         ends = sizes.head.whole
         group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
-        reduce += self.links.gather(group, ends * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
+        trained = sizes.head.trained.whole
+        reduce += self.links.gather(group, trained * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
         frequency = self.gathers(config, fold)
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:

@@ -5,6 +5,7 @@ Elements, not bytes. A unit is what FSDP gathers and reduces at once: a block wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -12,8 +13,12 @@ from math import prod
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
+from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerRules, Shape, Split
+from titanmoe.models.tensors import Tuning
+
+EVERYTHING = Tuning()
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,18 @@ class WeightUnit:
     """The dim of each that FSDP shards."""
     replicated: tuple[int, ...] = ()
     """Elements of its tensors that every data rank holds whole, outside FSDP: the router's."""
+    frozen: tuple[bool, ...] = ()
+    """Which tensors are not trained, first the sharded ones; empty: all are."""
+
+    @cached_property
+    def trained(self) -> WeightUnit:
+        """The same without what is frozen."""
+        if not any(self.frozen):
+            return self
+        count = len(self.shapes)
+        kept = [i for i in range(count) if not self.frozen[i]]
+        replicated = tuple(n for n, off in zip(self.replicated, self.frozen[count:], strict=True) if not off)
+        return WeightUnit(tuple(self.shapes[i] for i in kept), tuple(self.dims[i] for i in kept), replicated)
 
     @cached_property
     def whole(self) -> int:
@@ -33,7 +50,7 @@ class WeightUnit:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shapes, self.dims, self.replicated))
+        return hash((self.shapes, self.dims, self.replicated, self.frozen))
 
     def __hash__(self) -> int:
         return self._hash
@@ -52,14 +69,12 @@ class WeightUnit:
         return len(self.shapes) + len(self.replicated)
 
 
-def _unit(split: int, parts: list[Split], replicated: tuple[int, ...] = ()) -> WeightUnit:
+def _unit(
+    split: int, parts: list[Split], replicated: tuple[int, ...] = (), frozen: tuple[bool, ...] = ()
+) -> WeightUnit:
     """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
-    return WeightUnit(shapes, (0,) * len(shapes), replicated)
-
-
-def _swiglu(dim: int, hidden: int) -> list[Split]:
-    return [((hidden, dim), 0), ((hidden, dim), 0), ((dim, hidden), 1)]
+    return WeightUnit(shapes, (0,) * len(shapes), replicated, frozen)
 
 
 class ModelKey:
@@ -80,21 +95,23 @@ class ModelKey:
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 
-@lru_cache(maxsize=4096)
-def _block(key: ModelKey, tp: int, mixer: MixerRules, experts: bool) -> WeightUnit:
-    model = key.model
-    parts = [((model.dim,), None), ((model.dim,), None), *mixer.matrices(model)]
-    parts += mixer.vectors(model) + mixer.norms(model)
-    if not experts:
-        return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
-    router = (model.num_experts * model.dim, *([model.num_experts] * model.router_bias))
-    if model.shared_hidden:
-        parts += _swiglu(model.dim, model.shared_hidden) + [((1, model.dim), None)] * model.shared_gate
-    return _unit(tp, parts, router)
+def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
+    return () if tuning.trains_all else tuple(map(tuning.freezes, names))
 
 
 @lru_cache(maxsize=4096)
-def _experts(key: ModelKey, ep: int, etp: int, edp: int) -> WeightUnit:
+def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
+    model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
+    parts, router = tensors.of_block(model, mixer, experts), tensors.of_router(model) if experts else {}
+    name = tensors.block_name(model, layer)
+    parts |= tuning.adapters(name, parts)
+    frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)
+    return _unit(tp, list(parts.values()), tuple(map(prod, router.values())), frozen)
+
+
+@lru_cache(maxsize=4096)
+def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
+    """layer: of the block, if not all of its tensors are trained."""
     model = key.model
     local_experts, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
     shapes: list[Shape] = [(local_experts, hidden, dim), (local_experts, hidden, dim), (local_experts, dim, hidden)]
@@ -102,29 +119,49 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int) -> WeightUnit:
     if model.expert_biases:
         shapes += [(local_experts, hidden), (local_experts, hidden), (local_experts, dim // etp)]
         dims += [1, 1, 1]
+    name = tensors.block_name(model, layer)
+    adapters = tuning.adapters(name, tensors.expert_splits(model))
+    for part, (shape, split) in adapters.items():
+        shapes.append((local_experts, *(n // etp if i == split else n for i, n in enumerate(shape) if i)))
+        dims.append(2 if part.endswith("A") else 1)
+    frozen = _flags((f"{name}.{part}" for part in (*tensors.of_experts(model), *adapters)), tuning)
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
-    return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes))
+    return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes), (), frozen)
+
+
+@lru_cache(maxsize=4096)
+def _first_alike(key: ModelKey, layer: int) -> int:
+    kinds = [(mixer, has_experts(key.model, i)) for i, mixer in enumerate(key.mixers)]
+    return kinds.index(kinds[layer])
 
 
 class Sizes:
     """The units of a model under a mapping."""
 
-    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int):
-        self.model = model
+    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int, tuning: Tuning = EVERYTHING):
+        self.model, self.tuning = model, tuning
         self._key = ModelKey.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
-        self._tp, self._mixers = tp, self._key.mixers
+        self._tp, self._of_experts = tp, (ep, etp, edp)
         dim, split = model.dim, model.vocab_size // tp
-        self.embedding = WeightUnit(((split, dim),), (0,))
-        self.head = WeightUnit(((dim,), (split, dim)), (0, 0))
+        ends = "head.norm.weight", tensors.stored_name("head.weight", model.tie_embeddings)
+        self.embedding = WeightUnit(((split, dim),), (0,), (), _flags(["embed.weight"], self.tuning))
+        self.head = WeightUnit(((dim,), (split, dim)), (0, 0), (), _flags(ends, self.tuning))
 
     def block(self, layer: int) -> WeightUnit:
-        return _block(self._key, self._tp, self._mixers[layer], has_experts(self.model, layer))
+        # Without anything frozen, blocks that are alike are one unit.
+        like = _first_alike(self._key, layer) if self.tuning.trains_all else layer
+        return _block(self._key, self._tp, like, self.tuning)
+
+    def experts_of(self, layer: int) -> WeightUnit:
+        """`experts`, with what is frozen or added in this block."""
+        return self.experts if self.tuning.trains_all else _experts(self._key, *self._of_experts, layer, self.tuning)
 
     @property
     def multi_token(self) -> WeightUnit:
         dim = self.model.dim
-        return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)])
+        frozen = _flags((f"mtp.0.{n}.weight" for n in ("hidden_norm", "embed_norm", "norm", "project")), self.tuning)
+        return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)], (), frozen)
 
 
 def units_of_stage(
@@ -140,7 +177,7 @@ def units_of_stage(
         units.append(sizes.embedding)
     if last:
         tied = model.tie_embeddings and first
-        units.append(WeightUnit(((model.dim,),), (0,)) if tied else sizes.head)
+        units.append(WeightUnit(((model.dim,),), (0,), (), sizes.head.frozen[:1]) if tied else sizes.head)
     return units, sum(has_experts(model, layer) for layer in numbers)
 
 

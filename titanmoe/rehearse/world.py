@@ -19,6 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
+from titanmoe.comm.collectives import local
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.fold.degrees import Fold, derive
@@ -262,7 +263,8 @@ def rehearse(
             recorder.begin_step()
             with recorder.recording():
                 trainer.train_step()
-        pieces = training.optimizer.local_shards.values()
+        weights = [local(p.detach()) for p in training.parameters.values()]
+        trained = training.optimizer.local_shards.values()
         return Rehearsal(
             config,
             fold,
@@ -272,8 +274,8 @@ def rehearse(
             recorder.log,
             name_groups(training.meshes.lanes, fold, rank, node),
             list(training.meshes.lanes.groups),
-            sum(p.numel() * p.element_size() for p in pieces),
-            sum(p.numel() * p.element_size() for p in pieces),
+            sum(p.numel() * p.element_size() for p in weights),
+            sum(p.numel() * p.element_size() for p in trained),
             sum(x.numel() * x.element_size() for x in training.optimizer.on_device),
             left_out,
             symmetric_notes(training.gradients),

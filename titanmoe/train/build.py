@@ -16,6 +16,7 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.balance import statistics
 from titanmoe.moe.balance_losses.rules import switched_on
@@ -63,7 +64,7 @@ def build_training(
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
-    meshes = make_meshes(fold, config.parallelism, config.moe, training, device)
+    meshes = make_meshes(fold, config.parallelism, config.moe, training, device, config.lora.rank > 0)
     batches = loader(config, meshes.data.rank, meshes.data.size)
 
     stages = build(config, meshes, batches.microbatches, device)
@@ -91,7 +92,7 @@ def build_training(
         device,
     )
     weights = gradients.parameters
-    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(weights, config.optimizer)
+    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(gradients.trained, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
     if config.validation.interval:
@@ -103,7 +104,18 @@ def build_training(
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
     checkpoints = Checkpoints(
-        config.checkpoint, config.model, about, runtime, state, batches, validation, optimizer, weights, buffers, rate
+        config.checkpoint,
+        config.model,
+        about,
+        runtime,
+        state,
+        batches,
+        validation,
+        optimizer,
+        weights,
+        buffers,
+        rate,
+        config.lora.rank > 0,
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
     clock = Clock(device)
@@ -158,6 +170,6 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         runtime,
         fold,
         clock,
-        flops_per_token(config.model, config.training.seq_len),
+        flops_per_token(config.model, config.training.seq_len, Tuning.of(config)),
         peak,
     )

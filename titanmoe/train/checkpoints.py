@@ -13,17 +13,20 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
+from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start, start_from_path
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
+from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
+from titanmoe.models.tensors import stored_name
 from titanmoe.train.learning_rate import LearningRate, changed_rate
 from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.run_state import RunState
@@ -46,6 +49,8 @@ class Checkpoints:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     rate: LearningRate
+    adapters: bool = False
+    """Whether only adapters are trained: then only they are saved, with the digest of the weights under them."""
     begun: int = 0
     """The step that was already done when this process started."""
     saver: Saver | None = None
@@ -83,14 +88,19 @@ class Checkpoints:
         return notes
 
     def _begin(self) -> dict[str, str]:
-        beginning = self._choose()
+        beginning = self._choose(lambda: choose_start(self.options, self.run, self._damage))
         for line in beginning.notes:
             say(f"checkpoint: {line}")
         if self.saver:
             self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
         if beginning.path is None:
-            return self._begin_from_hf() if self.options.initial_hf else {}
-        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
+            notes = self._begin_from_hf() if self.options.initial_hf else {}
+            self._sum_base()
+            return notes
+        saved = Checkpoint(beginning.path)
+        if self.adapters and "base" in saved.record:
+            self._begin_base()
+        changes = self.load(saved, beginning.model_only)
         if self.saver:
             self._carry(lambda: layout.carried(beginning.path))
         step = self.state.step
@@ -98,6 +108,23 @@ class Checkpoints:
             self.saver.saved_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
+
+    def _begin_base(self) -> None:
+        """Fills the weights under adapters that come from a checkpoint of their own, as when the run began."""
+        options = self.options
+        if options.initial_hf:
+            self._begin_from_hf()
+        elif options.model_only:
+            base = Checkpoint(self._choose(lambda: start_from_path(Path(options.load), self._damage)).path)
+            if "base" not in base.record:
+                self.load(base, model_only=True)
+        self._sum_base()
+
+    def _sum_base(self) -> None:
+        if self.adapters:
+            frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+            own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
+            self.about_run["base"] = digest(own, self.group)
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copied into the run's folder, and from there into every checkpoint."""
@@ -115,7 +142,7 @@ class Checkpoints:
         if source.has_mtp and not self.model.mtp_depth:
             source = open_hf(folder, self.model, drop=("mtp",))
         source.check()
-        for name, (_, piece) in self._targets(with_moments=False).items():
+        for name, (_, piece) in self._targets(with_moments=False, base=self.adapters).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         if self.saver:
             self._carry(lambda: config_and_tokenizer_files(folder))
@@ -140,12 +167,8 @@ class Checkpoints:
             )
         return folder
 
-    def _choose(self) -> StartPoint:
+    def _choose(self, choose: Callable[[], StartPoint]) -> StartPoint:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
-
-        def choose() -> StartPoint:
-            return choose_start(self.options, self.run, self._damage)
-
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
                 self._check_together(answer)
@@ -171,12 +194,26 @@ class Checkpoints:
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the run from a checkpoint made under any mapping; returns what has changed since it was saved."""
         before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
+        has_base = "base" in saved.record
         problems = state.refusals(before, now)
+        problems += state.refused_adapters(before, now, has_base, self.adapters)
+        if self.adapters and not has_base and not model_only:
+            problems.append(
+                "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "
+                f"checkpoint.load = {toml_value(str(saved.path))} and checkpoint.model_only = true"
+            )
+        if self.adapters and has_base and saved.record["base"] != self.about_run["base"]:
+            problems.append(
+                f"its adapters were trained on other weights (digest {saved.record['base']}, and here "
+                f"{self.about_run['base']}): name the same ones in checkpoint.initial_hf, or in checkpoint.load with "
+                "model_only = true, and with the same training.mixed_precision_param"
+            )
         if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
             how = saved.record.get("made", "not made by a training run")
             problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
             problems += state.refused_optimizer(before, now, saved.path)
+            problems += state.refused_freeze(before, now, saved.path)
             try:
                 self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:
@@ -189,12 +226,15 @@ class Checkpoints:
                 problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(saved.path))
-        targets = self._targets(with_moments=not model_only)
+        base_only = self.adapters and not has_base
+        targets = self._targets(with_moments=not model_only, base=base_only)
         try:
             self._all_there(saved, targets, model_only)
             on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
+        if base_only:
+            self._sum_base()
         if model_only:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
@@ -217,9 +257,14 @@ class Checkpoints:
         if lines:
             raise CheckpointError("; ".join(lines))
 
-    def _targets(self, with_moments: bool) -> state.Targets:
-        moments = self.optimizer.moments() if with_moments else None
-        return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
+    def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
+        """base: the weights under adapters instead of the adapters."""
+        moments, buffers = self.optimizer.moments() if with_moments else None, self.buffers
+        parameters = self.parameters
+        if self.adapters:
+            parameters = {name: p for name, p in parameters.items() if p.requires_grad != base}
+            buffers = buffers if base else {}
+        return state.targets(parameters, buffers, moments, self.model.tie_embeddings)
 
     # ---- saving
 

@@ -112,6 +112,8 @@ class Gradients:
 
     def __post_init__(self) -> None:
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        """Those with a gradient: the recipe may freeze others."""
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks, self.num_experts = moe_blocks(self.model), self.model.num_experts
 
@@ -132,7 +134,7 @@ class Gradients:
         own, sums = self.forward_backward(work.slices, work.totals, symmetric)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
-        norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
+        norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
         experts = sum_statistics(
             self.moe_layers, self.blocks, self.num_experts, self.statistics, self.meshes.world, self.device
         )
@@ -176,9 +178,10 @@ class Gradients:
     @named("finish gradients")
     def finish_gradients(self) -> None:
         """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
-        sum_replicated(self.parameters.values(), (self.meshes.sequence, self.meshes.data), self.meshes.tp)
+        meshes = self.meshes
+        sum_replicated(self.trained.values(), (meshes.sequence, meshes.data), meshes.tp, meshes.etp)
         self.tied.add_gradients()
 
     def drop(self) -> None:
-        for parameter in self.parameters.values():
+        for parameter in self.trained.values():
             parameter.grad = None

@@ -11,7 +11,8 @@ from rich.text import Text
 from titanmoe.config.schema import Checkpoint, Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
-from titanmoe.models.count import Parameters
+from titanmoe.models.count import Parameters, trained_parameters
+from titanmoe.models.tensors import Tuning
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.collapse import unbalanced
@@ -47,6 +48,12 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
+    tuning, stored = Tuning.of(config), getattr(torch, training.dtype).itemsize
+    trained = trained_parameters(model, tuning)
+    if not tuning.trains_all:
+        count += f"; {trained:,} are trained" + ", in adapters" * bool(tuning.rank)
+    # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
+    frozen = 0 if tuning.rank else parameters.total - trained
     saved = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
     balance = unbalanced(model, config.moe)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
@@ -66,7 +73,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
-        parameters.total * (1 + saved) * getattr(torch, training.dtype).itemsize,
+        trained * (1 + saved) * stored + frozen * getattr(torch, training.mixed_precision_param).itemsize,
     )
 
 

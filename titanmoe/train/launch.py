@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
-from titanmoe.checkpoint.hf.fetch import fetch_first_weights, is_remote
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.load import Draft, read_draft
@@ -166,9 +165,10 @@ def main(
         else:
             waiting("reading the recipe")
             config = read(argv, world_size(), parts)
-        if is_remote(config.checkpoint.initial_hf):
-            waiting(f"fetching {config.checkpoint.initial_hf}")
-            fetch_first_weights(config)
+        if config.checkpoint.initial_hf:
+            from titanmoe.checkpoint.hf.fetch import fetch_first_weights
+
+            fetch_first_weights(config, waiting)
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:

@@ -44,7 +44,7 @@ def is_one(error: BaseException) -> bool:
 
 def advice(training: Training, config: Config) -> str:
     """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
-    state = _state(_bytes(training.parameters.values()), config, training.device)
+    state = _state(*_weights(training), config, training.device)
     size, room = sum(state.values()), _room(training.device)
     lines = settings(config, size, max(0, room - size), room)
     return "\n".join([f"each rank holds {_listed(state)}; and {REST}", *lines])
@@ -60,15 +60,21 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
     else:
         device, held = training.device, holds(training)
         lines.append(f"held: {_listed(held)}")
-    state = sum(_state(held["weights"], config, device).values())
+    trained = held["weights"] if training is None else _weights(training)[1]
+    state = sum(_state(held["weights"], trained, config, device).values())
     return "\n".join([*lines, *settings(config, state, held[REST], _room(device))])
 
 
-def _state(weights: int, config: Config, device: torch.device) -> dict[str, int]:
-    """Bytes that a step needs, given the bytes of the weights."""
+def _weights(training: Training) -> tuple[int, int]:
+    """Bytes of this rank's weights, and of those that are trained."""
+    return _bytes(training.parameters.values()), _bytes(training.gradients.trained.values())
+
+
+def _state(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
+    """Bytes that a step needs, given the bytes of the weights, and of those that are trained."""
     numbers = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
-    moments = 0 if config.optimizer.offload and device.type == "cuda" else numbers * weights
-    return {"weights": weights, "gradients": weights, "optimizer state": moments}
+    moments = 0 if config.optimizer.offload and device.type == "cuda" else numbers * trained
+    return {"weights": weights, "gradients": trained, "optimizer state": moments}
 
 
 def _where(error: BaseException, otherwise: str) -> str:

@@ -112,9 +112,9 @@ class Trainer:
 
         rate, scalars = training.rate(state.step), verdict.sums.scalars
         if verdict.update:
-            observe.active.gradients(state.step, work, training.parameters)
+            observe.active.gradients(state.step, work, training.gradients.trained)
             if training.max_grad_norm > 0:
-                clip(training.parameters.values(), verdict.sums.norm, training.max_grad_norm)
+                clip(training.gradients.trained.values(), verdict.sums.norm, training.max_grad_norm)
             with observe.region("optimizer"):
                 training.optimizer.step(rate)
             num_experts = training.gradients.num_experts

@@ -24,7 +24,7 @@ def pass_fingerprints(gradients: Gradients, own_losses: Tensor) -> dict[str, int
         routing = torch.cat((moe.balance.count_ME, moe.balance.statistics_MX), 1)
         prints[f"the router of layer {number}"] = fingerprint(routing)
     prints["the loss"] = fingerprint(own_losses)
-    for name, parameter in gradients.parameters.items():
+    for name, parameter in gradients.trained.items():
         prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 

@@ -24,7 +24,7 @@ from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.files import Tensors, config_and_tokenizer_files, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
@@ -109,6 +109,7 @@ class Export:
     def __init__(self, path: Path, dtype: torch.dtype | None = None):
         self.saved: Checkpoint = open_checkpoint(path)
         self.record = self.saved.record
+        refuse_adapters(self.record, path)
         self.model = _model(self.record, path)
         self.carried = {
             name: file for name, file in layout.carried(path).items() if any(fnmatch(name, kind) for kind in CARRIED)

@@ -41,7 +41,7 @@ def weights_folder(name: str) -> Path:
 
 
 def pinned(name: str, folder: Path) -> str:
-    """The name for just what was found: on the hub, the revision that lies in this folder of its cache."""
+    """The name for just what this folder holds: on the hub, with the revision."""
     hub = _hub_name(name)
     return f"{hub[0]}@{folder.name}" if hub else name
 
@@ -55,11 +55,12 @@ def fingerprint(name: str, folder: Path) -> str:
     return digest.hexdigest()
 
 
-def fetch_first_weights(config: Config) -> None:
+def fetch_first_weights(config: Config, say: Callable[[str], None]) -> None:
     """What a run without a checkpoint of its own begins from, brought to this machine. Before the ranks meet: a message
     between them must not wait for a download."""
     checkpoint = config.checkpoint
     if is_remote(checkpoint.initial_hf) and checkpoint.load in ("auto", "none") and not has_begun(config):
+        say(f"fetching {checkpoint.initial_hf}")
         weights_folder(checkpoint.initial_hf)
 
 
@@ -137,7 +138,8 @@ def _cached(repo_cache: Path, revision: str) -> Path | None:
 
 
 def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str:
-    why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    first_line = str(error).strip().partition("\n")[0].rstrip(".")
+    why = f"{type(error).__name__}: {first_line}"
     return (
         f"{repo} is no folder here, the cache {cache} does not have the Hugging Face model of that name (revision "
         f"{revision}), or not all of it, and it cannot be fetched: {why}: check the name, the network and HF_TOKEN, or "

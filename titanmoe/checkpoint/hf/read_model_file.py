@@ -18,7 +18,7 @@ from titanmoe.config.model_file import ModelFile
 from titanmoe.config.schema import Config
 from titanmoe.data.tokenizer import FILE
 
-OPEN = ("model.hf", "model.change", "model.mtp_depth")
+CHOICES = ("model.hf", "model.change", "model.mtp_depth")
 """Fields of [model] that a recipe chooses whatever the file says: whether to train the block of multi-token prediction
 that comes with some models is a choice."""
 
@@ -31,8 +31,8 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
         folder = describing_folder(name)
         parsed = describe(folder)
     except ConfigError:
-        if said := _of_checkpoint(values):
-            return said
+        if record := _of_checkpoint(values):
+            return record
         raise
     fixed = _fixed(flat(Config(model=parsed.model)))
     if parsed.aux_loss is not None:
@@ -42,7 +42,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: value for path, value in values.items() if path.startswith("model.") and path not in OPEN}
+    return {path: value for path, value in values.items() if path.startswith("model.") and path not in CHOICES}
 
 
 def _tokenizer(file: Path) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
-from titanmoe.parallel.materialize import stored_name
+from titanmoe.models.tensors import stored_name
 
 EMBEDDING = "model.embed_tokens.weight"
 

@@ -23,6 +23,7 @@ class GroupedQuery(MixerRules):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
+    after_scores = ("wo.weight", "wo.bias")
 
     def matrices(self, model: Model) -> list[Split]:
         query, key = _widths(model)
@@ -39,6 +40,12 @@ class GroupedQuery(MixerRules):
         if model.qk_norm == "head":
             return [((model.head_dim,), None)] * 2
         return [((width,), 0) for width in _widths(model)] if model.qk_norm == "full" else []
+
+    def names(self, model: Model) -> list[str]:
+        projections = ("wq", "wk", "wv")
+        names = [f"{w}.weight" for w in (*projections, "wo")] + [f"{w}.bias" for w in projections if model.qkv_bias]
+        names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
+        return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
 
     def pair_flops(self, model: Model) -> int:
         return 4 * model.num_heads * model.head_dim

@@ -15,6 +15,7 @@ class Latent(MixerRules):
     name = "latent attention"
     implementation = "titanmoe.models.latent_attention:LatentAttention"
     attends = True
+    after_scores = ("wo.weight",)
 
     def matrices(self, model: Model) -> list[Split]:
         dim, heads, latent, rank = model.dim, model.num_heads, model.kv_lora_rank, model.q_lora_rank
@@ -25,6 +26,11 @@ class Latent(MixerRules):
 
     def norms(self, model: Model) -> list[Split]:
         return [((rank,), None) for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+
+    def names(self, model: Model) -> list[str]:
+        to_query = ["wq_a", "wq_b"] if model.q_lora_rank else ["wq"]
+        norms = ["q_norm", "kv_norm"] if model.q_lora_rank else ["kv_norm"]
+        return [f"{name}.weight" for name in (*to_query, "wkv_a", "wkv_b", "wo", *norms)]
 
     def pair_flops(self, model: Model) -> int:
         return 2 * model.num_heads * (model.head_dim + model.v_head_dim)

@@ -87,6 +87,14 @@ class MixerRules(Rules, ABC):
         """Weights of norms inside it."""
         return []
 
+    def names(self, model: Model) -> list[str]:
+        """Of its parameters within a block: of matrices, then vectors, then norms. Without them training.freeze is
+        refused."""
+        return []
+
+    after_scores: tuple[str, ...] = ()
+    """Of these, those whose input is what its tokens have seen of each other."""
+
     def pair_flops(self, model: Model) -> int:
         """Forward FLOPs for a position and one that it sees: score and weighted value."""
         return 0

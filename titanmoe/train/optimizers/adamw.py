@@ -28,15 +28,16 @@ class AdamW(Optimizer):
             {"params": [self.local_shards[n] for n in decayed], "weight_decay": options.weight_decay},
             {"params": [p for n, p in self.local_shards.items() if n not in set(decayed)], "weight_decay": 0.0},
         ]
+        # Its own groups: torch refuses an optimizer without any, which a stage that trains nothing has.
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            [group for group in groups if group["params"]] or [{"params": [torch.empty(0)]}],
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             fused=options.implementation == "fused",
             foreach=options.implementation == "foreach",
         )
-        self.offload = Offload(self.local_shards) if options.offload else None
+        self.offload = Offload(self.local_shards) if options.offload and self.local_shards else None
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """Its running means; zeros before the first step."""

@@ -18,7 +18,8 @@ class Optimizer:
     """One for all weights of a rank."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
-        """parameters: this rank's, by name; with a sharded one comes only its own part of the gradient."""
+        """parameters: those of this rank that are trained, by name, if any; with a sharded one comes only its own part
+        of the gradient."""
         self.parameters = parameters
         self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
         """This rank's part of every weight, in the weight's own memory: never DTensors, whose dispatch on a four-dim

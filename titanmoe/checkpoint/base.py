@@ -1,0 +1,45 @@
+"""A number for the frozen weights under adapters, the same under every mapping: adapters only fit those that they were
+trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.ops import counter_rng
+from titanmoe.parallel.materialize import blocks_of, piece
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_first_copy(parameter: nn.Parameter) -> bool:
+    """Whether no rank before this one in the stage has the same shard."""
+    if not isinstance(parameter, DTensor):
+        return True
+    place = parameter.device_mesh.get_coordinate()
+    return not any(at for at, kind in zip(place, parameter.placements, strict=True) if isinstance(kind, Replicate))
+
+
+@torch.no_grad()
+def _sum(name: str, parameter: nn.Parameter) -> int:
+    """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it."""
+    part, offset = piece(parameter.detach())
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for rows, index in blocks_of(part, offset, parameter.shape):
+        bits = rows.contiguous().view(BITS[part.element_size()]).to(torch.int64)
+        total += (bits * (2 * index + 1)).sum()
+    return int(total) * (counter_rng.key("base", name) | 1)
+
+
+def digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
+    """All ranks call it together, with what they hold. frozen: by their names in checkpoints."""
+
+    def mine() -> int:
+        return sum(_sum(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
+
+    return f"{sum(on_all_ranks(group, mine)) % (1 << 64):016x}"
