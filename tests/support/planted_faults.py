@@ -45,9 +45,9 @@ def _routers_only_summed_over(axis: str) -> Callable[[], None]:
     from titanmoe.train import gradients
 
     def partial(sum_replicated: Any) -> Any:
-        def run(parameters: Any, stage: Any, tp: Any) -> None:
+        def run(parameters: Any, stage: Any, *within: Any) -> None:
             mesh = next(p.device_mesh for p in parameters if {"fsdp", "tp"} <= set(p.device_mesh.mesh_dim_names))
-            sum_replicated(parameters, (Group.of(mesh.get_group(axis)),), tp)
+            sum_replicated(parameters, (Group.of(mesh.get_group(axis)),), *within)
 
         return run
 
