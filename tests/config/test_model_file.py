@@ -81,7 +81,7 @@ def test_all_disagreements_are_refused_at_once_with_both_values(read, tmp_path, 
         "command line: model.norm_topk = true, but there/config.json says false",
         "my.toml:6: model.own.taps = 4, but there/config.json says 8",
         "my.toml:8: moe.aux_loss = 0.5, but there/config.json says 0.01",
-        "command line: training.steps = 0 is out of range: it must be at least 1",
+        "command line: training.steps = 0 is out of range: it must be at least 1, or -1",
     ]
     assert refusals[0].endswith('list "rope_theta" in model.change')
     assert refusals[3].endswith('list "own.taps" in model.change')
@@ -111,7 +111,7 @@ def test_a_file_that_cannot_be_read_is_named_with_all_else(read):
     assert problems(read, "--model.hf", "gone", "--training.steps", "0") == [
         "command line: gone is not there",
         "command line: and nowhere else",
-        "command line: training.steps = 0 is out of range: it must be at least 1",
+        "command line: training.steps = 0 is out of range: it must be at least 1, or -1",
     ]
 
 
