@@ -46,6 +46,9 @@ CASES = {
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {
+    "adapters full": (4, 0, f"{EP} 2 {MODE} full --training.global_batch_size 4 --lora.rank 32"),
+    "adapters edp": (4, 0, "--parallelism.experts.ep 1 --lora.rank 32"),
+    "adapters on latents": (1, 0, f"{LATENT} --lora.rank 32"),
     "full": (4, 0, f"{EP} 2 {MODE} full --training.global_batch_size 4"),
     "qwen3 selective": (8, 0, f"{FAMILY} qwen3_moe {EP} 8 {MODE} selective --model.vocab_size 65536"),
     "qwen2 shared moe": (1, 0, f"{FAMILY} qwen2_moe --model.shared_hidden 512 --model.dense_hidden 1024 {MODE} moe"),

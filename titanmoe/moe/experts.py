@@ -107,14 +107,16 @@ class Experts(nn.Module):
         adapters = self.adapters(grouped)
         of_rows = [w for w in ("w1", "w3") if w in adapters]
         gate_RF, up_RF, *narrow = multiply(x_RD, w1_eFD, w3_eFD, *(adapters[w][0] for w in of_rows))
-        added = {w: multiply(self.lora_scale * x, adapters[w][1])[0] for w, x in zip(of_rows, narrow, strict=True)}
-        gate_RF = gate_RF + added["w1"] if "w1" in added else gate_RF
-        up_RF = up_RF + added["w3"] if "w3" in added else up_RF
+        for name, y_RF in (("w1", gate_RF), ("w3", up_RF)):
+            if name in of_rows:  # in place, so that no more of them exist than without adapters
+                y_RF += multiply(self.lora_scale * narrow.pop(0), adapters[name][1])[0]
 
         def to_output() -> Tensor:
             a, b = adapters.get("w2", (None, None))
             y_RD, *narrow = down(gate_RF, up_RF, weight_R1, (w2_eDF,) if a is None else (w2_eDF, a), count, *how)
-            return y_RD + multiply(self.lora_scale * narrow[0], b)[0] if narrow else y_RD
+            if narrow:
+                y_RD += multiply(self.lora_scale * narrow[0], b)[0]
+            return y_RD
 
         if self.w1_bias is None:
             return to_output()

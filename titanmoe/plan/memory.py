@@ -224,6 +224,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
+        if config.lora.rank and name == "last" and resharded and experts and fold.edp > 1 and not recomputed:
+            # Gradients are small, so that this may be the peak: gathered weights arrive in a buffer and are copied.
+            add_candidate(
+                "forward of the last block's experts",
+                activations_kept=activations,
+                gathered_weights=two_blocks + 2 * expert.whole * w,
+                other=R * F * w + hidden,
+            )
         if recomputed and resharded and experts and fold.edp > 1:
             add_candidate(
                 f"recomputing the {name} block's experts",
