@@ -14,6 +14,7 @@ from tests.support import processes
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.cli import main
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance_losses.aux_loss import AuxLoss
@@ -129,7 +130,9 @@ def aux_loss(logits_TE: Tensor, top_k: int) -> Tensor:
     scores_TE = logits_TE.softmax(-1)
     count_1E = torch.bincount(scores_TE.topk(top_k).indices.flatten(), minlength=E)[None]
     loss = AuxLoss(Model(num_experts=E, top_k=top_k), MoE(), 1)
-    return loss(Routed(logits_TE, scores_TE, count_1E, tokens, torch.tensor(T), torch.tensor(1), False))
+    return loss(
+        Routed(logits_TE, scores_TE, count_1E, tokens, torch.tensor(T), torch.tensor(1), False, NO_GROUP, NO_GROUP)
+    )
 
 
 @pytest.mark.parametrize("name", AUX_FAMILIES)
