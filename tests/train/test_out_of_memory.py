@@ -50,6 +50,7 @@ def trainer(**changes: int) -> SimpleNamespace:
         config=config,
         device=torch.device("cpu"),
         parameters={"w": weight},
+        gradients=SimpleNamespace(trained={"w": weight}),
         optimizer=optimizer,
         state=SimpleNamespace(step=7),
     )
@@ -150,10 +151,10 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
 
 def test_moments_that_are_kept_in_the_hosts_memory_are_not_counted_on_a_gpu():
     config, gpu = Config(), torch.device("cuda")
-    assert sum(out_of_memory._state(5, config, gpu).values()) == 20
+    assert sum(out_of_memory._state(5, 5, config, gpu).values()) == 20
     config.optimizer.offload = True
-    assert sum(out_of_memory._state(5, config, gpu).values()) == 10
-    assert sum(out_of_memory._state(5, config, torch.device("cpu")).values()) == 20
+    assert sum(out_of_memory._state(5, 5, config, gpu).values()) == 10
+    assert sum(out_of_memory._state(5, 5, config, torch.device("cpu")).values()) == 20
 
 
 def test_the_memory_of_the_host_is_the_least_limit_around_the_process(monkeypatch, tmp_path):
