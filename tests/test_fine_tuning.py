@@ -52,7 +52,8 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     (trained,) = said["titanmoe train"]
     assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE)
     assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
-    assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE) and "experts     ep 2" in trained
+    assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE)
+    assert re.search(r"^experts +ep 2 *$", trained, re.MULTILINE)
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
 
     recipe = ["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"]
