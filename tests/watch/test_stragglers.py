@@ -253,7 +253,8 @@ def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
     seconds = {name: np.mean([line["seconds"][name] for line in ranks], 0) for name in ranks[0]["seconds"]}
     assert seconds["compute"].argmax() == SLOW and seconds["pp"].min() > 0 and "ep" in " ".join(seconds)
     assert sum(x[SLOW] for x in seconds.values()) < sum(x[0] for x in seconds.values()) + 0.3
-    assert all(messages[list(seconds).index("pp") - 2] >= 4 for messages in results)
+    # The first wait for another stage ends where the stage gathers its weights, the last where losses are summed.
+    assert all(messages[list(seconds).index("pp") - 2] >= 3 for messages in results)
 
 
 LATE_S = 0.3
