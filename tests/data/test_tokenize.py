@@ -401,3 +401,20 @@ def test_weights_of_messages_are_stored_and_read(tmp_path, bpe, here):
         assert what in problems(tmp_path, "z", file, **options)
     file.write_bytes(lines([talk({"weight": 0})], field="messages"))
     assert "all of the assistant's messages have the weight 0" in problems(tmp_path, "z", file, **options)
+
+
+def test_a_folder_that_another_process_begins_to_fill_is_not_taken_for_a_foreign_one(tmp_path, monkeypatch):
+    """Ranks that start together: one makes the folder of work between the other's looks at it."""
+    (tmp_path / "a.txt").write_text("one")
+    out = tmp_path / "x"
+    out.mkdir()
+    (out / ".lock").touch()
+    real = Path.iterdir
+
+    def iterdir(path):
+        if path == out:
+            (out / "work").mkdir(exist_ok=True)
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    assert run(tmp_path, "x", tmp_path / "a.txt")["documents"] == 1

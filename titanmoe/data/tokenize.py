@@ -110,8 +110,9 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
     out = Path(plan.job.out)
     _check_output_outside_inputs(out, plan.job.paths)
     try:
-        foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
-        if foreign and not is_shards(out):
+        # Listed once: another process may be making them.
+        names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+        if names - {LOCK} and not names & {WORK, MANIFEST}:
             raise ConfigError([f"{out} has other files in it: name a folder that is new or empty"])
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, wait):
