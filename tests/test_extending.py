@@ -32,6 +32,8 @@ LISTS = (
         "tests/test_recipes.py",
         "tests/test_parity.py::test_debug_sizes_of_every_family[small_moe]",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
+        "tests/models/test_tensors.py::test_names_are_those_of_the_modules[more0-conv_moe]",
+        "tests/models/test_tensors.py::test_names_of_adapters_are_those_of_the_modules[conv_moe]",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
         "tests/train/test_optimizer.py::test_rules_are_true[momentum]",
     ),
