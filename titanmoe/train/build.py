@@ -1,4 +1,6 @@
-"""Builds a run from a config: gives each component its table. Nothing else sees the whole config."""
+"""Builds a run from a config: gives each component its table. The model, the loader and the header read most of them,
+so these get the whole config.
+"""
 
 from __future__ import annotations
 
