@@ -262,7 +262,10 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
         try:
             return Chat(_read(file), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"chat template {file}: {getattr(error, 'strerror', None) or error}"]) from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                [f"chat template {file}: {reason}: name a Jinja file (chat_template), or none for the tokenizer's own"]
+            ) from None
     folder = getattr(tokenizer, "file", None)
     if folder is None:
         raise ConfigError(["the byte tokenizer has no chat template of its own: name a Jinja file (chat_template)"])
