@@ -31,8 +31,10 @@ def titanmoe(*words: str, shows: bool = True) -> str:
     print(f"\n$ titanmoe {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "titanmoe", *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    where = None if shows else subprocess.PIPE
-    return subprocess.run(command, check=True, stdout=where, env=environment, text=True).stdout
+    done = subprocess.run(command, stdout=None if shows else subprocess.PIPE, env=environment, text=True)
+    if done.returncode:
+        raise SystemExit(done.returncode)
+    return done.stdout
 
 
 def ask_titanmoe(run: str) -> list[dict[str, Any]]:
