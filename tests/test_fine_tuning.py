@@ -63,3 +63,10 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
     assert "has made 2 steps, and training.epochs = 1\n" in again and "--training.epochs 2\n" in again
     user.has(["-m", "titanmoe", "report", "runs/sft_debug"])
     assert "2 of 2" in (tmp_path / "runs/sft_debug/report/report.html").read_text()
+
+
+def test_the_script_ends_with_the_same_answers_in_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    said = FineTuner(tmp_path).has([f"{ROOT}/scripts/fine_tune.py"])
+    assert "runs/sft_debug: 12 answers, 12 of them right, the same in transformers with exported/sft_debug\n" in said
+    assert "is not empty" in FineTuner(tmp_path).starts([f"{ROOT}/scripts/fine_tune.py"]).wait().stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from tests import world
 from tests.checkpoint import runs
-from tests.generate.test_generate_command import ask
+from tests.generate.test_generate_command import ask, lines
+from tests.support.byte_pairs import CHATML
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Data
@@ -63,3 +65,42 @@ def test_files_that_changed_or_are_no_tokenizers_are_not_copied(tmp_path: Path) 
     (shards / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer\.json is missing"):
         stored.files()
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %} {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_the_template_that_a_run_was_trained_with_goes_along_too(tmp_path: Path, bpe: Path) -> None:
+    """In place of the tokenizer's own, also where the first source has no chats."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "text.txt").write_text(TEXT)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    settings = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    words = [f"{tmp_path}/text.txt", "--tokenizer", str(tokenizer), "--workers", "1", "--out", f"{tmp_path}/shards"]
+    assert main(["tokenize", *words]) == 0
+    said = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "the lazy dog"}]
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': said})}\n" * 20)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    changes = {"data.source": "files", "data.paths": [f"{tmp_path}/{name}" for name in ("shards", "chats.jsonl")]}
+    changes |= {"data.format": "chat", "data.chat_template": f"{tmp_path}/own.jinja", "data.tokenizer": str(tokenizer)}
+    changes |= {"model.vocab_size": 320, "moe.bias_update_rate": 0.0}
+    world.run(1, runs.go, str(tmp_path), changes, 1)
+    (tmp_path / "own.jinja").unlink()
+
+    assert main(["convert", "--to-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    exported = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    text = exported.apply_chat_template(said[:1], add_generation_prompt=True, tokenize=False)
+    assert text == "user: the fox? assistant: "
+    ids = exported.apply_chat_template(said[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    for folder in ("run", "hf"):
+        words = ["--chat", "--prompt", "the fox?", "--max-tokens", "1"]
+        (line,) = lines("--checkpoint", tmp_path / folder, *words)
+        assert line["prompt_tokens"] == ids

@@ -65,7 +65,8 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
 
 
 def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:
-    """On a rank: by row number, the logits after a prompt of that many tokens and after each following token."""
+    """On a rank: by row number, the logits after a prompt of that many tokens, after each following token but the last
+    two, and after these together."""
     text_generator = generator(path, degrees)
     data = text_generator.meshes.data
     own_rows = list(range(len(rows)))[data.rank :: data.size]
@@ -74,9 +75,11 @@ def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: 
     with torch.no_grad():
         text_generator.rows.begin([prompts[i] for i in own_rows], steps)
         logits = [text_generator.forward([token for i in own_rows for token in rows[i][: prompts[i]]])]
-        for step in range(steps):
-            text_generator.rows.advance()
-            logits.append(text_generator.forward([rows[i][prompts[i] + step] for i in own_rows]))
+        for step in range(steps - 1):
+            count = 1 if step < steps - 2 else 2
+            text_generator.rows.advance(count)
+            new_ids = [rows[i][prompts[i] + step :][:count] for i in own_rows]
+            logits.append(text_generator.forward([token for row in new_ids for token in row]))
     return {i: torch.stack([logits_BV[b] for logits_BV in logits]) for b, i in enumerate(own_rows)}
 
 

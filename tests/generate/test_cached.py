@@ -1,5 +1,5 @@
-"""With a cache, a token at a time, for rows of any lengths together: the same logits as for whole sequences without
-one."""
+"""With a cache, one token or two at a time, for rows of any lengths together: the same logits as for whole sequences
+without one."""
 
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def test_cached_logits_are_those_of_the_whole_sequence(checkpoints, name: str, f
     checked = set()
     for answer in answers:
         for row, logits in answer.items():
-            whole = want[row][PROMPTS[row] - 1 :]
-            assert logits.shape == whole.shape == (FURTHER + 1, want[row].shape[1])
+            first = PROMPTS[row] - 1
+            whole = want[row][[*range(first, first + FURTHER - 1), first + FURTHER]]
+            assert logits.shape == whole.shape == (FURTHER, want[row].shape[1])
             assert (logits - whole).abs().max() <= 1e-10 * whole.abs().max()
             checked.add(row)
     assert checked == set(range(len(PROMPTS)))

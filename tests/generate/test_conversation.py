@@ -66,6 +66,33 @@ def test_a_conversation_has_the_ids_of_transformers_folded_or_not(run: Path, bpe
     assert alone == answers[0]
 
 
+def counted(most_pairs: int, *words: object) -> tuple[tuple[int, str, str], list[int]]:
+    """On a rank: a conversation, and how many tokens each forward has read."""
+    from titanmoe.generate import loop
+
+    forward, counts = loop.Generator.forward, []
+
+    def count(generator: Any, ids: list[int]) -> Any:
+        counts.append(len(ids))
+        return forward(generator, ids)
+
+    with replaced(loop, "MOST_PAIRS", most_pairs), replaced(loop.Generator, "forward", count):
+        return converse("the fox?\nquick\nthe lazy dog\n", *words), counts
+
+
+@pytest.mark.parametrize("degrees", [(), ("--ep", "2"), ("--tp", "2")])
+def test_a_turn_reads_only_what_is_new(run: Path, bpe: Path, degrees: tuple[str, ...]) -> None:
+    words = "--checkpoint", run, "--tokenizer", bpe, "--chat", *EXACT, "--json", *degrees
+    ranks = 2 if degrees else 1
+    (result, counts), *_ = world.run(ranks, counted, 1 << 22, *words)
+    (anew, all_counts), *_ = world.run(ranks, counted, 0, *words)
+    assert result[:2] == anew[:2] and result[0] == 0, result[2]
+    first, second, third = (len(json.loads(line)["prompt_tokens"]) for line in anew[1].splitlines())
+    assert [count for count in all_counts if count > 1] == [first, second, third]
+    read, more, last = (count for count in counts if count > 1)
+    assert read == first and 1 < more <= second - first and 1 < last <= third - second
+
+
 def scripted(ids: list[int], *words: object) -> tuple[int, str, str]:
     """On a rank: the model chooses these tokens, whatever it finds likely."""
     from titanmoe.generate import loop

@@ -173,7 +173,7 @@ class Data:
     tokenizer: str = "bytes"
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Not set: that of model.hf, if it has one. Token shards bring their own."""
     chat_template: str = ""
-    """For chats, a Jinja file. Empty: the tokenizer folder's own."""
+    """For chats, a Jinja file. Empty: the tokenizer folder's own. Checkpoints and exports have the one that was used."""
     label_weights: bool = False
     """Read how much each label counts, for training.objective = "weighted_cross_entropy": in a chat, each message's `weight` (1 unless given). Without it a weight must be 0, for an answer that is not to be learned, or 1."""
     bad_lines: Literal["error", "skip"] = "error"

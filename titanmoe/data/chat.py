@@ -18,7 +18,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.reader import json_type_name
 from titanmoe.data.template import NotText, OverBudget, Template
-from titanmoe.data.tokenizer import SETTINGS, Tokenizer
+from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
@@ -262,11 +262,14 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
         try:
             return Chat(_read(file), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([f"chat template {file}: {getattr(error, 'strerror', None) or error}"]) from None
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                [f"chat template {file}: {reason}: name a Jinja file (chat_template), or none for the tokenizer's own"]
+            ) from None
     folder = getattr(tokenizer, "file", None)
     if folder is None:
         raise ConfigError(["the byte tokenizer has no chat template of its own: name a Jinja file (chat_template)"])
-    own, settings = folder.parent / "chat_template.jinja", folder.parent / SETTINGS
+    own, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
     if own.is_file():
         return Chat(_read(own), str(own), tokenizer)
     template_text = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None

@@ -40,8 +40,8 @@ class Mix:
         tokenizer: StoredTokenizer | None = None,
         epochs_to_take: Epochs | None = None,
     ):
-        """tokenizer: that of all sources, as the first of them has it; None for random tokens. epochs_to_take: None if
-        the samples never end."""
+        """tokenizer: that of all sources, as the first of chats has it, or else the first; None for random tokens.
+        epochs_to_take: None if the samples never end."""
         self.sources, self.tokenizer, self._key = sources, tokenizer, key("mix", seed)
         self.epochs_to_take = epochs_to_take
         weight_K = np.array([source.weight for source in sources])

@@ -86,8 +86,9 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
         return Mix([source], training.seed), ()
     corpora = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
     where = "data.paths" if data.source == "files" else "data.source"
-    tokenizers = [corpus.stored_tokenizer for corpus in corpora if isinstance(corpus, ShardDocuments)]
-    tokenizer = tokenizers[0] if tokenizers else StoredTokenizer(ByteTokenizer.identity, Path(), {})
+    shards = [corpus for corpus in corpora if isinstance(corpus, ShardDocuments)]
+    shards.sort(key=lambda corpus: not corpus.has_label_mask)  # those of chats have the chat template
+    tokenizer = shards[0].stored_tokenizer if shards else StoredTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
         corpora, held_out = zip(*(split(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True)

@@ -40,7 +40,7 @@ from titanmoe.data.shards import (
     wrong_sizes,
 )
 from titanmoe.data.tokenize_unit import TokenizeJob, dtype_name, record_name
-from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
+from titanmoe.data.tokenizer import CHAT_TEMPLATE, Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import store_tokenizer, write_json
 
 LOCK, PLAN = ".lock", "plan.json"
@@ -63,6 +63,12 @@ class ShardPlan:
     sources: list[InputFile]
     identity: str
     """Of the shards' contents."""
+
+    @property
+    def tokenizer_files(self) -> dict[str, Path]:
+        """By name. A chat template of the job takes the place of the tokenizer's own; bytes have none."""
+        files, template = self.tokenizer.files(), self.job.chat_template
+        return files | {CHAT_TEMPLATE: Path(template).expanduser()} if files and template else files
 
 
 def plan_shards(job: TokenizeJob) -> ShardPlan:
@@ -187,7 +193,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
         records = [_finished_records(plan, out, number) for number in range(len(units))]
 
     manifest = _manifest(plan, made_from, [record for unit_records in records for record in unit_records])
-    manifest["tokenizer_files"] = store_tokenizer(out, plan.tokenizer.files())
+    manifest["tokenizer_files"] = store_tokenizer(out, plan.tokenizer_files)
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)

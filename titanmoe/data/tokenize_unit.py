@@ -156,7 +156,7 @@ class ShardUnit:
         else:
             why = entry.why
             if self.job.bad_lines == "error":
-                raise ConfigError([why])
+                raise ConfigError([f'{why} (mend it, or leave such ones out: bad_lines = "skip")'])
             self.progress.skipped += 1
             self.examples = [*self.examples, why][:EXAMPLES]
         self.progress.items += 1

@@ -18,10 +18,10 @@ from titanmoe.config.parse_json import parse_json
 if TYPE_CHECKING:  # the processes of `titanmoe tokenize` do not need torch
     from torch import Tensor
 
-FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+FILE, SETTINGS, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 OTHER_FILES = (
     *(SETTINGS, "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "*.tiktoken", "tokenization_*.py"),
+    *(CHAT_TEMPLATE, "chat_template.json", "*.tiktoken", "tokenization_*.py"),
 )
 """Names of what belongs to a tokenizer and lies beside its tokenizer.json."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")

@@ -15,9 +15,8 @@ from titanmoe.data.read_files import documents, find_files, spans
 from titanmoe.data.reader import Bad, Reader
 from titanmoe.data.tokenize_command import add_format
 from titanmoe.data.tokenize_unit import texts_only
-from titanmoe.data.tokenizer import FILE, SETTINGS
+from titanmoe.data.tokenizer import CHAT_TEMPLATE, FILE, SETTINGS
 
-CHAT = "chat_template.jinja"
 END = "<|endoftext|>"
 MARKS = (END, "<|system|>", "<|user|>", "<|assistant|>")
 LEAST = 256 + len(MARKS)
@@ -125,7 +124,7 @@ def _train(args: argparse.Namespace) -> list[str]:
         "clean_up_tokenization_spaces": False,
     }
     (args.out / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    (args.out / CHAT).write_text(TEMPLATE, encoding="utf-8")
+    (args.out / CHAT_TEMPLATE).write_text(TEMPLATE, encoding="utf-8")
     tokenizer.save(str(args.out / FILE))
     size = tokenizer.get_vocab_size()
     files = f"{len(sources)} file{'s' * (len(sources) != 1)}"

@@ -1,12 +1,13 @@
 """What attention remembers of earlier tokens, and the head at the end of each row.
 
 A forward's tokens are concatenated into one row, as if they were one sample: first all prompts, later one token of
-each. So no prompt is padded to the length of another, tp splits the tokens as it does a sequence, and the MoE layers
-see only real tokens. Only attention knows which tokens belong together. It is cached where it is called with keys and
-values, after RoPE and norms, so that all kinds of attention are cached the same way.
+each, or several where a conversation goes on. So no prompt is padded to the length of another, tp splits the tokens as
+it does a sequence, and the MoE layers see only real tokens. Only attention knows which tokens belong together. It is
+cached where it is called with keys and values, after RoPE and norms, so that all kinds of attention are cached the same
+way.
 
-Shapes: T tokens of a forward, B rows (prompts) of this rank, L positions, H query heads and G key heads of this rank,
-g query heads of each key head, h head width, v value width, D model.
+Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, H query heads and G key
+heads of this rank, g query heads of each key head, h head width, v value width, D model.
 """
 
 from __future__ import annotations
@@ -35,19 +36,26 @@ class Rows:
         self.device, self.capacity = device, 0
         self.num_cached: list[int] = []
         self.num_new: list[int] = []
-        self.row_B = self.place_B = self.numbers([])
-        """Row and position of the token that a forward adds to each row. Kept here, so that layers make no copies."""
+        self.row_B1 = self.place_Bn = self.numbers([])
+        """Rows and positions of the tokens that a forward adds. Kept here, so that layers make no copies."""
 
     def begin(self, lengths: list[int], most: int) -> None:
         """The forward of all prompts comes next. most: tokens that may follow a prompt."""
         self.num_cached, self.num_new = [0] * len(lengths), lengths
         self.capacity = max(lengths, default=0) + most
 
-    def advance(self) -> None:
-        """A forward of one more token of each row comes next."""
+    def advance(self, count: int = 1) -> None:
+        """A forward of so many more tokens of each row comes next."""
         self.num_cached = self.ends
-        self.num_new = [1] * len(self.num_cached)
-        self.row_B, self.place_B = self.numbers(range(len(self.num_cached))), self.numbers(self.num_cached)
+        self.num_new = [count] * len(self.num_cached)
+        self.row_B1 = self.numbers(range(len(self.num_cached))).unsqueeze(1)
+        self.place_Bn = self.numbers(self.num_cached).unsqueeze(1) + torch.arange(count, device=self.device)
+
+    def go_on(self, kept: int, count: int, most: int) -> None:
+        """Of the only row the first positions are kept, and a forward of `count` more tokens comes next."""
+        self.num_cached, self.num_new = [kept], [0]
+        self.capacity = max(self.capacity, kept + count + most)
+        self.advance(count)
 
     def keep(self, rows: list[int]) -> None:
         self.num_cached, self.num_new = [self.num_cached[i] for i in rows], [self.num_new[i] for i in rows]
@@ -104,18 +112,17 @@ class CachedAttention:
                 out_1THv[:, first:end] = self.attend(*padded, None, window, sinks_H)[:, :n]
                 self.k_BGLh[row, :, :n] = k[0, first:end].transpose(0, 1)
                 self.v_BGLv[row, :, :n] = v[0, first:end].transpose(0, 1)
-        elif count := len(rows.num_new):
-            self.k_BGLh[rows.row_B, :, rows.place_B] = k[0, :count]
-            self.v_BGLv[rows.row_B, :, rows.place_B] = v[0, :count]
+        elif count := sum(rows.num_new):
+            q_BnHh, k_BnGh, v_BnGv = (x[0, :count].unflatten(0, (len(rows.num_new), -1)) for x in (q, k, v))
+            missing = rows.capacity - self.k_BGLh.shape[2]
+            if missing > 0:
+                self.k_BGLh, self.v_BGLv = (F.pad(x, (0, 0, 0, missing)) for x in (self.k_BGLh, self.v_BGLv))
+            self.k_BGLh[rows.row_B1, :, rows.place_Bn] = k_BnGh
+            self.v_BGLv[rows.row_B1, :, rows.place_Bn] = v_BnGv
             longest = max(rows.ends)
-            out_1THv[0, :count] = last_attention(
-                q[0, :count],
-                self.k_BGLh[:, :, :longest],
-                self.v_BGLv[:, :, :longest],
-                rows.place_B + 1,
-                window,
-                sinks_H,
-            )
+            k_BGLh, v_BGLv = self.k_BGLh[:, :, :longest], self.v_BGLv[:, :, :longest]
+            out_BnHv = last_attention(q_BnHh, k_BGLh, v_BGLv, rows.place_Bn, window, sinks_H)
+            out_1THv[0, :count] = out_BnHv.flatten(0, 1)
         return out_1THv
 
     def keep(self, row_B: Tensor) -> None:
@@ -123,21 +130,22 @@ class CachedAttention:
 
 
 def last_attention(
-    q_BHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, length_B: Tensor, window: int = 0, sinks_H: Tensor | None = None
+    q_BnHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, place_Bn: Tensor, window: int = 0, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """(B, H, v): each row's last token to its first seen_B keys, of which a window keeps the last."""
-    q_BGgh = q_BHh.unflatten(1, (k_BGLh.shape[1], -1))
-    scores_BGgL = promote(q_BGgh @ k_BGLh.transpose(-1, -2)) / math.sqrt(q_BHh.shape[-1])
-    place_L, length_B1 = torch.arange(k_BGLh.shape[2], device=q_BHh.device), length_B.unsqueeze(1)
-    hidden_BL = place_L >= length_B1
+    """(B, n, H, v): each row's last tokens to the keys up to their places, of which a window keeps the last."""
+    q_BGgnh = q_BnHh.transpose(1, 2).unflatten(1, (k_BGLh.shape[1], -1))
+    scores = q_BGgnh.flatten(2, 3) @ k_BGLh.transpose(-1, -2)
+    scores_BGgnL = promote(scores).unflatten(2, q_BGgnh.shape[2:4]) / math.sqrt(q_BnHh.shape[-1])
+    place_L, place_Bn1 = torch.arange(k_BGLh.shape[2], device=q_BnHh.device), place_Bn.unsqueeze(2)
+    hidden_BnL = place_L > place_Bn1
     if window:
-        hidden_BL |= place_L < length_B1 - window
-    scores_BGgL.masked_fill_(hidden_BL[:, None, None], -torch.inf)
+        hidden_BnL |= place_L <= place_Bn1 - window
+    scores_BGgnL.masked_fill_(hidden_BnL[:, None, None], -torch.inf)
     if sinks_H is not None:
-        sinks = promote(sinks_H).view(*q_BGgh.shape[1:3], 1).expand(*scores_BGgL.shape[:3], 1)
-        scores_BGgL = torch.cat((scores_BGgL, sinks), -1)
-    shares = scores_BGgL.softmax(-1)[..., : k_BGLh.shape[2]]
-    return (shares.to(v_BGLv.dtype) @ v_BGLv).flatten(1, 2)
+        sinks = promote(sinks_H).view(*q_BGgnh.shape[1:3], 1, 1).expand(*scores_BGgnL.shape[:4], 1)
+        scores_BGgnL = torch.cat((scores_BGgnL, sinks), -1)
+    shares = scores_BGgnL.softmax(-1)[..., : k_BGLh.shape[2]].to(v_BGLv.dtype)
+    return (shares.flatten(2, 3) @ v_BGLv).unflatten(2, q_BGgnh.shape[2:4]).flatten(1, 2).transpose(1, 2)
 
 
 class LastHead(nn.Module):

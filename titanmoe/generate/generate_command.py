@@ -112,7 +112,7 @@ def run_generate(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from titanmoe.data.chat import open_chat
     from titanmoe.generate.conversation import Conversation
-    from titanmoe.generate.model import config_to_run, find_model, tokenizer_of
+    from titanmoe.generate.model import chat_template_of, config_to_run, find_model, tokenizer_of
     from titanmoe.train.runtime import start, stop, world_size
 
     texts = _prompts(args)
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(trained, world_size(), degrees, args.dtype, args.device)
     _check_vocab_size(tokenizer, trained)
-    chat = open_chat(trained.config.data.chat_template, tokenizer) if args.chat else None
+    chat = open_chat(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
     ids = _encode(args, texts, tokenizer, chat)
     if chat and not args.json:
         texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own

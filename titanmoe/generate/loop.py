@@ -1,5 +1,8 @@
 """From prompts to tokens: one forward over all prompts of a batch, then one over a token of each until all have ended.
 
+A prompt alone that begins as the one before it, with its text, did is read from where they differ: what a conversation
+said before is cached.
+
 Every rank runs every forward, with or without tokens of its own, since any rank may hold experts.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
@@ -21,6 +24,9 @@ from titanmoe.generate.cache import Rows, add_caches
 from titanmoe.generate.sample import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
+
+MOST_PAIRS = 1 << 22
+"""Of new tokens and positions, where the cache goes on: each head has a score for each. Beyond, all is read anew."""
 
 
 class Prompt(NamedTuple):
@@ -49,6 +55,8 @@ class Generator:
         self.vocab_size, self.ends = vocab_size, ends
         self.rows = Rows(device)
         self.caches = add_caches(model, self.rows)
+        self.cached_ids: list[int] = []
+        """Of the row that the last batch had, if it was one alone."""
 
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
@@ -72,8 +80,7 @@ class Generator:
     ) -> list[Generated]:
         generated = [Generated(prompt.number) for prompt in prompts]
         unfinished = list(generated)
-        self.rows.begin([len(prompt.ids) for prompt in prompts], most)
-        ids = [token for prompt in prompts for token in prompt.ids]
+        ids = self._begin(prompts, most)
         while True:
             logits_BV = self.forward(ids)
             ids = self._choose_next(logits_BV, sampling, unfinished) if unfinished else []
@@ -88,11 +95,28 @@ class Generator:
                     on_token(sequence)
             remaining = [i for i, sequence in enumerate(unfinished) if not sequence.end]
             if not self._any_rank(bool(remaining)):
+                if len(prompts) == 1 and (ends := self.rows.ends):
+                    self.cached_ids = (prompts[0].ids + generated[0].tokens)[: ends[0]]
                 return generated
             if len(remaining) < len(unfinished):
                 unfinished, ids = [unfinished[i] for i in remaining], [ids[i] for i in remaining]
                 self._keep_rows(remaining)
             self.rows.advance()
+
+    def _begin(self, prompts: Sequence[Prompt], most: int) -> list[int]:
+        """What the first forward reads."""
+        cached_ids, self.cached_ids = self.cached_ids, []
+        ids = [token for prompt in prompts for token in prompt.ids]
+        if len(prompts) == 1:
+            same, most_same = 0, min(len(ids) - 1, len(cached_ids))
+            while same < most_same and ids[same] == cached_ids[same]:
+                same += 1
+            count = len(ids) - same
+            if same and count * len(ids) <= MOST_PAIRS:
+                self.rows.go_on(same, count, most)
+                return ids[same:]
+        self.rows.begin([len(prompt.ids) for prompt in prompts], most)
+        return ids
 
     def forward(self, ids: list[int]) -> Tensor:
         """Logits (B, V) at the end of each row, from the ids that are added to all rows."""

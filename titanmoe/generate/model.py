@@ -89,6 +89,12 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
     )  # fmt: skip
 
 
+def chat_template_of(trained: TrainedModel, tokenizer: Tokenizer) -> str:
+    """A file; empty: what is with the tokenizer, as the run's own template is in its checkpoints."""
+    carried = trained.tokenizer is not None and getattr(tokenizer, "file", None) == trained.tokenizer
+    return "" if carried else trained.config.data.chat_template
+
+
 def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
     """The config to run; ConfigError with everything that is wrong with it."""
     problems = [

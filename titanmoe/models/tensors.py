@@ -199,15 +199,16 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator[Violation]:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            some = next(name for name in reversed(known) if name.startswith("layers.")).split(".")[1]
-            own = f"layers.{some}."
-            shown = [name.replace(own, "layers.*.") for name in known if name.startswith(own) or "layers" not in name]
-            yield Violation(
-                (field, "model.family"),
-                f'{field} has "{pattern}", which is the name of none of these: {", ".join(shown)}',
-            )
+    if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
+        some = next(name for name in reversed(known) if name.startswith("layers.")).split(".")[1]
+        own = f"layers.{some}."
+        shown = [name.replace(own, "layers.*.") for name in known if name.startswith(own) or "layers" not in name]
+        listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
+        yield Violation(
+            (field, "model.family"),
+            f"{field} has {listed}, which {'is' if len(unmatched) == 1 else 'are'} the name of nothing there: choose "
+            f"from {', '.join(shown)}",
+        )
 
 
 def _lora(config: Config, adaptable: list[str]) -> Iterator[Violation]:
