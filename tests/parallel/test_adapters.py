@@ -10,19 +10,14 @@ import pytest
 import torch
 
 from tests import parity, reference, world
-from tests.support.case_features import MODELS
-from tests.support.parity_errors import compare, tolerance
+from tests.support.case_features import MODELS, TRAINED
 from tests.test_parity import in_few
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning, expert_splits, of_block
-from titanmoe.ops import counter_rng
-from titanmoe.parallel.materialize import fill_normal, piece
 from titanmoe.parallel.norm import replicas
 
-LORA = {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0}
-B = 0.2
-"""Standard deviation of the B that these runs begin with; at 0, A has no gradient."""
+LORA = TRAINED["adapters"]
 MAPPINGS: dict[str, dict[str, Any]] = {
     "alone": {},
     "etp 2, tp 1, ep 1": {"parallelism.experts.etp": 2},
@@ -42,25 +37,14 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_b(trainer: Any) -> None:
-    for name, parameter in trainer.training.parameters.items():
-        if name.endswith("lora_B"):
-            part, offset = piece(parameter.detach())
-            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", 0, name), B)
-
-
-def train_step(trainer: Any) -> dict[str, Any]:
-    return trainer.train_step()
-
-
 def not_summed_over_etp(trainer: Any) -> None:
-    random_b(trainer)
+    parity.random_b(trainer)
     gradients = trainer.training.gradients
     gradients.meshes = replace(gradients.meshes, etp=NO_GROUP)
 
 
 def summed_over_data_ranks(trainer: Any) -> None:
-    random_b(trainer)
+    parity.random_b(trainer)
     gradients = trainer.training.gradients
     gradients.meshes = replace(gradients.meshes, etp=gradients.meshes.data)
 
@@ -76,19 +60,8 @@ def whole_on_one_rank(trainer: Any) -> dict[str, Any]:
         return trainer.train_step()
 
 
-def check(size: int, changes: dict[str, Any], prepare: Any = random_b, step: Any = train_step) -> None:
-    changes = in_few(size, LORA | changes)
-    config = parity.read(changes, size)
-    weights = reference.initial_weights(config.model, 0) | reference.initial_adapters(config, 0, b=B)
-    batches = [parity.grouped(config, 1, step) for step in range(parity.STEPS)]
-    want = reference.train(config, weights, batches)
-    got = world.run(size, parity.measure, changes, False, "", parity.STEPS, None, prepare, step)[0]
-    errors = compare(got, want, config)
-    assert got.grads.keys() == {name for name in weights if "lora_" in name}
-    for name, weight in weights.items():
-        assert "lora_" in name or got.weights[name].equal(weight), f"{name} is frozen and has changed"
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= tolerance(config), f"{worst} is off by {errors[worst]:.2e}; {errors}"
+def check(size: int, changes: dict[str, Any], **seams: Any) -> None:
+    parity.check(size, in_few(size, LORA | changes), **seams)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -99,7 +72,7 @@ def test_parity_from_random_a_and_b(mapping: str) -> None:
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Megatron-Bridge 5634": ("tp 4, etp 2, ep 1", {"prepare": not_summed_over_etp}),
     "Megatron-Bridge 5231": ("etp 2, tp 1, ep 1", {"prepare": summed_over_data_ranks}),
-    "Megatron-LM 5916": ("tp 4, etp 2, ep 1", {"step": whole_on_one_rank}),
+    "Megatron-LM 5916": ("tp 4, etp 2, ep 1", {"train_step": whole_on_one_rank}),
 }
 
 
