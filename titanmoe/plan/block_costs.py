@@ -8,6 +8,7 @@ Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from math import comb
 from operator import add
@@ -20,7 +21,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
-from titanmoe.models.tensors import Tuning
+from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
@@ -39,6 +40,9 @@ the same units, forward and backward: per element of queries, and of keys and va
 that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 96
 """Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
+ADAPTER, ADAPTER_KERNELS = 6, (4, 6)
+"""Of an adapted matrix: bytes moved, in the same units, per element to which the adapter's share is added (its outputs;
+in backward its inputs' gradients), and kernels: two narrow products, a scale and a sum; in backward four products."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -106,6 +110,29 @@ def _backward(config: Config) -> list[BackwardFactors]:
     return [BackwardFactors(*(work.factor for work in block)) for block in blocks] + [BackwardFactors(ffn=ends.factor)]
 
 
+class Adapter(NamedTuple):
+    """On a matrix."""
+
+    name: str
+    rank: int
+    inputs: int
+    outputs: int
+    inputs_split: bool
+    """Whether tp or etp divides the inputs."""
+    outputs_split: bool
+
+
+def _adapters(config: Config, layer: int, w: int) -> Iterator[Adapter]:
+    if not config.lora.rank:
+        return
+    model, experts = config.model, has_experts(config.model, layer)
+    matrices = of_block(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
+    pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
+    for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
+        filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.moe.experts
+        yield Adapter(name, a[-2] + filled, a[-1], b[-2], a_dim is not None, b_dim is not None)
+
+
 def _slower_in_pieces(seq: int, cp: int) -> float:
     """Of each rank's attention one part in cp is causal, over as many tokens as it has, and the others are not."""
     short = cp / seq
@@ -135,6 +162,11 @@ class BlockCosts:
         ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.like = [ways.index(way) for way in ways]
         """By block: the first one that mixes tokens in the same way, and of which as much is trained."""
+        self.adapters = [list(_adapters(config, layer, self.w)) for layer in range(len(self.mixers))]
+        keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
+        self.most = 1.0 if config.lora.rank else BACKWARD
+        """Backward's products at most: adapters' own, which its factors count too, are priced apart."""
+        self.ffn_adapters = dict(zip(keys, self.adapters, strict=True))
         self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
     # ---- parts of a half
@@ -158,6 +190,29 @@ class BlockCosts:
         """Seconds to copy rows on their way to experts and back."""
         regrouped = 2 * arrived * REGROUP[part] * exchanged
         return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
+
+    def _adapted(
+        self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
+    ) -> tuple[Cost, Cost]:
+        """What those on matrices whose names begin so add, forward and backward. rows: of each of the groups. split:
+        the ranks of tp or etp."""
+        forward = backward = Cost()
+        for adapter in adapters:
+            if not adapter.name.startswith(prefix):
+                continue
+            inputs = adapter.inputs / (split if adapter.inputs_split else 1)
+            outputs = adapter.outputs / (split if adapter.outputs_split else 1)
+            products = groups * (self.product(rows, adapter.rank, inputs) + self.product(rows, outputs, adapter.rank))
+            costs = [
+                Cost(
+                    matrix=products * factor,
+                    memory=self._move_seconds(groups * rows * width * ADAPTER),
+                    host=self.factors.block * kernels / BLOCK_KERNELS,
+                )
+                for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), ADAPTER_KERNELS, strict=True)
+            ]
+            forward, backward = forward + costs[0], backward + costs[1]
+        return forward, backward
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
@@ -183,15 +238,18 @@ class BlockCosts:
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         backward = self.backward[layer]
+        adapted = self._adapted(self.adapters[layer], "attention.", X, tp)
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(T * model.dim, part) + self._move_seconds(X * self._mixer_bytes(work, part))
             attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[part]
-            cost = Cost(products * (1.0, backward.products)[part], attention, memory, host * factor, tp_time)
+            cost = Cost(
+                products * (1.0, min(backward.products, self.most))[part], attention, memory, host * factor, tp_time
+            )
             if ring:
                 cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
             elif cp > 1:
                 cost = cost._replace(cp=self._context(group, X, work.keys, work.queries) * factor)
-            parts.append(cost)
+            parts.append(cost + adapted[part])
         return parts[0], parts[1]
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
@@ -236,14 +294,20 @@ class BlockCosts:
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
-    def _dense(self, tp: int, cp: int, samples: int, hidden: int, backward: float) -> tuple[Cost, Cost]:
+    def _dense(
+        self, tp: int, cp: int, samples: int, hidden: int, backward: float, shared: bool = False
+    ) -> tuple[Cost, Cost]:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
+        adapted = self._adapted(self.ffn_adapters[shared, backward], "moe.shared." if shared else "ffn.", X, tp)
         costs = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            costs.append(Cost(products * (1.0, backward)[part], 0.0, memory, self.factors.block / 9 * factor, tp_time))
+            cost = Cost(
+                products * (1.0, min(backward, self.most))[part], 0.0, memory, self.factors.block / 9 * factor, tp_time
+            )
+            costs.append(cost + adapted[part])
         return costs[0], costs[1]
 
     def _experts(
@@ -264,10 +328,11 @@ class BlockCosts:
         products = max(products, weights)
         router = self.product(T, model.num_experts, D) * 4
         exchange_seconds = self.exchange(dispatcher, T * self.imbalance, ep, etp)
+        adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, scale)
         costs = []
         shared_expert = None
         if model.shared_hidden:
-            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward)
+            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward, True)
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self._norms(T * D, part)
@@ -275,12 +340,13 @@ class BlockCosts:
                 + self._row_copies(T * model.top_k, R, ep * etp > 1, part)
             )
             cost = Cost(
-                (products + router) * (1.0, backward)[part],
+                (products + router) * (1.0, min(backward, self.most))[part],
                 0.0,
                 memory,
                 self.factors.block * 2 / 9 * factor,
                 rows=exchange_seconds,
             )
+            cost = cost + adapted[part]
             if shared_expert is not None:
                 shared_cost = shared_expert[part]
                 hidden = Cost(rows=-self._behind_shared(exchange_seconds, shared_cost.matrix))

@@ -236,7 +236,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             gathered = dense.whole + edge.whole + expert.whole * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
-                activations_kept=activations - (hidden if recomputed else 0),
+                activations_kept=activations,
                 gathered_weights=gathered * w if resharded else 0,
                 other=R * (max(F + D, 2 * D * bool(flow.expert_ranks)) + 2 * F * passing) * w + hidden,
                 dispatch_buffers=R * D * w * (passing or not flow.ffn_weights),
