@@ -17,24 +17,28 @@ from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning, expert_splits, of_block
 from titanmoe.parallel.norm import replicas
 
+EAGER = {"compile.backend": "aot_eager"}
 LORA = TRAINED["adapters"]
 MAPPINGS: dict[str, dict[str, Any]] = {
-    "alone": {},
     "etp 2, tp 1, ep 1": {"parallelism.experts.etp": 2},
     "tp 4, etp 2, ep 1": {"parallelism.tp": 4, "parallelism.experts.etp": 2},
-    "etp 2 of 4 in replicas": {"parallelism.dp_replicate": 2, "parallelism.tp": 2, "parallelism.experts.etp": 2},
-    "tp 2, ep 2, etp 2": {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
-    "etp 4": {"parallelism.cp": 2, "parallelism.experts.etp": 4},
-    "ep 4": {"parallelism.tp": 2, "parallelism.experts.ep": 4},
-    "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
-    "zero bubble": {
-        "parallelism.pp": 2,
-        "parallelism.tp": 2,
-        "pipeline.schedule": "ZBVZeroBubble",
-        "model.num_layers": 4,
+    "experts in replicas, etp 2": {
+        "parallelism.dp_replicate": 4,
+        "parallelism.experts.edp_replicate": 2,
+        "parallelism.experts.etp": 2,
     },
-    "recomputed": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "activation_checkpoint.mode": "full"},
+    "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
+    "compiled": {"parallelism.tp": 2, "parallelism.experts.etp": 2, "compile.enable": True} | EAGER,
+    "offloaded": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "optimizer.offload": True},
+} | {
+    f"recomputed, {mode}": {
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "activation_checkpoint.mode": mode,
+    }
+    for mode in ("full", "selective", "moe")
 }
+"""Besides those of tests/test_parity.py, a third of which have adapters."""
 
 
 def not_summed_over_etp(trainer: Any) -> None:
@@ -66,7 +70,7 @@ def check(size: int, changes: dict[str, Any], **seams: Any) -> None:
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_parity_from_random_a_and_b(mapping: str) -> None:
-    check(1 if mapping == "alone" else 4, MAPPINGS[mapping])
+    check(4, MAPPINGS[mapping])
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
+from tests.support.case_features import TRAINED
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
 from titanmoe.watch import bits
@@ -80,8 +81,10 @@ def flips(changes: dict[str, Any]) -> list[str]:
     return results
 
 
-def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named() -> None:
-    ends = world.run(4, flips, {"parallelism.dp_replicate": 4})
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named(trained: str) -> None:
+    """Also in frozen weights."""
+    ends = world.run(4, flips, {"parallelism.dp_replicate": 4} | TRAINED[trained])
     assert ends[0] == ends[1] == ends[2] == ends[3]
     for victim, name, bit, text in ends[0]:
         assert f"rank {victim} differs from 3 ranks that agree" in text, (victim, name, bit, text)
