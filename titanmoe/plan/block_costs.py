@@ -8,7 +8,6 @@ Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from math import comb
 from operator import add
@@ -21,8 +20,9 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
-from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
+from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
 
@@ -40,9 +40,6 @@ the same units, forward and backward: per element of queries, and of keys and va
 that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 96
 """Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
-ADAPTER, ADAPTER_KERNELS = 6, (4, 6)
-"""Of an adapted matrix: bytes moved, in the same units, per element to which the adapter's share is added (its outputs;
-in backward its inputs' gradients), and kernels: two narrow products, a scale and a sum; in backward four products."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -110,29 +107,6 @@ def _backward(config: Config) -> list[BackwardFactors]:
     return [BackwardFactors(*(work.factor for work in block)) for block in blocks] + [BackwardFactors(ffn=ends.factor)]
 
 
-class Adapter(NamedTuple):
-    """On a matrix."""
-
-    name: str
-    rank: int
-    inputs: int
-    outputs: int
-    inputs_split: bool
-    """Whether tp or etp divides the inputs."""
-    outputs_split: bool
-
-
-def _adapters(config: Config, layer: int, w: int) -> Iterator[Adapter]:
-    if not config.lora.rank:
-        return
-    model, experts = config.model, has_experts(config.model, layer)
-    matrices = of_block(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
-    pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
-    for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
-        filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.moe.experts
-        yield Adapter(name, a[-2] + filled, a[-1], b[-2], a_dim is not None, b_dim is not None)
-
-
 def _slower_in_pieces(seq: int, cp: int) -> float:
     """Of each rank's attention one part in cp is causal, over as many tokens as it has, and the others are not."""
     short = cp / seq
@@ -162,7 +136,7 @@ class BlockCosts:
         ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.like = [ways.index(way) for way in ways]
         """By block: the first one that mixes tokens in the same way, and of which as much is trained."""
-        self.adapters = [list(_adapters(config, layer, self.w)) for layer in range(len(self.mixers))]
+        self.adapters = [list(adapters_of(config, layer, self.w)) for layer in range(len(self.mixers))]
         keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
         self.most = 1.0 if config.lora.rank else BACKWARD
         """Backward's products at most: adapters' own, which its factors count too, are priced apart."""
@@ -206,10 +180,10 @@ class BlockCosts:
             costs = [
                 Cost(
                     matrix=products * factor,
-                    memory=self._move_seconds(groups * rows * width * ADAPTER),
+                    memory=self._move_seconds(groups * rows * width * ADDED),
                     host=self.factors.block * kernels / BLOCK_KERNELS,
                 )
-                for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), ADAPTER_KERNELS, strict=True)
+                for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), KERNELS, strict=True)
             ]
             forward, backward = forward + costs[0], backward + costs[1]
         return forward, backward
