@@ -17,7 +17,6 @@ from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning, expert_splits, of_block
 from titanmoe.parallel.norm import replicas
 
-EAGER = {"compile.backend": "aot_eager"}
 LORA = TRAINED["adapters"]
 MAPPINGS: dict[str, dict[str, Any]] = {
     "etp 2, tp 1, ep 1": {"parallelism.experts.etp": 2},
@@ -28,7 +27,6 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "parallelism.experts.etp": 2,
     },
     "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
-    "compiled": {"parallelism.tp": 2, "parallelism.experts.etp": 2, "compile.enable": True} | EAGER,
     "offloaded": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "optimizer.offload": True},
 } | {
     f"recomputed, {mode}": {

@@ -55,6 +55,7 @@ def flips(changes: dict[str, Any]) -> list[str]:
     message."""
     trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
     draw, results = random.Random(0), []
+    parity.random_b(trainer)  # at 0, as it begins, moments of A are 0, in which a flipped bit is lost in rounding
     trainer.train_step()
     for _ in range(TRIALS):
         trainer.training.state.step = 1
