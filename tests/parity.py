@@ -249,6 +249,26 @@ def samples(documents: bool = False) -> Callable[[Config, int, int], Samples]:
     return functools.partial(Samples, documents=documents)
 
 
+B_STD = 0.2
+"""Standard deviation of adapters' B as runs begin here: at 0, as they are made, A has no gradient."""
+
+
+def initial_weights(config: Config) -> dict[str, torch.Tensor]:
+    """Of the plain model: with random A and B, if it has adapters."""
+    seed = config.training.seed
+    return reference.initial_weights(config.model, seed) | reference.initial_adapters(config, seed, b=B_STD)
+
+
+def random_b(trainer: Any) -> None:
+    """Gives a run, of seed 0, the same B."""
+    from titanmoe.parallel.materialize import fill_normal, piece
+
+    for name, parameter in trainer.training.parameters.items():
+        if name.endswith("lora_B"):
+            part, offset = piece(parameter.detach())
+            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", 0, name), B_STD)
+
+
 Choices = dict[int, torch.Tensor]
 """By layer: experts of each token of a step, by its global index."""
 
@@ -265,6 +285,10 @@ def frozen(choices: Choices | None) -> Iterator[None]:
         yield
 
 
+def one_step(trainer: Any) -> dict[str, Any]:
+    return trainer.train_step()
+
+
 def measure(
     changes: dict[str, Any],
     documents: bool = False,
@@ -272,7 +296,7 @@ def measure(
     steps: int = STEPS,
     choices: Choices | None = None,
     prepare: Callable[[Any], None] = lambda trainer: None,
-    train_step: Callable[[Any], dict[str, Any]] = lambda trainer: trainer.train_step(),
+    train_step: Callable[[Any], dict[str, Any]] = one_step,
 ) -> Outcome | None:
     """prepare: called with the Trainer before its first step. train_step: runs one step of it."""
     from tests.support import planted_faults
@@ -366,9 +390,8 @@ def _expected(
     argv: tuple[str, ...], dp: int, owner: tuple[int, ...] | None, documents: bool, steps: int
 ) -> reference.Run:
     config = _read(argv, 1)
-    weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
     batches = [grouped(config, dp, step, documents) for step in range(steps)]
-    return reference.train(config, weights, batches, owner or 1)
+    return reference.train(config, initial_weights(config), batches, owner or 1)
 
 
 def expected(changes: dict[str, Any], size: int, documents: bool = False, steps: int = STEPS) -> reference.Run:
@@ -391,12 +414,16 @@ def check(
     timeout: float = 120,
     steps: int = STEPS,
     freeze: bool = False,
+    prepare: Callable[[Any], None] = random_b,
+    train_step: Callable[[Any], dict[str, Any]] = one_step,
 ) -> dict[str, float]:
-    """Raises unless this mapping agrees with the plain model; returns its errors. freeze: a step, with its choices."""
+    """Raises unless this mapping agrees with the plain model; returns its errors. freeze: a step, with its choices.
+    prepare, train_step: as in `measure`."""
     config, allowed = read(changes, size), tolerance(read(changes, size))
     want = expected(changes, size, documents, 1 if freeze else steps)
     choices = want.steps[0].chosen if freeze else None
-    got = world.run(size, measure, changes, documents, fault, len(want.steps), choices, timeout=timeout)[0]
+    how = documents, fault, len(want.steps), choices, prepare, train_step
+    got = world.run(size, measure, changes, *how, timeout=timeout)[0]
     if not freeze:
         margin, least = min(min(step.margin, step.drop_margin) for step in want.steps), max(1e-9, allowed)
         assert margin > least, f"the data leaves routing to rounding: margin {margin}, for errors of {allowed}"

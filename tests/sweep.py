@@ -6,7 +6,8 @@
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
 turn, so each choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a
-cover of all pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the
+cover of all pairs; adapters and frozen weights by a cover of all pairs of degrees; and 16-rank mappings, including the
+paper's convergence run. Pools of ranks are renewed along the
 way (tests/world.py), so the number of process groups stays bounded.
 """
 
@@ -24,8 +25,8 @@ from typing import Any, NamedTuple
 
 from tests import parity, world
 from tests.support import case_features
-from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES, changes
-from tests.support.covering_mappings import all_folds, cover, named, one_or_more
+from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES, TRAINED, changes
+from tests.support.covering_mappings import all_folds, cover, degrees, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,7 @@ PAGE, ROWS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity.jsonl"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
+SETS["part"] = "8 ranks, adapters or a part of the weights trained"
 TIMEOUT_S = 600
 
 
@@ -55,12 +57,13 @@ def dealt(feature: str) -> Iterator[str]:
 
 
 def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
-    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp."""
-    decks = {feature: dealt(feature) for feature in FEATURES}
+    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp. All is trained
+    unless given."""
+    decks = {feature: dealt(feature) for feature in FEATURES if feature != "trained"}
     out = []
     for fold, fixed in given:
         fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others need 16 layers
-        out.append((fold, {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}))
+        out.append((fold, {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)} | fixed))
     return out
 
 
@@ -74,6 +77,13 @@ def pairs() -> list[tuple[Fold, dict[str, str]]]:
     rows = [one_or_more(fold) | {"schedule": f"{s}{fold.pp}", "cp": k} for fold, s, k in pool]
     chosen = [pool[i] for i in cover(rows)]
     return [(fold, ({"schedule": s} if s else {}) | ({"cp": k} if k else {})) for fold, s, k in chosen]
+
+
+def partly() -> list[tuple[Fold, dict[str, str]]]:
+    """Every pair of two axes' degrees, or of one and what is trained."""
+    pool = [(fold, what) for fold in all_folds(8) for what in TRAINED if what != "all"]
+    rows = [degrees(fold) | {"trained": what} for fold, what in pool]
+    return [(pool[i][0], {"trained": pool[i][1]}) for i in cover(rows)]
 
 
 def sixteen() -> list[Fold]:
@@ -90,6 +100,8 @@ def cases() -> dict[str, Case]:
     given = pairs()
     for (fold, choice), (_, fixed) in zip(spread(given), given, strict=True):
         out["-".join([named(fold), *fixed.values()])] = Case(fold, choice, "pairs")
+    for fold, choice in spread(partly()):
+        out["-".join([named(fold), choice["trained"]])] = Case(fold, choice, "part")
     return out | {f"16-{named(fold)}": Case(fold, {}, "16") for fold in sixteen()}
 
 
@@ -154,7 +166,7 @@ def summary(rows: list[Row]) -> str:
         some = [row for row in rows if feature in row["choices"]]
         met = Counter(row["choices"][feature] for row in some)
         each = f"{min(met.values())} to {max(met.values())} each" if met else "none yet"
-        out.append(line(feature, ", ".join(choices), some, each))
+        out.append(line(feature, ", ".join(c for c in choices if c in met), some, each))
     return "\n".join(out)
 
 

@@ -9,12 +9,15 @@ import pytest
 from tests import parity, sweep
 from tests.support import case_features
 from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES
+from tests.support.covering_mappings import all_folds, degrees
 
 
 def test_every_mapping_of_8_ranks_and_every_choice_meets_many() -> None:
     every = [case for case in sweep.cases().values() if case.set == "all"]
     assert len(every) == len({case.fold for case in every}) == 517
     for feature, choices in FEATURES.items():
+        if feature == "trained":
+            continue  # all of them, in this set
         met = Counter(case.choices[feature] for case in every if feature in case.choices)
         assert met.keys() == choices.keys()
         assert max(met.values()) - min(met.values()) <= 1, met
@@ -24,6 +27,16 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
     some = [case.choices for case in sweep.cases().values() if case.set == "pairs"]
     met = {(choice.get("schedule"), choice.get("cp")) for choice in some}
     assert not {(schedule, kind) for schedule in SCHEDULES for kind in CP_KINDS} - met
+
+
+def test_adapters_and_frozen_weights_meet_every_degree() -> None:
+    some = [case for case in sweep.cases().values() if case.set == "part"]
+    met = {
+        (what, *degree) for case in some for degree in degrees(case.fold).items() for what in [case.choices["trained"]]
+    }
+    every = {degree for fold in all_folds(8) for degree in degrees(fold).items()}
+    assert met == {(what, *degree) for what in ("adapters", "part") for degree in every}
+    assert any(case.fold.etp > 1 and case.fold.ep == 1 and case.fold.tp != case.fold.etp for case in some)
 
 
 def test_every_case_has_its_number_of_steps() -> None:

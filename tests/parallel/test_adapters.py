@@ -10,57 +10,43 @@ import pytest
 import torch
 
 from tests import parity, reference, world
-from tests.support.case_features import MODELS
-from tests.support.parity_errors import compare, tolerance
+from tests.support.case_features import MODELS, TRAINED
 from tests.test_parity import in_few
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.families import mixers
 from titanmoe.models.tensors import Tuning, expert_splits, of_block
-from titanmoe.ops import counter_rng
-from titanmoe.parallel.materialize import fill_normal, piece
 from titanmoe.parallel.norm import replicas
 
-LORA = {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0}
-B = 0.2
-"""Standard deviation of the B that these runs begin with; at 0, A has no gradient."""
+LORA = TRAINED["adapters"]
 MAPPINGS: dict[str, dict[str, Any]] = {
-    "alone": {},
     "etp 2, tp 1, ep 1": {"parallelism.experts.etp": 2},
     "tp 4, etp 2, ep 1": {"parallelism.tp": 4, "parallelism.experts.etp": 2},
-    "etp 2 of 4 in replicas": {"parallelism.dp_replicate": 2, "parallelism.tp": 2, "parallelism.experts.etp": 2},
-    "tp 2, ep 2, etp 2": {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
-    "etp 4": {"parallelism.cp": 2, "parallelism.experts.etp": 4},
-    "ep 4": {"parallelism.tp": 2, "parallelism.experts.ep": 4},
-    "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
-    "zero bubble": {
-        "parallelism.pp": 2,
-        "parallelism.tp": 2,
-        "pipeline.schedule": "ZBVZeroBubble",
-        "model.num_layers": 4,
+    "experts in replicas, etp 2": {
+        "parallelism.dp_replicate": 4,
+        "parallelism.experts.edp_replicate": 2,
+        "parallelism.experts.etp": 2,
     },
-    "recomputed": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "activation_checkpoint.mode": "full"},
+    "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
+    "offloaded": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "optimizer.offload": True},
+} | {
+    f"recomputed, {mode}": {
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "activation_checkpoint.mode": mode,
+    }
+    for mode in ("full", "selective", "moe")
 }
-
-
-def random_b(trainer: Any) -> None:
-    for name, parameter in trainer.training.parameters.items():
-        if name.endswith("lora_B"):
-            part, offset = piece(parameter.detach())
-            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", 0, name), B)
-
-
-def train_step(trainer: Any) -> dict[str, Any]:
-    return trainer.train_step()
+"""Besides those of tests/test_parity.py, a third of which have adapters."""
 
 
 def not_summed_over_etp(trainer: Any) -> None:
-    random_b(trainer)
+    parity.random_b(trainer)
     gradients = trainer.training.gradients
     gradients.meshes = replace(gradients.meshes, etp=NO_GROUP)
 
 
 def summed_over_data_ranks(trainer: Any) -> None:
-    random_b(trainer)
+    parity.random_b(trainer)
     gradients = trainer.training.gradients
     gradients.meshes = replace(gradients.meshes, etp=gradients.meshes.data)
 
@@ -76,30 +62,19 @@ def whole_on_one_rank(trainer: Any) -> dict[str, Any]:
         return trainer.train_step()
 
 
-def check(size: int, changes: dict[str, Any], prepare: Any = random_b, step: Any = train_step) -> None:
-    changes = in_few(size, LORA | changes)
-    config = parity.read(changes, size)
-    weights = reference.initial_weights(config.model, 0) | reference.initial_adapters(config, 0, b=B)
-    batches = [parity.grouped(config, 1, step) for step in range(parity.STEPS)]
-    want = reference.train(config, weights, batches)
-    got = world.run(size, parity.measure, changes, False, "", parity.STEPS, None, prepare, step)[0]
-    errors = compare(got, want, config)
-    assert got.grads.keys() == {name for name in weights if "lora_" in name}
-    for name, weight in weights.items():
-        assert "lora_" in name or got.weights[name].equal(weight), f"{name} is frozen and has changed"
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] <= tolerance(config), f"{worst} is off by {errors[worst]:.2e}; {errors}"
+def check(size: int, changes: dict[str, Any], **seams: Any) -> None:
+    parity.check(size, in_few(size, LORA | changes), **seams)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
 def test_parity_from_random_a_and_b(mapping: str) -> None:
-    check(1 if mapping == "alone" else 4, MAPPINGS[mapping])
+    check(4, MAPPINGS[mapping])
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "Megatron-Bridge 5634": ("tp 4, etp 2, ep 1", {"prepare": not_summed_over_etp}),
     "Megatron-Bridge 5231": ("etp 2, tp 1, ep 1", {"prepare": summed_over_data_ranks}),
-    "Megatron-LM 5916": ("tp 4, etp 2, ep 1", {"step": whole_on_one_rank}),
+    "Megatron-LM 5916": ("tp 4, etp 2, ep 1", {"train_step": whole_on_one_rank}),
 }
 
 

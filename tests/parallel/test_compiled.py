@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import parity, world
-from tests.support.case_features import DISPATCHERS, MODELS
+from tests.support.case_features import DISPATCHERS, MODELS, TRAINED
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.config.world_size import recipe_ranks
@@ -119,9 +119,10 @@ def test_a_padded_layer_is_one_graph_whatever_the_routing(size: int, case: dict[
     assert max(parity.error(*pair)[0] for pair in pairs) < 1e-10
 
 
-def test_dropless_parts_compile_once_whatever_the_routing() -> None:
+@pytest.mark.parametrize("trained", ["all", pytest.param("adapters", marks=pytest.mark.slow)])
+def test_dropless_parts_compile_once_whatever_the_routing(trained: str) -> None:
     """With weights stored in float32 and computing in bfloat16, the only dtype in which experts compile."""
-    compiled, plain = run(2, EP2 | MIXED | {"training.global_batch_size": 4})
+    compiled, plain = run(2, EP2 | MIXED | {"training.global_batch_size": 4} | TRAINED[trained])
     for seen in compiled:
         assert len(named(seen, "grouped_mm")) == 1
         assert not named(seen, "all_to_all")
@@ -152,8 +153,10 @@ def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
         ),
         ({"parallelism.pp": 2, "model.mtp_depth": 1, "moe.jitter": 0.1, "activation_checkpoint.mode": "moe"}, True),
         ({"parallelism.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, False),
+        (TRAINED["adapters"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "full"}, True),
+        (TRAINED["part"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2}, True),
     ],
-    ids=["allgather", "hierarchical", "deepseek_v3", "gpt_oss", "pipeline", "zero_bubble"],
+    ids=["allgather", "hierarchical", "deepseek_v3", "gpt_oss", "pipeline", "zero_bubble", "adapters", "frozen"],
 )
 def test_other_layers_keep_their_numbers(case: dict[str, Any], whole: bool) -> None:
     changes = PADDED | EP2 | {"moe.aux_loss_global": 0.02, "moe.bias_update_rate": 0.05} | case

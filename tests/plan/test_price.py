@@ -167,3 +167,22 @@ def test_backward_of_frozen_products_costs_as_much_as_forward() -> None:
         forward, backward = priced.attention(1, 1, 1, 4)
         ratios += [backward.matrix / forward.matrix, backward.attention / forward.attention]
     assert ratios == pytest.approx([2, 2.5, 1, 2.5, 0, 0], rel=1e-3)
+
+
+def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
+    """tp divides the outputs of queries, keys and values, and the inputs of what follows: 4096, 512, 512; 4096."""
+    recipe = ["--config", "train_configs/qwen3_30b_a3b.toml", "--lora.rank", "16", "--lora.targets"]
+    without, priced = (
+        BlockCosts(load([*recipe, target], PARTS, lambda config: []), H100, Factors())
+        for target in ("layers.0.*", "layers.[01].*")
+    )
+    X, D, Q, K = priced.config.training.seq_len, priced.model.dim, 4096 // 2, 512 // 2
+    matrices = [(D, Q), (D, K), (D, K), (Q, D)]
+    narrow = sum(priced.product(X, 16, inputs) + priced.product(X, outputs, 16) for inputs, outputs in matrices)
+    speed, moved = H100.bandwidth * Factors().memory, (X * (Q + 2 * K + D) * 6, X * (3 * D + Q) * 6)
+    for part, factor in enumerate((1, 2)):
+        mine, plain = (costs.attention(2, 1, 1, 1)[part] for costs in (priced, without))
+        assert mine.matrix - plain.matrix == pytest.approx(factor * narrow, rel=1e-6)
+        assert mine.memory - plain.memory == pytest.approx(moved[part] / speed, rel=1e-6)
+    experts, none = (costs.experts(2, 1, 2, 1, 2, "alltoall", costs.backward[1].ffn)[0] for costs in (priced, without))
+    assert experts.matrix > none.matrix and experts.memory > none.memory

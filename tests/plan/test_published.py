@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from scripts.published_runs import PublishedFactors, RunPricer, device_of, run_of
+from titanmoe.fold.degrees import derive
+from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.plan_table import ERROR
+from titanmoe.rehearse.columns import format_bytes
+from titanmoe.rehearse.world import recipe_to_rehearse
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,3 +88,19 @@ def test_a_batch_in_pieces_has_a_bubble_for_each(script: ModuleType) -> None:
 def test_tokens_that_choose_neighbours_visit_one_node(script: ModuleType) -> None:
     run = run_of(row_named(script, "automodel-dsv3-1024"))
     assert run.neighbours and RunPricer(run, device_of("H100"), PublishedFactors()).visits(8) == 1
+
+
+def test_the_memory_of_published_fine_tuning_is_beside_the_plan(script: ModuleType) -> None:
+    row = next(row for row in script.read_rows(script.LATER) if row["framework"] == "TRL")
+    asked = f"--training.seq_len {row['seq']} --training.local_batch_size 1 --training.global_batch_size {row['gbs']}"
+    asked += f" --parallelism.cp 8 --parallelism.experts.ep {row['ep']} --training.dtype bfloat16"
+    page = (ROOT / "docs" / "planner_rows.md").read_text()
+    assert asked in " ".join(page.split())
+    peaks = {}
+    for dtype in ("bfloat16", "float32"):
+        recipe = ["--config", "train_configs/sft_qwen3_30b_a3b.toml", *asked.split(), "--training.dtype", dtype]
+        config = recipe_to_rehearse(recipe, row["gpus"], "h100")
+        peaks[dtype] = rank_memories(config, derive(row["gpus"], config.parallelism))[0].peak
+    published, planned = row["peak_mem_gib"] * 1e9, peaks["bfloat16"]
+    figures = f"| {format_bytes(published)} | {format_bytes(planned)} | {planned / published - 1:+.1%} |"
+    assert figures in page and f"in float32 it would be {format_bytes(peaks['float32'])}" in page

@@ -105,6 +105,11 @@ CP_KINDS = {
     for kind in ("ring", "ulysses", "allgather")
     for placement in ("zigzag", "contiguous")
 }
+TRAINED: dict[str, dict[str, Any]] = {
+    "all": {},
+    "adapters": {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0},
+    "part": {"training.freeze": ["embed.*", "*.attention.*", "*.router.*", "*.experts.w1"]},
+}
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
 FEATURES = {
     "model": MODELS,
@@ -118,6 +123,7 @@ FEATURES = {
     "documents": {"no": {}, "yes": {}},
     "loss": {"whole": {}, "sliced": {"training.loss_chunks": 5}},
     "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
+    "trained": TRAINED,
 }
 
 

@@ -53,6 +53,10 @@ CASES = {
         {"parallelism.experts.ep": 2, "model.num_layers": 1},
         *(KNOWN, "head.norm", 1e30, 1, "the loss"),
     ),
+    "adapters, etp": (
+        {"parallelism.experts.etp": 2, "lora.rank": 4},
+        *(2, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
+    ),
     "a stage": ({"parallelism.pp": 2}, 2, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
 }
 

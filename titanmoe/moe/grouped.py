@@ -133,7 +133,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_RD, groups, grouped, kernels, rounded, *weights):
-        ctx.save_for_backward(x_RD, *weights)
+        ctx.save_for_backward(x_RD if any(ctx.needs_input_grad[-len(weights) :]) else None, *weights)
         ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded = groups, grouped, kernels, rounded
         product = product_of(grouped, rounded.dtype, kernels=kernels)
         rows = x_RD if rounded.dtype == "compute" else quantise(x_RD, kernels)

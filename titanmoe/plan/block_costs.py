@@ -22,6 +22,7 @@ from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
 
@@ -135,6 +136,11 @@ class BlockCosts:
         ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
         self.like = [ways.index(way) for way in ways]
         """By block: the first one that mixes tokens in the same way, and of which as much is trained."""
+        self.adapters = [list(adapters_of(config, layer, self.w)) for layer in range(len(self.mixers))]
+        keys = [(has_experts(self.model, i), backward.ffn) for i, backward in enumerate(self.backward[:-1])]
+        self.most = 1.0 if config.lora.rank else BACKWARD
+        """Backward's products at most: adapters' own, which its factors count too, are priced apart."""
+        self.ffn_adapters = dict(zip(keys, self.adapters, strict=True))
         self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
     # ---- parts of a half
@@ -158,6 +164,29 @@ class BlockCosts:
         """Seconds to copy rows on their way to experts and back."""
         regrouped = 2 * arrived * REGROUP[part] * exchanged
         return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
+
+    def _adapted(
+        self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
+    ) -> tuple[Cost, Cost]:
+        """What those on matrices whose names begin so add, forward and backward. rows: of each of the groups. split:
+        the ranks of tp or etp."""
+        forward = backward = Cost()
+        for adapter in adapters:
+            if not adapter.name.startswith(prefix):
+                continue
+            inputs = adapter.inputs / (split if adapter.inputs_split else 1)
+            outputs = adapter.outputs / (split if adapter.outputs_split else 1)
+            products = groups * (self.product(rows, adapter.rank, inputs) + self.product(rows, outputs, adapter.rank))
+            costs = [
+                Cost(
+                    matrix=products * factor,
+                    memory=self._move_seconds(groups * rows * width * ADDED),
+                    host=self.factors.block * kernels / BLOCK_KERNELS,
+                )
+                for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), KERNELS, strict=True)
+            ]
+            forward, backward = forward + costs[0], backward + costs[1]
+        return forward, backward
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
@@ -183,15 +212,18 @@ class BlockCosts:
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         backward = self.backward[layer]
+        adapted = self._adapted(self.adapters[layer], "attention.", X, tp)
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(T * model.dim, part) + self._move_seconds(X * self._mixer_bytes(work, part))
             attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[part]
-            cost = Cost(products * (1.0, backward.products)[part], attention, memory, host * factor, tp_time)
+            cost = Cost(
+                products * (1.0, min(backward.products, self.most))[part], attention, memory, host * factor, tp_time
+            )
             if ring:
                 cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
             elif cp > 1:
                 cost = cost._replace(cp=self._context(group, X, work.keys, work.queries) * factor)
-            parts.append(cost)
+            parts.append(cost + adapted[part])
         return parts[0], parts[1]
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
@@ -236,14 +268,20 @@ class BlockCosts:
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
-    def _dense(self, tp: int, cp: int, samples: int, hidden: int, backward: float) -> tuple[Cost, Cost]:
+    def _dense(
+        self, tp: int, cp: int, samples: int, hidden: int, backward: float, shared: bool = False
+    ) -> tuple[Cost, Cost]:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
         tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
+        adapted = self._adapted(self.ffn_adapters[shared, backward], "moe.shared." if shared else "ffn.", X, tp)
         costs = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            costs.append(Cost(products * (1.0, backward)[part], 0.0, memory, self.factors.block / 9 * factor, tp_time))
+            cost = Cost(
+                products * (1.0, min(backward, self.most))[part], 0.0, memory, self.factors.block / 9 * factor, tp_time
+            )
+            costs.append(cost + adapted[part])
         return costs[0], costs[1]
 
     def _experts(
@@ -264,10 +302,11 @@ class BlockCosts:
         products = max(products, weights)
         router = self.product(T, model.num_experts, D) * 4
         exchange_seconds = self.exchange(dispatcher, T * self.imbalance, ep, etp)
+        adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, scale)
         costs = []
         shared_expert = None
         if model.shared_hidden:
-            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward)
+            shared_expert = self._dense(tp, share // tp, samples, model.shared_hidden, backward, True)
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self._norms(T * D, part)
@@ -275,12 +314,13 @@ class BlockCosts:
                 + self._row_copies(T * model.top_k, R, ep * etp > 1, part)
             )
             cost = Cost(
-                (products + router) * (1.0, backward)[part],
+                (products + router) * (1.0, min(backward, self.most))[part],
                 0.0,
                 memory,
                 self.factors.block * 2 / 9 * factor,
                 rows=exchange_seconds,
             )
+            cost = cost + adapted[part]
             if shared_expert is not None:
                 shared_cost = shared_expert[part]
                 hidden = Cost(rows=-self._behind_shared(exchange_seconds, shared_cost.matrix))

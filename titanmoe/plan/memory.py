@@ -21,6 +21,7 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
+from titanmoe.plan.gradient_flow import flow_of_blocks
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
 from titanmoe.train.optimizers.rules import OPTIMIZERS
@@ -73,6 +74,7 @@ class Widths:
         self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
         self.mixers = ModelKey.of(model).mixers
+        self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
 
 
@@ -80,11 +82,11 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
     return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
 
 
-def _router(s: Widths) -> int:
+def _router(s: Widths, trained: bool) -> int:
     """What the router keeps: its wide input, logits and scores, and where rows go."""
     model, T, K = s.model, s.T, s.model.top_k
     places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
-    return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
+    return T * model.dim * s.W * trained + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
@@ -96,19 +98,24 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     if mode == "moe" and not experts:
         mode = "none"
     selective = mode == "selective"
-    norm = T * D * w + T * W  # its input, and one scale per token
-    attention = norm + X * D * w + s.mixers[layer].kept_bytes(model, s.share, selective)
+    flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
+    # The adapters' narrow products are kept for the gradients of B.
+    attention = norm * flow.into_attention + X * (D * flow.attention_weights + flow.attention_ranks) * w
+    attention += s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
+    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
     if not experts:
-        ffn, rows = norm + X * D * w + _dense(s, model.dense_hidden, selective), 0
+        ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
     else:
-        rows = s.R * (D * w + 4 + 2 * s.F * w)
-        ffn = norm + _router(s) + rows
+        narrow = sum(rank + -rank % (16 // w) for rank in flow.expert_ranks)
+        rows = s.R * (D * w * flow.ffn_weights + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
+        ffn += _router(s, flow.router_weights) * flow.ffn + rows
         if model.shared_hidden:
-            ffn += X * D * w + _dense(s, model.shared_hidden, selective) + model.shared_gate * T * (D + 2) * w
+            ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
+            ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
     if mode == "full":
-        return KeptBytes(T * D * w, T * D * w, 0, ffn)
+        return KeptBytes(T * D * w * flow.attention, T * D * w * flow.out_of_ffn, 0, ffn)
     if mode == "moe":
-        return KeptBytes(attention, T * D * w, 0, ffn)
+        return KeptBytes(attention, T * D * w * flow.out_of_ffn, 0, ffn)
     return KeptBytes(attention, ffn, rows, 0)
 
 
@@ -141,11 +148,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
     data, pipelined = fsdp(fold), fold.pp > 1
     units: list[WeightUnit] = []
-    moe = 0
     for layers, first, last in stages:
-        more, experts = units_of_stage(config, sizes, layers, first, last)
-        units += more
-        moe += experts
+        units += units_of_stage(config, sizes, layers, first, last)[0]
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
@@ -175,8 +179,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         sides = sum((not first) + (not last) for _, first, last in stages)
         buffers = s.microbatches * hidden * sides
 
-    expert, dense = sizes.experts, sizes.block(blocks[-1])
-    whole = sum(unit.whole for unit in units) + moe * expert.whole
+    dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
+    whole = sum(unit.whole for unit, _ in parts)
     whole_trained = sum(unit.trained.whole for unit, _ in parts)
     choice = config.parallelism.reshard_after_forward
     resharded = not pipelined if choice == "auto" else choice == "always"
@@ -199,8 +203,9 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         if -index > len(blocks) or (pipelined and name != "last") or (name == "first" and accumulated_bytes):
             continue
         layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
+        flow = s.flows[layer]
         experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
-        learning = sizes.experts_of(layer).trained if experts else expert
+        expert = sizes.experts_of(layer)
         kept_activations = activations - sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
         shards, waiting = 0, 0
         if not pipelined:
@@ -220,39 +225,44 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             activations_kept=kept_activations,
             recomputed_activations=recomputed,
             gathered_weights=two_blocks + (expert.whole * w if resharded and experts else 0),
-            gradients=shards + waiting + (learning.whole * w if pipelined and experts else 0),
+            gradients=shards + waiting + (expert.trained.whole * w if pipelined and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if config.lora.rank and name == "last" and resharded and experts and fold.edp > 1 and not recomputed:
-            # Gradients are small, so that this may be the peak: gathered weights arrive in a buffer and are copied.
+        if partly and name == "last" and experts:
+            # With few gradients this may be the peak. Gathered weights arrive in a buffer and are copied, and those of
+            # the head are on their way. The last product stands beside the activation, then beside its adapter's.
+            passing = not kept_by_block[layer].rows  # what other blocks keep, if they keep it
+            gathered = dense.whole + edge.whole + expert.whole * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
                 activations_kept=activations,
-                gathered_weights=two_blocks + 2 * expert.whole * w,
-                other=R * F * w + hidden,
+                gathered_weights=gathered * w if resharded else 0,
+                other=R * (max(F + D, 2 * D * bool(flow.expert_ranks)) + 2 * F * passing) * w + hidden,
+                dispatch_buffers=R * D * w * (passing or not flow.ffn_weights),
             )
         if recomputed and resharded and experts and fold.edp > 1:
             add_candidate(
                 f"recomputing the {name} block's experts",
                 activations_kept=kept_activations,
                 recomputed_activations=recomputed + R * F * w,
+                dispatch_buffers=R * D * w * bool(flow.expert_ranks),
                 gathered_weights=two_blocks + 2 * expert.whole * w,
                 gradients=shards + waiting,
                 other=hidden,
             )
         if experts and not pipelined:
             rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
-            outputs = learning.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-            outputs += learning.piece(fold.edp) * weight_width * (weight_width < reduced)
+            outputs = expert.trained.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+            outputs += expert.trained.piece(fold.edp) * weight_width * (weight_width < reduced)
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
                 activations_kept=kept_activations - (0 if recomputed else rows_gone),
                 recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
                 gradients=shards
-                + learning.whole * reduced
-                + max(learning.whole * w, outputs + learning.whole * w // 3),
+                + expert.trained.whole * reduced
+                + max(expert.trained.whole * w, outputs + expert.trained.whole * w // 3),
                 other=R * D * w + hidden,
             )
     if has_head:
@@ -310,7 +320,9 @@ def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined
     block = s.sizes.block(model.num_layers - 1).whole * w if resharded else 0
     if chunks == 1:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
-        add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
+        # Weights arrive in a buffer that FSDP keeps until the next ones do.
+        arrived = gathered * (2 if fsdp(s.fold) > 1 else 1)
+        add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=arrived)
         add_candidate(
             "backward of the head",
             activations_kept=activations,

@@ -226,6 +226,8 @@ class Recorder(TorchDispatchMode):
             stack.enter_context(self.sites.recording())
             for cls in (FakeWork, Work):
                 stack.enter_context(replaced(cls, "wait", self._waiting(cls.wait)))
+            # FSDP asks for it where weights were gathered for a backward that did not come, as of a first frozen layer.
+            stack.enter_context(replaced(torch.accelerator, "current_stream", current_stream))
             stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             if self.on_gpu:
                 for name in ("record_event", "wait_event", "wait_stream"):
