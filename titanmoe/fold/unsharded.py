@@ -14,8 +14,11 @@ def reshard(options: Parallelism) -> bool:
 def experts_are_unsharded(options: Parallelism, training: Training, edp: int) -> bool:
     """Whether experts are in no FSDP unit, because no other data rank shares theirs and there is nothing to gather.
 
-    A copy in another dtype lives as long as the step's forward and backward, so "always" leaves it to FSDP to make one
-    layer after the other.
+    Their copies live as long as the step's forward and backward, so "always" leaves them to FSDP, a layer at a time.
     """
-    copied = training.dtype != training.mixed_precision_param
-    return edp == 1 and not (copied and options.reshard_after_forward == "always")
+    return edp == 1 and not (are_copied(training) and options.reshard_after_forward == "always")
+
+
+def are_copied(training: Training) -> bool:
+    """Whether weights that are trained are computed with in another dtype than the one they are stored in."""
+    return training.dtype != training.mixed_precision_param

@@ -18,7 +18,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.fold.unsharded import experts_are_unsharded, reshard
+from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
@@ -185,8 +185,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     base = {"weights": weights, "moments": moments}
     gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
     gathered_experts = 0 if resharded else moe * expert.whole
-    if not sharded:  # a step's copies of those that are not stored as they are computed with
-        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) if weight_width != w else 0
+    if not sharded:  # the step's copies
+        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * are_copied(config.training)
     alive = {"gathered weights": (gathered_dense + gathered_experts) * w}
     alive["gradients"] = whole_trained * reduced if pipelined else accumulated_bytes
     candidates: list[tuple[str, dict[str, int]]] = []
@@ -267,7 +267,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
                 other=hidden,
             )
     if pipelined:
-        largest = max(unit.trained.whole for unit in (units if not sharded else [unit for unit, _ in parts]))
+        largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)

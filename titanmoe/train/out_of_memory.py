@@ -12,7 +12,7 @@ import torch
 
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.unsharded import experts_are_unsharded, reshard
+from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.count import parameters
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
@@ -127,10 +127,8 @@ def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
     gradients and moments. rest: of what else it holds."""
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
-    training, edp = config.training, config.parallelism.experts.edp
-    copied = training.dtype != training.mixed_precision_param
-    keeps_weights = not reshard(config.parallelism)
-    keeps_weights |= copied and experts_are_unsharded(config.parallelism, training, edp)
+    experts_kept = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
+    keeps_weights = not reshard(config.parallelism) or (experts_kept and are_copied(config.training))
     offloads = "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"
     less_activation = [
