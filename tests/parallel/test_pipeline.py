@@ -206,7 +206,9 @@ def test_the_second_part_of_a_backward_keeps_a_nodes_outputs_apart() -> None:
     y = stage()
     alive = torch.autograd.graph.get_gradient_edge(y)
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(weights))
-    add_weight_gradients(weights, groups)
+    complete = []
+    add_weight_gradients(weights, groups, complete.append)
+    assert {id(weight) for weight in complete} == {id(weight) for weight in weights}
     for weight, grad in zip(weights, want, strict=True):
         torch.testing.assert_close(weight.grad, grad, rtol=1e-12, atol=1e-12)
     assert alive is not None and not any("intermediates" in group for group in groups)

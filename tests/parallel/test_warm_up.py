@@ -65,6 +65,7 @@ def steps(changes: dict[str, Any], cold: bool) -> dict[str, Any]:
     parts = trainer.training
     engine = parts.gradients.engine
     engine.cold = cold
+    copies = {computed for stage in engine.stages for computed in stage.experts.by_computed}
     passes: Counter[int] = Counter()
     for i, stage in enumerate(parts.stages):
         stage.register_forward_pre_hook(lambda *_, i=i: passes.update([i]))
@@ -74,10 +75,11 @@ def steps(changes: dict[str, Any], cold: bool) -> dict[str, Any]:
 
     def first(*args: Any) -> None:
         if not before:
-            assert all(p.grad is None for p in parts.parameters.values()), "a gradient is left"
+            assert all(p.grad is None for p in (*parts.parameters.values(), *copies)), "a gradient is left"
             assert torch.equal(torch.get_rng_state(), generator), "torch's own generator was used"
             for stage in parts.stages:
-                assert all(p is parts.parameters[name] for name, p in stage.named_parameters()), "weights are gathered"
+                named = [(name, p) for name, p in stage.named_parameters() if p not in copies]
+                assert all(p is parts.parameters[name] for name, p in named), "weights are gathered"
             before.update(clones(buffers), passes=Counter(passes))
         real(*args)
 

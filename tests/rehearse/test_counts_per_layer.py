@@ -28,7 +28,7 @@ class Counts(NamedTuple):
     gathers: int
     """FSDP's messages that gather weights."""
     copies: int
-    """Kernels that cast or copy weights around these messages, or in their place where edp = 1."""
+    """Kernels that cast or copy weights around these messages."""
 
 
 NONE = Counts(0, 0, 0, 0, 0)
@@ -77,18 +77,18 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         Counts(3, 3, 0, 0, 1),
         Counts(3, 6, 0, 2, 5),
     ),
-    "alltoall, edp = 1": (  # FSDP casts and copies each of the three weights, although there is nobody to send to
+    "alltoall, edp = 1": (  # there is nothing to gather: the step has made copies of all experts' weights before
         {"parallelism.experts.ep": 4},
-        Counts(4, 3, 1, 1, 9),
-        Counts(3, 6, 0, 1, 9),
-        Counts(4, 3, 1, 0, 6),
+        Counts(4, 3, 1, 1, 3),
+        Counts(3, 6, 0, 1, 3),
+        Counts(4, 3, 1, 0, 0),
         Counts(3, 6, 0, 1, 3),
     ),
     "hierarchical, edp = 1": (  # both ways across nodes too, where choices travel with the rows
         {"moe.dispatcher": "hierarchical", "parallelism.experts.ep": 4, "parallelism.node": 2},
-        Counts(9, 3, 2, 1, 9),
-        Counts(6, 6, 0, 1, 9),
-        Counts(9, 3, 2, 0, 6),
+        Counts(9, 3, 2, 1, 3),
+        Counts(6, 6, 0, 1, 3),
+        Counts(9, 3, 2, 0, 0),
         Counts(6, 6, 0, 1, 3),
     ),
     # Choices, rows and weights are gathered, sums scattered, which saves nothing: recomputation stops before. The sums

@@ -41,14 +41,16 @@ def cuts(parameter: Any) -> dict[str, bool]:
     return {axis: not isinstance(p, Replicate) for name, p in placed for axis in OF_MESH.get(name, (name,))}
 
 
-def by_fsdp(axis: str, cuts: dict[str, bool]) -> bool:
-    """Whether FSDP sums the gradient over this axis: it has no parameter that is whole on every data rank."""
-    return axis in DATA and (cuts["edp"] if "edp" in cuts else cuts["dp_shard"])
+def sums_in_backward(axis: str, cuts: dict[str, bool]) -> bool:
+    """Whether the gradient is summed over this axis as backward goes: not that of a router."""
+    return axis in DATA and ("edp" in cuts or cuts["dp_shard"])
 
 
 def adds_up(axis: str, cuts: dict[str, bool]) -> str:
     """What sums a gradient over an axis of a stage, by the axes that the parameter is cut along."""
-    if by_fsdp(axis, cuts):
+    if sums_in_backward(axis, cuts):
+        if not cuts.get("edp", True):
+            return "`UnshardedExperts`"
         return "FSDP reduce-scatter" if cuts[axis] else "FSDP all-reduce"
     return "cut" if cuts[axis] else "`sum_replicated`"
 

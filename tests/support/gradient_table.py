@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.support import case_features
-from tests.support.blame import DATA, adds_up, by_fsdp, cuts, view
+from tests.support.blame import DATA, adds_up, cuts, sums_in_backward, view
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import coordinates, group_of
 from titanmoe.moe.router import Router
@@ -58,8 +59,9 @@ CASES: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def probed(modules: Iterable[nn.Module], value: float) -> Iterator[None]:
-    """Here every parameter's own gradient on this rank is `value`. FSDP makes the tensors of whole weights here."""
+def probed(modules: Iterable[nn.Module], own: Iterable[nn.Parameter], value: float) -> Iterator[None]:
+    """Here every parameter's own gradient on this rank is `value`. FSDP makes the tensors of whole weights here. own:
+    what products take of experts that FSDP has not got."""
 
     def replaced(grad: torch.Tensor) -> torch.Tensor:
         if not isinstance(grad, DTensor):
@@ -74,10 +76,9 @@ def probed(modules: Iterable[nn.Module], value: float) -> Iterator[None]:
             managed._unsharded_param.register_hook(replaced)
 
     make = FSDPParam.init_unsharded_param
-    for module in modules:
-        if isinstance(module, Router):
-            for parameter in module.parameters():
-                parameter.register_hook(replaced)
+    routers = (module for module in modules if isinstance(module, Router))
+    for parameter in chain(own, *(router.parameters() for router in routers)):
+        parameter.register_hook(replaced)
     with mock.patch.object(FSDPParam, "init_unsharded_param", made):
         yield
 
@@ -111,7 +112,9 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
-    with probed((module for part in trainer.training.stages for module in part.modules()), float(BASE**rank)):
+    engine = trainer.training.gradients.engine
+    own = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.experts.weights]
+    with probed((module for part in trainer.training.stages for module in part.modules()), own, float(BASE**rank)):
         trainer.training.gradients.forward_backward(
             trainer.training.slicer.slices(batches), trainer.training.slicer.count(batches), None
         )
@@ -135,7 +138,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
                 continue
             row[axis] = adds_up(axis, cut)
             summed_there = axis in during, axis in after
-            want = by_fsdp(axis, cut), axis in DATA or not cut[axis]
+            want = sums_in_backward(axis, cut), axis in DATA or not cut[axis]
             assert summed_there == want, (name, axis, row[axis], summed_there)
         table[name] = row
     return table

@@ -125,6 +125,8 @@ def test_what_helps_depends_on_what_holds_most():
     assert settings(config, 9, 1, 0)[1].startswith("  1. more ranks")
     config.parallelism.pp = 2
     assert 'reshard_after_forward = "always"' in settings(config, 4, 9, 20)[3]
+    config.parallelism.pp, config.parallelism.experts.edp = 1, 1  # a copy of experts
+    assert 'reshard_after_forward = "always"' in settings(config, 4, 9, 20)[3]
 
 
 def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(monkeypatch):

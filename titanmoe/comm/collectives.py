@@ -67,8 +67,16 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
-        spec = copy.copy(ctx.spec)  # DTensor's operations write to it
-        return DTensor(grad.contiguous(), spec, requires_grad=False)
+        return _laid_out(grad.contiguous(), ctx.spec)
+
+
+def _laid_out(part: Tensor, spec: Any) -> DTensor:
+    return DTensor(part, copy.copy(spec), requires_grad=False)  # DTensor's operations write to a spec
+
+
+def with_layout_of(parameter: DTensor, part: Tensor) -> DTensor:
+    """A gradient of the parameter, of which this rank has that part."""
+    return _laid_out(part, parameter._spec)
 
 
 def local_whole(parameter: nn.Parameter) -> Tensor:
@@ -105,6 +113,11 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
         return x
     x = x.contiguous()
     return wait(_ops.all_reduce(x, op, group.name), group)
+
+
+def start_sum(x: Tensor, group: Group) -> Tensor:
+    """Sums x in its own memory. Still in flight: call `wait` before anything else."""
+    return _ops.all_reduce_(x, "sum", group.name)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:

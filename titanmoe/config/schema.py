@@ -347,7 +347,7 @@ class Parallelism:
     pp: Annotated[int, Range(1, RANKS)] = 1
     """Pipeline parallel: ranks that each run some of the layers. For models that do not fit otherwise."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again; all of a rank's stages then stay gathered)."""
+    """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again; all of a rank's stages then stay gathered). Experts with edp = 1 have nothing to gather: unless always is set, one copy of them in mixed_precision_param lives from a step's first forward to its last backward, 2 bytes for each parameter in bfloat16, none where training.dtype is the same."""
     reduce_once: bool = False
     """Without a pipeline, with several microbatches per step: sum gradients over the microbatches on each rank and send them once, after the last, not once per microbatch (a pipeline always does that). It needs memory for gradients that are not sharded, in mixed_precision_reduce: 4 bytes for each parameter of attention, dense layers and vocabulary over tp, and for each parameter of the rank's experts (all experts over ep and etp). Off by default, because sharding is usually chosen where that does not fit, and the messages of one unit overlap with the backward of the next: turn it on if they take longer than that and the memory is there."""
     cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"

@@ -13,6 +13,7 @@ from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
+from titanmoe.fold.unsharded import reshard
 from titanmoe.models.adapters import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
@@ -26,8 +27,9 @@ from titanmoe.parallel.frozen import freeze
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
-from titanmoe.parallel.sharded import reshard, shard_data
+from titanmoe.parallel.sharded import shard_data
 from titanmoe.parallel.tensor import tensor_parallel
+from titanmoe.parallel.unsharded import UnshardedExperts
 
 
 def make_meshes(
@@ -91,7 +93,9 @@ def make_engine(
     device: torch.device,
 ) -> WithoutPipeline | Pipeline:
     """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
+    summed_before = meshes.pp.size > 1 or parallelism.reduce_once
+    experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
-        return WithoutPipeline(stages, parallelism.reduce_once)
+        return WithoutPipeline(stages, experts, parallelism.reduce_once)
     keep_gathered = not reshard(parallelism)
-    return Pipeline(stages, pipeline, training, meshes, microbatches, device, keep_gathered)
+    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered)

@@ -7,7 +7,7 @@ are split already, so `Pipeline.run` calls the function below it, which takes mi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from titanmoe.observe import region
 from titanmoe.ops.device import way
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch_slice import Slice
+from titanmoe.parallel.unsharded import UnshardedExperts
 from titanmoe.parallel.warm_up import warm_up
 
 
@@ -118,6 +119,7 @@ class Stage(PipelineStage):
     """torch's stage, with fixes that torch 2.11 lacks or that no version has yet."""
 
     chunk: Chunks
+    experts: UnshardedExperts
     group_between: dict[tuple[int, int], ProcessGroup]
     """As `message_groups` returns them. What stages say before the first step goes through the pipeline's own group."""
 
@@ -171,7 +173,7 @@ class Stage(PipelineStage):
         they are of our own functions. The second part gives a node's first output the sum of all outputs' gradients.
         """
         if backward_type == "weight":
-            add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"])
+            add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"], self.experts.add)
             bwd_kwargs = bwd_kwargs | {"param_groups": []}
         if backward_type != "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, **kwargs)
@@ -184,10 +186,16 @@ class Stage(PipelineStage):
             group["graph"] = graph
         return grads, groups
 
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        self.experts.sum_over_replicas()
+        super().perform_reduce_grad(grad_scale_factor)
 
-def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+
+def add_weight_gradients(
+    weights: Iterable[nn.Parameter], groups: list[dict[str, Any]], after: Callable[[nn.Parameter], None]
+) -> None:
     """The second part of a split backward: starts at the nodes where weight gradients branch off from the first
-    part."""
+    part. after: called when a weight has its gradient."""
     weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
     for group in groups:
         nodes, arrived = group.pop("intermediates"), group.pop("grads", ())  # torch's hooks refer to the group
@@ -206,6 +214,7 @@ def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str,
         for leaf, grad in zip(group["params"], weight_grads, strict=True):
             weight = weight_of[leaf]
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+            after(weight)
 
 
 class WithoutPipeline:
@@ -214,13 +223,14 @@ class WithoutPipeline:
     bubble = 0.0
     pairs = None
 
-    def __init__(self, models: list[Transformer], reduce_once: bool):
-        (self.model,), self.reduce_once = models, reduce_once
+    def __init__(self, models: list[Transformer], experts: list[UnshardedExperts], reduce_once: bool):
+        (self.model,), (self.experts,), self.reduce_once = models, experts, reduce_once
 
     def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
-        with torch.set_grad_enabled(backward):
+        with torch.set_grad_enabled(backward), self.experts.in_place(adding=backward):
             for m, piece in enumerate(slices):
+                self.experts.is_last = m == len(slices) - 1
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
@@ -240,6 +250,7 @@ class Pipeline:
     def __init__(
         self,
         models: list[Transformer],
+        experts: list[UnshardedExperts],
         options: Options,
         training: Training,
         meshes: Meshes,
@@ -274,7 +285,7 @@ class Pipeline:
         self.cold = device.type == "cuda"
         """Whether kernels have still to be loaded. A CPU has none that wait for each other."""
         between = message_groups(ranks, meshes, device)
-        for stage in self.stages:
+        for stage, stage.experts in zip(self.stages, experts, strict=True):
             stage.chunk, stage.group_between = self.chunks, between
         # GPipe and 1F1B too: torch's own put sends and receives in one batch, which only one group can run.
         from_rows = options.schedule_csv or options.schedule in SINGLE
@@ -318,17 +329,20 @@ class Pipeline:
         self.objective, self.divisor, losses = objective, divisor, []
         if self.cold and backward:
             for stage in self.stages:
-                warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
+                with observe.unheard(), stage.experts.in_place(adding=False):
+                    warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
             self.cold = False
         self.schedule._has_backward = backward
         for stage in self.stages:
             stage.has_backward = backward
             stage.clear_runtime_states()
-        with (
-            torch.set_grad_enabled(backward),
-            nullcontext() if backward else self._forward_only(),
-            self.chunks.waiting(),
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(backward))
+            for stage in self.stages:
+                stack.enter_context(stage.experts.in_place(adding=backward))
+            if not backward:
+                stack.enter_context(self._forward_only())
+            stack.enter_context(self.chunks.waiting())
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS} for s in slices],

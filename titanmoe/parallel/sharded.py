@@ -15,10 +15,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.unsharded import experts_are_unsharded, reshard
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
@@ -29,12 +30,6 @@ from titanmoe.parallel.tensor import put_on_mesh
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
     """Whether edp does not divide the local experts: uneven shards would be padded, to up to edp times the bytes."""
     return num_experts // ep % edp != 0
-
-
-def reshard(options: Parallelism) -> bool:
-    """Whether gathered weights are freed between forward and backward."""
-    choice = options.reshard_after_forward
-    return options.pp == 1 if choice == "auto" else choice == "always"
 
 
 LAST_DIM = ("w1", "w3", "w1_lora_A", "w3_lora_A", "w2_lora_A")
@@ -55,6 +50,16 @@ def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     return {parameter for router in routers for parameter in router.parameters()}
 
 
+def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
+    """Those that edp does not shard. Returns their parameters."""
+    layers = [moe.experts for moe in model.moe_layers().values()]
+    for experts in layers:
+        for name, parameter in list(experts.named_parameters()):
+            within = parameter.placements if isinstance(parameter, DTensor) else (Replicate(), Replicate())
+            put_on_mesh(experts, name, meshes.experts, [Replicate(), Replicate(), *within])
+    return {parameter for experts in layers for parameter in experts.parameters()}
+
+
 def shard_data(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
     freed = reshard(parallelism)
     param = getattr(torch, training.mixed_precision_param)
@@ -64,18 +69,21 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
     summed_before = meshes.pp.size > 1 or parallelism.reduce_once
     gloo = device.way(meshes.dense_data.device_type, None, cpu=OverGloo(param, wide, summed_before))
     policy = MixedPrecisionPolicy(param, gloo.reduce_dtype if gloo else wide, cast_forward_inputs=False)
-    router_parameters = replicate_routers(model, meshes)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": router_parameters}
+    ignored, unsharded = replicate_routers(model, meshes), experts_are_unsharded(parallelism, training, meshes.fold.edp)
+    if unsharded:
+        ignored |= replicate_experts(model, meshes)
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": ignored}
 
     on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():
         if block.moe is not None:
-            fully_shard(
-                block.moe.experts,
-                **options | {"mesh": meshes.expert_data},
-                mp_policy=policy,
-                shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
-            )
+            if not unsharded:
+                fully_shard(
+                    block.moe.experts,
+                    **options | {"mesh": meshes.expert_data},
+                    mp_policy=policy,
+                    shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
+                )
             block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
         fully_shard(block, **options, mp_policy=policy)
     # Not freed, because backward begins with them at once: the head, and what is in no block (a tied embedding).

@@ -22,11 +22,12 @@ from titanmoe.parallel.norm import local_grad
 
 
 def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
-    """Turns the (meta) parameter `name` of a module into a DTensor, without communication."""
+    """Turns the (meta) parameter `name` of a module into a DTensor of that mesh, without communication."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
     parameter = getattr(owner, last)
-    on_mesh = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    on_mesh = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     setattr(owner, last, nn.Parameter(on_mesh, requires_grad=parameter.requires_grad))
 
 

@@ -18,6 +18,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
@@ -154,7 +155,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
     parts = [(unit, data) for unit in units]
-    parts += [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
+    expert_parts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
+    parts += expert_parts
     trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
     weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
     tensors = sum(len(unit.trained) for unit, _ in parts)
@@ -180,13 +182,16 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         buffers = s.microbatches * hidden * sides
 
     dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
-    whole = sum(unit.whole for unit, _ in parts)
     whole_trained = sum(unit.trained.whole for unit, _ in parts)
-    choice = config.parallelism.reshard_after_forward
-    resharded = not pipelined if choice == "auto" else choice == "always"
+    resharded = reshard(config.parallelism)
+    sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments}
-    alive = {"gathered weights": 0 if resharded else whole * w}
+    gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
+    gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
+    if not sharded:  # the step's copies
+        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * are_copied(config.training)
+    alive = {"gathered weights": (gathered_dense + gathered_experts) * w}
     alive["gradients"] = whole_trained * reduced if pipelined else accumulated_bytes
     candidates: list[tuple[str, dict[str, int]]] = []
 
@@ -224,7 +229,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
             activations_kept=kept_activations,
             recomputed_activations=recomputed,
-            gathered_weights=two_blocks + (expert.whole * w if resharded and experts else 0),
+            gathered_weights=two_blocks + (expert.whole * w if resharded and sharded and experts else 0),
             gradients=shards + waiting + (expert.trained.whole * w if pipelined and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
@@ -233,7 +238,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             # With few gradients this may be the peak. Gathered weights arrive in a buffer and are copied, and those of
             # the head are on their way. The last product stands beside the activation, then beside its adapter's.
             passing = not kept_by_block[layer].rows  # what other blocks keep, if they keep it
-            gathered = dense.whole + edge.whole + expert.whole * (2 if fold.edp > 1 else 1)
+            gathered = dense.whole + edge.whole + sharded * expert.whole * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
                 activations_kept=activations,
@@ -253,16 +258,13 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             )
         if experts and not pipelined:
             rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
-            outputs = expert.trained.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-            outputs += expert.trained.piece(fold.edp) * weight_width * (weight_width < reduced)
+            gradients = _layers_gradients(s, expert.trained, reduced, weight_width, bool(accumulated_bytes))
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
                 activations_kept=kept_activations - (0 if recomputed else rows_gone),
                 recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
-                gradients=shards
-                + expert.trained.whole * reduced
-                + max(expert.trained.whole * w, outputs + expert.trained.whole * w // 3),
+                gradients=shards + gradients + (0 if sharded else waiting),
                 other=R * D * w + hidden,
             )
     if has_head:
@@ -275,7 +277,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
                 other=hidden,
             )
     if pipelined:
-        largest = max(unit.trained.whole for unit, _ in parts)
+        largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
@@ -290,6 +292,20 @@ def _stored(unit: WeightUnit, parts: int, width: int) -> int:
 def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
     """The same of what is frozen, which is stored as it is computed with."""
     return _stored(unit, parts, w) - _stored(unit.trained, parts, w)
+
+
+def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, accumulated: bool) -> int:
+    """Bytes that a layer's experts add at most while their gradients become part of the step's. experts: what is
+    trained. width: of stored weights. accumulated: the sums are there already."""
+    whole, fold = experts.whole, s.fold
+    if experts_are_unsharded(s.config.parallelism, s.config.training, fold.edp):
+        if accumulated:
+            return 2 * whole * s.w // 3  # both that the first products return together
+        summed = max(width, reduced) if fold.edp_replicate > 1 else width
+        return whole * summed + whole * s.w // 3 * (summed != s.w)
+    outputs = experts.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+    outputs += experts.piece(fold.edp) * width * (width < reduced)
+    return whole * reduced + max(whole * s.w, outputs + whole * s.w // 3)
 
 
 def _block_stored(s: Widths, layer: int, width: int) -> int:

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from titanmoe.observe import Observer, listening
+from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
 from titanmoe.rehearse.work import tensors
 from titanmoe.replace import replaced
@@ -89,7 +91,7 @@ class Memory:
     """Bytes of each component at these points."""
 
 
-class Ledger:
+class Ledger(Observer):
     """Records storages as they are allocated and freed."""
 
     def __init__(self, where: Callable[[], CodeSite]) -> None:
@@ -182,10 +184,14 @@ class Ledger:
             return reduce(group, *args, **kwargs)
 
         with (
+            listening(self),
             replaced(torch.UntypedStorage, "resize_", resized),
             replaced(FSDPParamGroup, "post_backward", reduces),
         ):
             yield
+
+    def gradients(self, step: int, work: Any, parameters: dict[str, Any]) -> None:
+        self.assign([local_grad(parameter) for parameter in parameters.values()], GRADIENTS)
 
     # ---- the result
 

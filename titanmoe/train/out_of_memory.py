@@ -12,6 +12,7 @@ import torch
 
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
+from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.count import parameters
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
@@ -126,13 +127,14 @@ def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
     gradients and moments. rest: of what else it holds."""
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
-    keeps_weights = config.parallelism.pp > 1 and config.parallelism.reshard_after_forward != "always"
+    experts_kept = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
+    keeps_weights = not reshard(config.parallelism) or (experts_kept and are_copied(config.training))
     offloads = "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"
     less_activation = [
         (batch > 1, f"training.local_batch_size = {batch // 2} (it is {batch}): activations shrink with it"),
         (mode != "full", f'activation_checkpoint.mode = "full" (it is "{mode}"): backward computes blocks again'),
-        (keeps_weights, 'parallelism.reshard_after_forward = "always": backward gathers weights again'),
+        (keeps_weights, 'parallelism.reshard_after_forward = "always": backward gathers or casts weights again'),
         (True, f"parallelism.cp = {2 * cp} (it is {cp}): each rank has half of every sample, on twice the ranks"),
     ]
     less_state = [
