@@ -24,6 +24,7 @@ from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, units_of_stage
+from titanmoe.plan.weight_copies import WeightCopies
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "published_runs.jsonl"
 LATER = ROWS.with_name("published_later.jsonl")
@@ -108,6 +109,8 @@ class Run:
     """Weights: each microbatch, once a step, or none where only the optimizer's state is sharded."""
     neighbours: bool
     """Tokens choose experts next to each other, as AutoModel's balanced gate does, and so few ranks."""
+    fsdp2: bool
+    """Weights and gradients are copied as torch's FSDP2 does it."""
     hides_rows: bool
     """Some of the rows travel while another microbatch computes."""
     pieces: int
@@ -207,6 +210,7 @@ def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | 
         virtual=stages,
         learned=learned,
         gathers="step" if automodel else "microbatch" if "FSDP" in kind else "none",
+        fsdp2=automodel,
         neighbours=automodel and "balanced" in routing,
         hides_rows="overlap" in (row["dispatcher"] or ""),
         pieces=row.get("pieces", 1),
@@ -279,6 +283,11 @@ class RunPricer(Pricer):
 
     def gathers(self, config: Config, fold: Fold) -> str:
         return self.run.gathers
+
+    def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
+        """AutoModel's are FSDP2's, in 16 bits and reduced once a step. Megatron's products add gradients to their sum
+        themselves (gradient_accumulation_fusion), and its weights are computed with where they are gathered."""
+        return WeightCopies(2, 2, 2, False, True, m) if self.run.fsdp2 else None
 
     def _norms(self, elements: float, part: int) -> float:
         return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))

@@ -65,6 +65,7 @@ class Cost(NamedTuple):
     tp: float = 0.0
     cp: float = 0.0
     rows: float = 0.0
+    copies: float = 0.0
 
     def __add__(self, other: tuple) -> Cost:
         return Cost(*map(add, self, other))

@@ -28,6 +28,7 @@ HELPS = {
     "messages of pp": "fewer stages per rank, or a smaller pp",
     "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
+    "copies of weights": "more tokens a microbatch, a larger ep, or weights in the dtype that they are computed with",
     "optimizer": "more tokens a step",
 }
 """What helps, by what takes the most time of a step after matrix work."""

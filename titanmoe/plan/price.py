@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.laws import WIDTHS
@@ -18,7 +18,8 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule_cost import schedule_cost
-from titanmoe.plan.sizes import Sizes, fsdp
+from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
+from titanmoe.plan.weight_copies import WeightCopies
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 UPDATE = 28
@@ -50,6 +51,7 @@ NAMES = {
     "tp": "messages of tp",
     "cp": "messages of cp",
     "rows": "rows to experts and back",
+    "copies": "copies of weights",
 }
 
 
@@ -121,6 +123,27 @@ class Pricer(BlockCosts):
             reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
         return gather, reduce
 
+    def _units(self, fold: Fold, sizes: Sizes, layer: int) -> list[tuple[WeightUnit, int]]:
+        """Of a block, each with the ranks that share it."""
+        experts = [(sizes.experts_of(layer), fold.edp)] * has_experts(self.model, layer)
+        return [(sizes.block(layer), fsdp(fold)), *experts]
+
+    def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
+        """None: nothing is copied."""
+        training = config.training
+        reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
+        often = self.gathers(config, fold) == "microbatch"
+        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m)
+
+    def copies(self, copies: WeightCopies | None, *units: tuple[Any, ...]) -> tuple[float, float]:
+        """Seconds for each microbatch and for each step. Copies share the device with what is computed, so nothing
+        hides them. units: arguments of WeightCopies.moved."""
+        if copies is None:
+            return 0.0, 0.0
+        microbatch, step = map(sum, zip(*(copies.moved(*unit) for unit in units), strict=True))
+        rate = self.device.bandwidth * self.factors.memory
+        return microbatch / rate, step / rate
+
     def price(self, config: Config, fold: Fold) -> Price:
         """config: this pricer's, with another mapping, microbatch, schedule or recomputation."""
         training, model = config.training, self.model
@@ -135,19 +158,28 @@ class Pricer(BlockCosts):
             kind: self.block(fold, samples, layer, dispatcher, options.mode if kind.recomputed else "none")
             for kind, layer in layers.items()
         }
+        how = self.weight_copies(config, fold, m)
+        copies = {kind: self.copies(how, *self._units(fold, sizes, layer)) for kind, layer in layers.items()}
+        blocks = {kind: cost._replace(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         ends = self.head(fold.tp, fold.cp, samples)
         if model.mtp_depth:
             ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
+        edge_copies = [self.copies(how, (unit, fsdp(fold), 1)) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
-        ranks[owners[-1]] += ends.seconds
+        ranks[0] += edge_copies[0][0]
+        ranks[owners[-1]] += ends.seconds + edge_copies[1][0]
         worst = max(range(fold.pp), key=ranks.__getitem__)
-        slowest = ends if owners[-1] == worst else Cost()
+        slowest, copies_per_step = ends if owners[-1] == worst else Cost(), 0.0
+        for owner, (microbatch, step) in zip((0, owners[-1]), edge_copies, strict=True):
+            if owner == worst:
+                slowest, copies_per_step = slowest + Cost(copies=microbatch), copies_per_step + step
         for kind, count in blocks_of_rank(stages, owners, worst).items():
             slowest = slowest + blocks[kind].times(count)
+            copies_per_step += count * copies[kind][1]
         messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
@@ -167,13 +199,14 @@ class Pricer(BlockCosts):
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
+        components[NAMES["copies"]] += copies_per_step
         components |= {
             "messages of pp": m * messages,
             "bubble": bubble,
             "weights and gradients": weights_exposed,
             "optimizer": optimizer,
         }
-        step = busy + bubble + weights_exposed + optimizer
+        step = busy + copies_per_step + bubble + weights_exposed + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
