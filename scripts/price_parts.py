@@ -23,6 +23,7 @@ from titanmoe.plan.block_costs import Cost  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
+from titanmoe.plan.rows_on_their_way import RowsWay  # noqa: E402
 from titanmoe.plan.search import search  # noqa: E402
 
 RECIPES = {
@@ -60,8 +61,8 @@ class TorchTitan(Pricer):
         super().__init__(config, read_device("h100"), Factors())
         self.moved, self.kernels = TIMES_AS_MUCH[recipe]
 
-    def halves(self, fold: Fold, samples: int, layer: int, dispatcher: str) -> tuple[tuple[Cost, Cost], ...]:
-        halves = super().halves(fold, samples, layer, dispatcher)
+    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+        halves = super().halves(fold, samples, layer, way)
         return tuple(
             tuple(
                 cost._replace(memory=cost.memory * moved, host=cost.host * self.kernels)
@@ -74,7 +75,8 @@ class TorchTitan(Pricer):
 def degrees(config: Config, fold: Fold) -> str:
     attention = " ".join(f"{axis} {n}" for axis in ("pp", "cp", "tp") if (n := getattr(fold, axis)) > 1)
     experts = " ".join(f"{axis} {n}" for axis in ("ep", "etp") if (n := getattr(fold, axis)) > 1)
-    return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {config.activation_checkpoint.mode}"
+    mode = config.activation_checkpoint.mode
+    return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {mode}"
 
 
 def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...]:

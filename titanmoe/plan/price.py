@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-from titanmoe.config.blocks import has_experts
+from titanmoe.config.blocks import has_experts, moe_layers
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -15,8 +15,9 @@ from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
+from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
+from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
@@ -151,16 +152,17 @@ class Pricer(BlockCosts):
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
         sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
-        options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
+        options = config.activation_checkpoint
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
+        way = self.rows_way(config, fold, m, len(owners))
         blocks = {
-            kind: self.block(fold, samples, layer, dispatcher, options.mode if kind.recomputed else "none")
+            kind: self.block(fold, samples, layer, way, options.mode if kind.recomputed else "none")
             for kind, layer in layers.items()
         }
         how = self.weight_copies(config, fold, m)
         copies = {kind: self.copies(how, *self._units(fold, sizes, layer)) for kind, layer in layers.items()}
-        blocks = {kind: cost._replace(copies=copies[kind][0]) for kind, cost in blocks.items()}
+        blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         ends = self.head(fold.tp, fold.cp, samples)
@@ -210,6 +212,12 @@ class Pricer(BlockCosts):
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
+    def rows_way(self, config: Config, fold: Fold, m: int, stages: int) -> RowsWay:
+        hidden = 0.0
+        if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
+            hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
+        return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, hidden)
+
     def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
         """A microbatch's hidden states to the next stage."""
         size = samples * self.config.training.seq_len / share * self.model.dim * self.w
@@ -246,7 +254,7 @@ class Pricer(BlockCosts):
             behind += busy.rows
         forward, backward = behind / 3, behind * 2 / 3
         if frequency == "microbatch":
-            return m * (exposed_seconds(gather, forward) + exposed_seconds(gather + reduce, backward))
+            return m * (self.links.exposed(gather, forward) + self.links.exposed(gather + reduce, backward))
         if frequency == "step" and fold.pp == 1:
-            return m * exposed_seconds(reduce, backward) + exposed_seconds(gather, forward)
-        return exposed_seconds(gather, forward) + exposed_seconds(reduce, backward)
+            return m * self.links.exposed(reduce, backward) + self.links.exposed(gather, forward)
+        return self.links.exposed(gather, forward) + self.links.exposed(reduce, backward)
