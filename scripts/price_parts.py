@@ -1,6 +1,6 @@
 """Where a step of four recipes goes on H100s, by the planner: seconds of each part, as docs/benchmarks.md has them.
 
-    python scripts/price_parts.py
+    python scripts/price_parts.py            write the table there
 
 Of each model the shipped recipe, the fastest mapping that the planner finds for its GPUs and batch, and, where
 TorchTitan has the model, its layers under the recipe's mapping.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from scripts.planner_page import between, table_of  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipes import find_recipe  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
@@ -32,6 +33,9 @@ RECIPES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "deepseek_671b": "DeepSeek-V3",
 }
+H100 = read_device("h100")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+MARK = "<!-- from here: python scripts/price_parts.py -->\n"
 COLUMNS = {
     "products": ("matrix work",),
     "attention": ("attention",),
@@ -46,6 +50,8 @@ COLUMNS = {
     "optimizer": ("optimizer",),
 }
 """By the head of a column: what it adds up of a price's components."""
+LOST = ("rows", "host", "copies")
+HEAD = ("run", "mapping", "step", "MFU", *COLUMNS, ", ".join(LOST))
 TIMES_AS_MUCH = {
     "qwen3_30b_a3b": ((839 / 204, 1369 / 422), (58 + 65) / (33 + 33)),
     "deepseek_671b": ((2305 / 838, 4014 / 1627), (64 + 76) / (45 + 52)),
@@ -58,7 +64,7 @@ class TorchTitan(Pricer):
     """Prices TorchTitan's layers under titanmoe's mapping, schedule and rules: its messages and copies are alike."""
 
     def __init__(self, recipe: str, config: Config):
-        super().__init__(config, read_device("h100"), Factors())
+        super().__init__(config, H100, Factors())
         self.moved, self.kernels = TIMES_AS_MUCH[recipe]
 
     def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
@@ -81,7 +87,7 @@ def degrees(config: Config, fold: Fold) -> str:
 
 def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...]:
     parts = [sum(price.components.get(part, 0.0) for part in parts) for parts in COLUMNS.values()]
-    lost = sum(part for head, part in zip(COLUMNS, parts, strict=True) if head in ("rows", "host", "copies"))
+    lost = sum(part for head, part in zip(COLUMNS, parts, strict=True) if head in LOST)
     return (
         name,
         degrees(config, fold),
@@ -92,24 +98,30 @@ def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...
     )
 
 
-def table() -> list[str]:
-    rows = [("run", "mapping", "step", "MFU", *COLUMNS, "rows, host, copies")]
-    device = read_device("h100")
-    for recipe, model in RECIPES.items():
-        path = str(find_recipe(recipe))
-        config, world = load(["--config", path], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
-        fold = derive(world, config.parallelism)
-        if recipe in TIMES_AS_MUCH:
-            rows.append(cells(f"{model}, TorchTitan", config, fold, TorchTitan(recipe, config).price(config, fold)))
-        own, best = Pricer(config, device, Factors()).price(config, fold), search(config, world, device, Factors(), 1)
-        rows.append(cells(f"{model}, recipe", config, fold, own))
-        rows.append(cells(f"{model}, best", best.best[0].config, best.best[0].fold, best.best[0].price))
-    return (
-        ["| " + " | ".join(row) + " |" for row in rows[:1]]
-        + ["|" + "---|" * len(rows[0])]
-        + ["| " + " | ".join(row) + " |" for row in rows[1:]]
-    )
+def own_rows(recipe: str) -> list[tuple[str, ...]]:
+    """Of TorchTitan's layers, where it has the model, and of the recipe."""
+    config, world = read(recipe)
+    fold, model = derive(world, config.parallelism), RECIPES[recipe]
+    rows = [cells(f"{model}, recipe", config, fold, Pricer(config, H100, Factors()).price(config, fold))]
+    if recipe in TIMES_AS_MUCH:
+        rows.insert(0, cells(f"{model}, TorchTitan", config, fold, TorchTitan(recipe, config).price(config, fold)))
+    return rows
+
+
+def best_row(recipe: str) -> tuple[str, ...]:
+    best = search(*read(recipe), H100, Factors(), 1).best[0]
+    return cells(f"{RECIPES[recipe]}, best", best.config, best.fold, best.price)
+
+
+def read(recipe: str) -> tuple[Config, int]:
+    path = str(find_recipe(recipe))
+    return load(["--config", path], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
+
+
+def main() -> None:
+    rows = [row for recipe in RECIPES for row in (*own_rows(recipe), best_row(recipe))]
+    between(PAGE, MARK, "\n" + "\n".join(table_of(HEAD, rows)) + "\n")
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    main()
