@@ -20,10 +20,12 @@ from titanmoe.models.families import preset
 from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.plan.block_costs import RESIDUAL, ROPE, Cost
 from titanmoe.plan.devices import Device, read_device
-from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
+from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.price import Price, Pricer
+from titanmoe.plan.rows_on_their_way import PROFILED, RowsWay
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, units_of_stage
+from titanmoe.plan.weight_copies import WeightCopies
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "published_runs.jsonl"
 LATER = ROWS.with_name("published_later.jsonl")
@@ -85,9 +87,6 @@ CLAMP, BIAS = (16, 22), (28, 40)
 """Bytes again, of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
 activation's input, and adding biases times probabilities in float32, joined over experts (its fused_bias_geglu.py and
 experts.py)."""
-OVERLAPPED = 0.37
-"""Of the messages of rows, what Megatron's overlap of expert parallelism hides: 36.55 %, by a profile of Qwen3-30B-A3B
-on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +107,8 @@ class Run:
     """Weights: each microbatch, once a step, or none where only the optimizer's state is sharded."""
     neighbours: bool
     """Tokens choose experts next to each other, as AutoModel's balanced gate does, and so few ranks."""
+    fsdp2: bool
+    """Weights and gradients are copied as torch's FSDP2 does it."""
     hides_rows: bool
     """Some of the rows travel while another microbatch computes."""
     pieces: int
@@ -207,6 +208,7 @@ def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | 
         virtual=stages,
         learned=learned,
         gathers="step" if automodel else "microbatch" if "FSDP" in kind else "none",
+        fsdp2=automodel,
         neighbours=automodel and "balanced" in routing,
         hides_rows="overlap" in (row["dispatcher"] or ""),
         pieces=row.get("pieces", 1),
@@ -280,6 +282,11 @@ class RunPricer(Pricer):
     def gathers(self, config: Config, fold: Fold) -> str:
         return self.run.gathers
 
+    def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
+        """AutoModel's are FSDP2's, in 16 bits and reduced once a step. Megatron's products add gradients to their sum
+        themselves (gradient_accumulation_fusion), and its weights are computed with where they are gathered."""
+        return WeightCopies(2, 2, 2, False, True, m) if self.run.fsdp2 else None
+
     def _norms(self, elements: float, part: int) -> float:
         return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
@@ -301,12 +308,12 @@ class RunPricer(Pricer):
         in TransformerEngine's context_parallel.py): it costs what its messages add, and gradients travel in 16 bits."""
         passes = group.size - 1
         message_seconds = passes * self.links.pass_on(group, keys * self.w)
-        return Cost(cp=exposed_seconds(message_seconds * (2 if part else 1), attention * passes / group.size))
+        return Cost(cp=self.links.exposed(message_seconds * (2 if part else 1), attention * passes / group.size))
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, *backward: float
+        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, *backward: float
     ) -> tuple[Cost, Cost]:
-        halves = super()._experts(share, samples, tp, ep, etp, dispatcher, *backward)
+        halves = super()._experts(share, samples, tp, ep, etp, way, *backward)
         if not self.model.expert_biases:
             return halves
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
@@ -317,7 +324,7 @@ class RunPricer(Pricer):
         )
         return forward, backward
 
-    def _behind_shared(self, exchange_seconds: float, matrix: float) -> float:
+    def _covering(self, matrix: float) -> float:
         return 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
@@ -332,12 +339,9 @@ class RunPricer(Pricer):
             return max(1.0, self.model.top_k * parts / self.model.num_experts)
         return super().visits(parts)
 
-    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
-        attention, ffn = self.halves(fold, samples, layer, dispatcher)
-        total = super().block(fold, samples, layer, dispatcher, "none")
-        if self.run.hides_rows:
-            hidden = min(OVERLAPPED * total.rows, total.matrix + total.attention)
-            total = total._replace(rows=total.rows - hidden + exposed_seconds(hidden, hidden))
+    def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
+        attention, ffn = self.halves(fold, samples, layer, way)
+        total = super().block(fold, samples, layer, way._replace(hidden=PROFILED * self.run.hides_rows), "none")
         return total + self._again(attention[0], ffn[0], has_experts(self.model, layer))
 
     def _again(self, attention: Cost, ffn: Cost, experts: bool) -> Cost:

@@ -4,16 +4,7 @@
 
 Run it where the recipe will run, on as many ranks. It prints moe.overlap_chunks and what it was chosen from.
 
-The model of a layer with R rows in n chunks has two workers, the wire and the experts, each of which does one thing at
-a time. All n chunks are sent at once, and results queue behind them on the way back. If a chunk of R / n rows takes `a`
-to arrive, `m` for the products and `b` to return, chunk i = 1..n
-
-    arrives     i * a
-    is done     done(i) = max(i * a, done(i - 1)) + m
-    is back     back(i) = max(done(i), back(i - 1), n * a) + b              T(n) = back(n)
-
-Backward is the same with its own products and with `a` and `b` swapped: it starts by sending the gradients of the
-rows that came back.
+The model of a layer is the planner's, titanmoe/plan/rows_on_their_way.py, with measured times in place of its own.
 """
 
 from __future__ import annotations
@@ -40,13 +31,12 @@ from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.parallel.apply import make_meshes
 from titanmoe.parts import PARTS
+from titanmoe.plan.rows_on_their_way import fewest, seconds_in_chunks
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, stop, world_size
 from titanmoe.train.runtime import start as start_process
 
 MOST = 8
-NEAR = 1.02
-"""Take the fewest chunks within 2% of the least time: cutting costs memory traffic that the fit does not include."""
 SHARES = (8, 4, 2, 1)
 """Messages and products are timed with the rows divided by each of these."""
 ROUNDS, CALLS = 3, 4
@@ -82,13 +72,7 @@ def fit(rows: list[int], seconds: list[float]) -> LinearCost:
 
 
 def pipelined(there: LinearCost, products: LinearCost, back: LinearCost, rows: int, chunks: int) -> float:
-    """T(n) of the module docstring."""
-    a, m, b = (cost(rows / chunks) for cost in (there, products, back))
-    done = returned = 0.0
-    for i in range(1, chunks + 1):
-        done = max(i * a, done) + m
-        returned = max(done, returned, chunks * a) + b
-    return returned
+    return seconds_in_chunks(*(cost(rows / chunks) for cost in (there, products, back)), chunks)
 
 
 @dataclass(frozen=True)
@@ -105,11 +89,6 @@ class Costs:
 
     def backward_s(self, rows: int, chunks: int) -> float:
         return pipelined(self.back, self.backward, self.there, rows, chunks)
-
-
-def fewest(seconds: Callable[[int], float]) -> int:
-    times = {chunks: seconds(chunks) for chunks in range(1, MOST + 1)}
-    return next(chunks for chunks, time in times.items() if time <= NEAR * min(times.values()))
 
 
 def dummy_experts(
@@ -206,7 +185,8 @@ def main() -> int:
     costs = measure(experts, rows, wire, meshes.world)
     recomputed = config.activation_checkpoint
     forwards = 1 + (1 / recomputed.every if recomputed.mode in ("full", "moe") else 0)
-    chunks = fewest(lambda n: forwards * costs.forward_s(rows, n) + costs.backward_s(rows, n))
+    numbers = range(1, MOST + 1)
+    chunks = fewest({n: forwards * costs.forward_s(rows, n) + costs.backward_s(rows, n) for n in numbers})
     if runtime.rank == 0:
         print(f"moe.overlap_chunks = {chunks}   ({rows} rows of a layer and microbatch)")
         for n in sorted({1, chunks}):

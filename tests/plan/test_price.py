@@ -115,7 +115,7 @@ def test_components() -> None:
     rows = "rows to experts and back"
     assert slow.price.components[rows] > 2 * plain.price.components[rows]  # twice the rows, and across nodes
     one_stage = evaluated(128, "--pipeline.schedule", "1F1B", "--pipeline.virtual_stages", "-1")
-    assert one_stage.price.components["bubble"] > 5 * plain.price.components["bubble"]
+    assert one_stage.price.components["bubble"] > 3 * plain.price.components["bubble"]
     for mapping in plain, full, slow, one_stage:
         assert sum(mapping.price.components.values()) == pytest.approx(mapping.price.step)
         assert 0.1 < mapping.price.mfu < 0.7 and min(mapping.price.components.values()) >= 0

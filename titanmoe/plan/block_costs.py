@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from math import comb
+from itertools import pairwise
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
@@ -24,7 +24,8 @@ from titanmoe.models.tensors import Tuning
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
+from titanmoe.plan.links import Factors, LinkGroup, Links
+from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR, RowMessages, RowsWay, fewest
 
 BACKWARD = 2.0
 """Matrix products in backward, relative to forward."""
@@ -40,6 +41,12 @@ the same units, forward and backward: per element of queries, and of keys and va
 that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 96
 """Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
+CHUNK_KERNELS = ((45, 9), (2, 13))
+"""Kernels more, forward and backward, that the same rehearsals count where rows travel in chunks: once, and for each
+chunk but the first."""
+CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
+"""Bytes more that chunks move, in the units above: per element of a rank's own rows, to join their pieces, forward and
+backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -66,6 +73,7 @@ class Cost(NamedTuple):
     tp: float = 0.0
     cp: float = 0.0
     rows: float = 0.0
+    copies: float = 0.0
 
     def __add__(self, other: tuple) -> Cost:
         return Cost(*map(add, self, other))
@@ -113,7 +121,7 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
-class BlockCosts:
+class BlockCosts(RowMessages):
     """The costs for one model and batch. A half that several mappings share is priced once."""
 
     head_recompute = 4 / 3
@@ -255,7 +263,7 @@ class BlockCosts:
         return Cost(
             memory=self._move_seconds(element_bytes),
             host=self.factors.block * kernels / BLOCK_KERNELS,
-            cp=exposed_seconds(message_seconds, attention * passes / group.size),
+            cp=self.links.exposed(message_seconds, attention * passes / group.size),
         )
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
@@ -285,24 +293,17 @@ class BlockCosts:
         return costs[0], costs[1]
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str, backward: float = BACKWARD
+        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, backward: float = BACKWARD
     ) -> tuple[Cost, Cost]:
         """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
-        F = model.expert_hidden / etp
-        local_experts = model.num_experts / ep
-        # A grouped product fills the device with the rows of all its experts; each has its own weights to read.
-        rows = max(R / local_experts, min(R, 256.0))
-        rows = (rows * R) ** 0.5
-        scale = R / rows
-        products = scale * (self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak))
-        weights = local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory)
-        products = max(products, weights)
         router = self.product(T, model.num_experts, D) * 4
-        exchange_seconds = self.exchange(dispatcher, T * self.imbalance, ep, etp)
-        adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, scale)
+        exchanged, chunks = ep * etp > 1, way.chunks if ep * etp > 1 else 1
+        products = self._expert_products(R / chunks, ep, etp)
+        rows, groups = self._grouped_rows(R, model.num_experts / ep)
+        adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
         costs = []
         shared_expert = None
         if model.shared_hidden:
@@ -310,77 +311,63 @@ class BlockCosts:
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = (
                 self._norms(T * D, part)
-                + self._activation(R * F, part)
-                + self._row_copies(T * model.top_k, R, ep * etp > 1, part)
+                + self._activation(R * model.expert_hidden / etp, part)
+                + self._row_copies(T * model.top_k, R, exchanged, part)
             )
-            cost = Cost(
-                (products + router) * (1.0, min(backward, self.most))[part],
-                0.0,
-                memory,
-                self.factors.block * 2 / 9 * factor,
-                rows=exchange_seconds,
-            )
-            cost = cost + adapted[part]
-            if shared_expert is not None:
-                shared_cost = shared_expert[part]
-                hidden = Cost(rows=-self._behind_shared(exchange_seconds, shared_cost.matrix))
-                cost = cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2) + hidden
-            costs.append(cost)
+            times = (1.0, min(backward, self.most))[part]
+            host = self.factors.block * 2 / 9 * factor
+            cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[part]
+            if chunks > 1:
+                cost = cost + self._chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
+            shared_cost = Cost() if shared_expert is None else shared_expert[part]
+            covering = self._covering(shared_cost.matrix)
+            cost = cost._replace(rows=self.rows(way, T * self.imbalance, ep, etp, products * times, covering))
+            costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
-    def _behind_shared(self, exchange_seconds: float, matrix: float) -> float:
-        """Seconds of messages that the shared expert's products hide."""
-        return min(exchange_seconds / 2, matrix)
+    def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
+        """The rows of a product and the number of products that a grouped one is priced as: it fills the device with
+        the rows of all its experts."""
+        rows = (max(R / local_experts, min(R, 256.0)) * R) ** 0.5
+        return rows, R / rows
 
-    def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
-        return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
+    def _expert_products(self, R: float, ep: int, etp: int) -> float:
+        """Seconds of a rank's products forward. Each expert has its own weights to read."""
+        model, D, F = self.model, self.model.dim, self.model.expert_hidden / etp
+        local_experts = model.num_experts / ep
+        rows, groups = self._grouped_rows(R, local_experts)
+        products = groups * (
+            self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak)
+        )
+        return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
-    def expert_group(self, ep: int, etp: int) -> LinkGroup:
-        return LinkGroup(ep * etp, 1)
-
-    def domains(self, ep: int, etp: int) -> int:
-        """Into how many domains of fast links the ranks of a group of experts fall."""
-        return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
-
-    def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
-        """Within a domain, and one rank of each."""
-        near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
-        return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
-
-    @cache  # noqa: B019  (few values, as long as the pricer)
-    def visits(self, parts: int) -> float:
-        """If the experts are split into `parts` equal parts, the average number of parts in which a token has any."""
-        model = self.model
-        K, groups = model.top_k, model.num_groups
-        if groups <= 1:
-            return parts * (1 - (1 - 1 / parts) ** K)
-        top_groups = model.top_groups
-        if parts > groups:
-            reached = parts * top_groups / groups
-            return reached * (1 - (1 - 1 / reached) ** K)
-        groups_per_part = groups // parts  # groups of a part, of which a token may choose from `n`
-        ways = {
-            n: comb(groups_per_part, n) * comb(groups - groups_per_part, top_groups - n)
-            for n in range(min(groups_per_part, top_groups) + 1)
-        }
-        missed = sum(count * (1 - n / top_groups) ** K for n, count in ways.items()) / comb(groups, top_groups)
-        return parts * (1 - missed)
+    def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
+        """What chunks add, apart from their products and messages."""
+        weights = 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
+        fixed, per_chunk = CHUNK_KERNELS[part]
+        return Cost(
+            memory=self._move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
+            host=self.factors.block * (fixed + per_chunk * (chunks - 1)) / BLOCK_KERNELS,
+            copies=self._move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
+        )
 
     # ---- a block under recomputation
 
-    def halves(self, fold: Fold, samples: int, layer: int, dispatcher: str) -> tuple[tuple[Cost, Cost], ...]:
+    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
         """Attention, and the feed-forward network or experts."""
         model = self.model
         attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
         if has_experts(model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return attention, self.experts(*degrees, dispatcher, self.backward[layer].ffn)
+            return attention, self.experts(*degrees, way, self.backward[layer].ffn)
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
-    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
-        attention, ffn = self.halves(fold, samples, layer, dispatcher)
+    def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
+        attention, ffn = self.halves(fold, samples, layer, way)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
+        if way.hidden:
+            hidden = min(way.hidden * total.rows, total.matrix + total.attention)
+            total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
         if mode == "full":
             return total + attention[0] + ffn[0]
         if mode == "moe" and has_experts(self.model, layer):
@@ -399,7 +386,25 @@ class BlockCosts:
                 totals = _add_half(totals, count, *dense, recomputed_in="full")
         return tuple(totals)
 
-    def expert_seconds(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> SecondsByMode:
+    def best_ways(self, dispatcher: str, *experts: int) -> list[tuple[RowsWay, float]]:
+        """By mode of recomputation: with as few chunks as pay, and the seconds of all experts. experts: the arguments
+        of `expert_seconds` before the last."""
+        seconds = {1: self.expert_seconds(*experts, RowsWay(dispatcher))}
+        travel = self.row_seconds(*experts, RowsWay(dispatcher))
+        if not DISPATCHERS.look_up(dispatcher).whole and travel > (1 - 1 / NEAR) * seconds[1][0]:
+            for before, n in pairwise(CHUNKS):
+                seconds[n] = self.expert_seconds(*experts, RowsWay(dispatcher, n))
+                if seconds[n][0] > seconds[before][0]:
+                    break
+        best = [fewest({n: by_mode[i] for n, by_mode in seconds.items()}) for i in range(len(MODES))]
+        return [(RowsWay(dispatcher, n), seconds[n][i]) for i, n in enumerate(best)]
+
+    def row_seconds(self, *experts: Any) -> float:
+        """Of `expert_seconds`, those of the rows' messages, if nothing is recomputed."""
+        halves = self.experts(*experts)
+        return sum(count * has for (has, _), count in self.kinds.items()) * sum(half.rows for half in halves)
+
+    def expert_seconds(self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay) -> SecondsByMode:
         """The same for all experts. share: ranks that share a sample, tp x cp."""
         counts: Counter[float] = Counter()
         for (experts, like), count in self.kinds.items():
@@ -407,6 +412,6 @@ class BlockCosts:
         totals = [0.0] * len(MODES)
         for backward, count in counts.items():
             if count:
-                halves = self.experts(share, samples, tp, ep, etp, dispatcher, backward)
+                halves = self.experts(share, samples, tp, ep, etp, way, backward)
                 totals = _add_half(totals, count, *halves, recomputed_in="moe full")
         return tuple(totals)

@@ -28,6 +28,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "peak_float32": (1e10, 1e17),
     "peak_fp8": (1e10, 1e17),
     "attention": (0.01, 1),
+    "message_share": (0, 0.9),
     "link": (1e9, 1e13),
     "link_latency": (1e-8, 1e-3),
     "network": (1e7, 1e12),
@@ -64,6 +65,8 @@ class Device:
     peak_fp8: float
     attention: float
     """Share of the peak that attention kernels reach, forward and backward together."""
+    message_share: float
+    """Share of the multiprocessors that the kernels of messages take from computation meanwhile."""
     link: float
     link_latency: float
     network: float

@@ -47,19 +47,10 @@ FUSED_NETWORK = 0.86
 """Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
 32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
 node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, README_Hybrid-EP.md)."""
-MESSAGE_KERNELS_SHARE = 20 / 132
-"""Share of the multiprocessors that the kernels of messages take from computation meanwhile: DeepEP's default on an
-H100."""
-
 MESSAGES_AT_ONCE = 8
 """Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
 that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
 eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
-
-
-def exposed_seconds(message: float, behind: float) -> float:
-    """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
-    return max(0.0, message - behind) + MESSAGE_KERNELS_SHARE * min(message, behind)
 
 
 class Links:
@@ -71,6 +62,11 @@ class Links:
         )
         self.rows, self.fused = factors.rows, device.network * FUSED_NETWORK
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
+        self.message_share = device.message_share
+
+    def exposed(self, message: float, behind: float) -> float:
+        """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
+        return max(0.0, message - behind) + self.message_share * min(message, behind)
 
     def _delay(self, group: LinkGroup) -> float:
         near = group.ranks_per_domain(self.domain)

@@ -249,8 +249,10 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
-        (moe.overlap_chunks != 1, "moe.overlap_chunks: rows are priced as in one piece"),
-        (config.pipeline.overlap_pairs, "pipeline.overlap_pairs: rows are priced as if nothing hid them"),
+        (
+            config.pipeline.overlap_pairs and bool(config.pipeline.schedule_csv),
+            "pairs of the schedule file: rows are priced as if nothing hid them",
+        ),
         (
             config.optimizer.offload,
             "optimizer.offload: moments are counted on the device, and take no time to reach it",

@@ -24,10 +24,11 @@ HELPS = {
     "waiting for the host": "a larger microbatch",
     "messages of tp": "a smaller tp, with cp or more data ranks instead",
     "messages of cp": "a smaller cp, or ring rather than allgather",
-    "rows to experts and back": "ep x etp within a node, a smaller etp, or the hierarchical or deepep dispatcher",
+    "rows to experts and back": "ep x etp within a node, a smaller etp, or rows that overlap (docs/overlap.md)",
     "messages of pp": "fewer stages per rank, or a smaller pp",
     "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
+    "copies of weights": "more tokens a microbatch, or a larger ep or pp",
     "optimizer": "more tokens a step",
 }
 """What helps, by what takes the most time of a step after matrix work."""
@@ -35,7 +36,7 @@ HELPS = {
 
 def row(mapping: PricedMapping) -> tuple[str, ...]:
     config, fold, price = mapping.config, mapping.fold, mapping.price
-    per_rank = stages_per_rank(config)
+    per_rank, chunks = stages_per_rank(config), config.moe.overlap_chunks
     return (
         f"{price.step:.3g} s",
         f"{price.tokens:,.0f}",
@@ -44,8 +45,8 @@ def row(mapping: PricedMapping) -> tuple[str, ...]:
         *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
-        config.pipeline.schedule if fold.pp > 1 else "-",
-        config.moe.dispatcher,
+        config.pipeline.schedule + " in pairs" * config.pipeline.overlap_pairs if fold.pp > 1 else "-",
+        config.moe.dispatcher + f" in {chunks} chunks" * (chunks > 1),
         price.bottleneck,
     )
 
@@ -131,7 +132,9 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "recompute": config.activation_checkpoint.mode,
         "schedule": config.pipeline.schedule if fold.pp > 1 else "",
         "stages_per_rank": stages_per_rank(config),
+        "overlap_pairs": config.pipeline.overlap_pairs,
         "dispatcher": config.moe.dispatcher,
+        "overlap_chunks": config.moe.overlap_chunks,
         "unfolded": mapping.unfolded,
         "step_s": price.step,
         "tokens_per_second_per_gpu": price.tokens,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from titanmoe.config.blocks import has_experts
+from titanmoe.config.blocks import has_experts, moe_layers
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -15,10 +15,12 @@ from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, LinkGroup, exposed_seconds
+from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
+from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
-from titanmoe.plan.sizes import Sizes, fsdp
+from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
+from titanmoe.plan.weight_copies import WeightCopies
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 UPDATE = 28
@@ -50,6 +52,7 @@ NAMES = {
     "tp": "messages of tp",
     "cp": "messages of cp",
     "rows": "rows to experts and back",
+    "copies": "copies of weights",
 }
 
 
@@ -121,6 +124,27 @@ class Pricer(BlockCosts):
             reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
         return gather, reduce
 
+    def _units(self, fold: Fold, sizes: Sizes, layer: int) -> list[tuple[WeightUnit, int]]:
+        """Of a block, each with the ranks that share it."""
+        experts = [(sizes.experts_of(layer), fold.edp)] * has_experts(self.model, layer)
+        return [(sizes.block(layer), fsdp(fold)), *experts]
+
+    def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
+        """None: nothing is copied."""
+        training = config.training
+        reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
+        often = self.gathers(config, fold) == "microbatch"
+        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m)
+
+    def copies(self, copies: WeightCopies | None, *units: tuple[Any, ...]) -> tuple[float, float]:
+        """Seconds for each microbatch and for each step. Copies share the device with what is computed, so nothing
+        hides them. units: arguments of WeightCopies.moved."""
+        if copies is None:
+            return 0.0, 0.0
+        microbatch, step = map(sum, zip(*(copies.moved(*unit) for unit in units), strict=True))
+        rate = self.device.bandwidth * self.factors.memory
+        return microbatch / rate, step / rate
+
     def price(self, config: Config, fold: Fold) -> Price:
         """config: this pricer's, with another mapping, microbatch, schedule or recomputation."""
         training, model = config.training, self.model
@@ -128,26 +152,36 @@ class Pricer(BlockCosts):
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
         sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(self.config))
-        options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
+        options = config.activation_checkpoint
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
+        way = self.rows_way(config, fold, m, len(owners))
         blocks = {
-            kind: self.block(fold, samples, layer, dispatcher, options.mode if kind.recomputed else "none")
+            kind: self.block(fold, samples, layer, way, options.mode if kind.recomputed else "none")
             for kind, layer in layers.items()
         }
+        how = self.weight_copies(config, fold, m)
+        copies = {kind: self.copies(how, *self._units(fold, sizes, layer)) for kind, layer in layers.items()}
+        blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         ends = self.head(fold.tp, fold.cp, samples)
         if model.mtp_depth:
             ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
+        edge_copies = [self.copies(how, (unit, fsdp(fold), 1)) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
-        ranks[owners[-1]] += ends.seconds
+        ranks[0] += edge_copies[0][0]
+        ranks[owners[-1]] += ends.seconds + edge_copies[1][0]
         worst = max(range(fold.pp), key=ranks.__getitem__)
-        slowest = ends if owners[-1] == worst else Cost()
+        slowest, copies_per_step = ends if owners[-1] == worst else Cost(), 0.0
+        for owner, (microbatch, step) in zip((0, owners[-1]), edge_copies, strict=True):
+            if owner == worst:
+                slowest, copies_per_step = slowest + Cost(copies=microbatch), copies_per_step + step
         for kind, count in blocks_of_rank(stages, owners, worst).items():
             slowest = slowest + blocks[kind].times(count)
+            copies_per_step += count * copies[kind][1]
         messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
@@ -167,15 +201,22 @@ class Pricer(BlockCosts):
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
+        components[NAMES["copies"]] += copies_per_step
         components |= {
             "messages of pp": m * messages,
             "bubble": bubble,
             "weights and gradients": weights_exposed,
             "optimizer": optimizer,
         }
-        step = busy + bubble + weights_exposed + optimizer
+        step = busy + copies_per_step + bubble + weights_exposed + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
+
+    def rows_way(self, config: Config, fold: Fold, m: int, stages: int) -> RowsWay:
+        hidden = 0.0
+        if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
+            hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
+        return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, hidden)
 
     def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
         """A microbatch's hidden states to the next stage."""
@@ -213,7 +254,7 @@ class Pricer(BlockCosts):
             behind += busy.rows
         forward, backward = behind / 3, behind * 2 / 3
         if frequency == "microbatch":
-            return m * (exposed_seconds(gather, forward) + exposed_seconds(gather + reduce, backward))
+            return m * (self.links.exposed(gather, forward) + self.links.exposed(gather + reduce, backward))
         if frequency == "step" and fold.pp == 1:
-            return m * exposed_seconds(reduce, backward) + exposed_seconds(gather, forward)
-        return exposed_seconds(gather, forward) + exposed_seconds(reduce, backward)
+            return m * self.links.exposed(reduce, backward) + self.links.exposed(gather, forward)
+        return self.links.exposed(gather, forward) + self.links.exposed(reduce, backward)

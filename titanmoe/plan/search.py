@@ -31,7 +31,9 @@ from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import RankMemory, Widths, kept_bytes, rank_memories
+from titanmoe.plan.planned_chunks import planned_chunks
 from titanmoe.plan.price import Price, Pricer
+from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -70,6 +72,8 @@ def is_unfolded(fold: Fold) -> bool:
 def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> PricedMapping:
     """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
+    if config.moe.overlap_chunks == -1:
+        config = replace(config, moe=replace(config.moe, overlap_chunks=planned_chunks(config, world, device)))
     price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 
@@ -100,7 +104,7 @@ class Candidate(NamedTuple):
     schedule: str
     stages: int
     """Per rank."""
-    dispatcher: str
+    way: RowsWay
 
     @property
     def key(self) -> MappingKey:
@@ -187,7 +191,7 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
 def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
     model, training = config.model, config.training
     batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
-    moe, deep, ways = moe_layers(model) > 0, model.num_layers - 1, Counter(pricer.like[:layers])
+    moe, deep, ways = moe_layers(model), model.num_layers - 1, Counter(pricer.like[:layers])
     stored, count = WIDTHS[training.dtype], parameters(model)
     state = 4 * stored * count.total / world
 
@@ -204,7 +208,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
             for ep, etp in grids
             if stage % (ep * etp) == 0
             and etp <= MOST_SPLIT
-            and (ep * etp == 1 or (moe and fits("ep", ep) and fits("etp", etp)))
+            and (ep * etp == 1 or (moe > 0 and fits("ep", ep) and fits("etp", etp)))
         ]
         attention_grids = [
             (tp, cp)
@@ -241,7 +245,10 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                         ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
                     experts[experts_key] = (
                         ffns[ffn_key],
-                        [(name, pricer.expert_seconds(*experts_key, name)) for name in dispatchers],
+                        [
+                            (pricer.best_ways(name, *experts_key), pricer.row_seconds(*experts_key, RowsWay(name)))
+                            for name in dispatchers
+                        ],
                     )
                 (attention_bytes, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[experts_key]
                 for i, mode in enumerate(MODES):
@@ -252,9 +259,12 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                         least_bytes = state_bytes + block * in_flight[0] / v
                         if least_bytes > limit:
                             continue
-                        for dispatcher, more in by_dispatcher:
-                            bound = (seconds[i] + more[i]) / pp * (m + idle) + hop * v
-                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, dispatcher)
+                        for by_mode, travel in by_dispatcher:
+                            way, more = by_mode[i]
+                            if name == "DualPipeV":
+                                way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))
+                            bound = (seconds[i] + more) / pp * (m + idle) + hop * v
+                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, way)
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
@@ -288,13 +298,13 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate) -> Config:
         virtual_stages=-1 if single else candidate.stages,
         schedule_csv="",
         layers_per_stage=[],
-        overlap_pairs=False,
+        overlap_pairs=candidate.way.hidden > 0,
     )
     return replace(
         config,
         training=replace(config.training, local_batch_size=candidate.samples),
         parallelism=replace(table, **axes, experts=experts),
         pipeline=pipeline,
-        moe=replace(config.moe, dispatcher=candidate.dispatcher),
+        moe=replace(config.moe, dispatcher=candidate.way.dispatcher, overlap_chunks=candidate.way.chunks),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )

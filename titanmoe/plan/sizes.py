@@ -65,6 +65,10 @@ class WeightUnit:
             total += prod(shape) // rows * max(0, min(each, rows - index * each))
         return total
 
+    def sharded_piece(self, parts: int) -> int:
+        """`piece` without what every data rank holds whole."""
+        return self.piece(parts) - sum(self.replicated)
+
     def __len__(self) -> int:
         return len(self.shapes) + len(self.replicated)
 

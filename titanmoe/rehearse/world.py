@@ -31,6 +31,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
+from titanmoe.plan.planned_chunks import planned_chunks
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
@@ -202,7 +203,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             argv,
             PARTS,
             lambda config: refusals(without_run(config), world),
-            lambda config: resolve(without_run(config), world, lambda _: {}),
+            lambda config: resolve(without_run(config), world, lambda _: {}, planned_chunks),
         )
 
 

@@ -39,7 +39,7 @@ class DispatcherRules(Rules):
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         moe = config.moe
-        if moe.overlap_chunks != 1 and self.whole:
+        if moe.overlap_chunks > 1 and self.whole:
             yield Violation(
                 ("moe.overlap_chunks", "moe.dispatcher"),
                 f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
@@ -88,6 +88,10 @@ class DispatcherRules(Rules):
         row, K = costs.row_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
+    def seconds_in_one_piece(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        """Of `seconds`, what does not travel in chunks where the rest does."""
+        return 0.0
+
 
 class AllToAllRules(DispatcherRules):
     help = "alltoall moves each token only to its experts' ranks."
@@ -117,12 +121,18 @@ class HierarchicalRules(DispatcherRules):
 
     def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
         """Each token once to each NVLink domain, then copies of what arrived for the experts there."""
-        domains = costs.domains(ep, etp)
-        if domains == 1:
+        if costs.domains(ep, etp) == 1:
             return super().seconds(costs, tokens, ep, etp)
-        within, across = costs.groups_by_domain(ep, etp)
-        there = costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
-        return 2 * (there + costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes))
+        within, _ = costs.groups_by_domain(ep, etp)
+        inside = costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes)
+        return self.seconds_in_one_piece(costs, tokens, ep, etp) + 2 * inside
+
+    def seconds_in_one_piece(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+        """The hop across nodes."""
+        if (domains := costs.domains(ep, etp)) == 1:
+            return 0.0
+        _, across = costs.groups_by_domain(ep, etp)
+        return 2 * costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
 
 
 class SymmetricMemoryRules(DispatcherRules):

@@ -1,0 +1,127 @@
+"""Where a step of four recipes goes on H100s, by the planner: seconds of each part, as docs/benchmarks.md has them.
+
+    python scripts/price_parts.py            write the table there
+
+Of each model the shipped recipe, the fastest mapping that the planner finds for its GPUs and batch, and, where
+TorchTitan has the model, its layers under the recipe's mapping.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from scripts.planner_page import between, table_of  # noqa: E402
+from titanmoe.config.load import load, read_draft  # noqa: E402
+from titanmoe.config.recipes import find_recipe  # noqa: E402
+from titanmoe.config.schema import Config  # noqa: E402
+from titanmoe.config.world_size import recipe_ranks  # noqa: E402
+from titanmoe.fold.degrees import Fold, derive  # noqa: E402
+from titanmoe.parts import PARTS  # noqa: E402
+from titanmoe.plan.block_costs import Cost  # noqa: E402
+from titanmoe.plan.devices import read_device  # noqa: E402
+from titanmoe.plan.links import Factors  # noqa: E402
+from titanmoe.plan.price import Price, Pricer  # noqa: E402
+from titanmoe.plan.rows_on_their_way import RowsWay  # noqa: E402
+from titanmoe.plan.search import search  # noqa: E402
+
+RECIPES = {
+    "mixtral_8x7b": "Mixtral-8x7B",
+    "mixtral_8x22b": "Mixtral-8x22B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "deepseek_671b": "DeepSeek-V3",
+}
+H100 = read_device("h100")
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+MARK = "<!-- from here: python scripts/price_parts.py -->\n"
+COLUMNS = {
+    "products": ("matrix work",),
+    "attention": ("attention",),
+    "rows": ("rows to experts and back",),
+    "host": ("waiting for the host",),
+    "copies": ("copies of weights",),
+    "memory-bound": ("memory-bound work",),
+    "tp, cp": ("messages of tp", "messages of cp"),
+    "dp": ("weights and gradients",),
+    "pp": ("messages of pp",),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+}
+"""By the head of a column: what it adds up of a price's components."""
+LOST = ("rows", "host", "copies")
+HEAD = ("run", "mapping", "step", "MFU", *COLUMNS, ", ".join(LOST))
+TIMES_AS_MUCH = {
+    "qwen3_30b_a3b": ((839 / 204, 1369 / 422), (58 + 65) / (33 + 33)),
+    "deepseek_671b": ((2305 / 838, 4014 / 1627), (64 + 76) / (45 + 52)),
+}
+"""What TorchTitan's layer has of titanmoe's: bytes outside products and attention, forward and backward, and kernels,
+as scripts/bench/roofline.py counts both."""
+
+
+class TorchTitan(Pricer):
+    """Prices TorchTitan's layers under titanmoe's mapping, schedule and rules: its messages and copies are alike."""
+
+    def __init__(self, recipe: str, config: Config):
+        super().__init__(config, H100, Factors())
+        self.moved, self.kernels = TIMES_AS_MUCH[recipe]
+
+    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+        halves = super().halves(fold, samples, layer, way)
+        return tuple(
+            tuple(
+                cost._replace(memory=cost.memory * moved, host=cost.host * self.kernels)
+                for cost, moved in zip(half, self.moved, strict=True)
+            )
+            for half in halves
+        )
+
+
+def degrees(config: Config, fold: Fold) -> str:
+    attention = " ".join(f"{axis} {n}" for axis in ("pp", "cp", "tp") if (n := getattr(fold, axis)) > 1)
+    experts = " ".join(f"{axis} {n}" for axis in ("ep", "etp") if (n := getattr(fold, axis)) > 1)
+    mode = config.activation_checkpoint.mode
+    return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {mode}"
+
+
+def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...]:
+    parts = [sum(price.components.get(part, 0.0) for part in parts) for parts in COLUMNS.values()]
+    lost = sum(part for head, part in zip(COLUMNS, parts, strict=True) if head in LOST)
+    return (
+        name,
+        degrees(config, fold),
+        f"{price.step:.2f}",
+        f"{price.mfu:.1%}",
+        *(f"{part:.2f}" if part else "" for part in parts),
+        f"{lost / price.step:.1%}",
+    )
+
+
+def own_rows(recipe: str) -> list[tuple[str, ...]]:
+    """Of TorchTitan's layers, where it has the model, and of the recipe."""
+    config, world = read(recipe)
+    fold, model = derive(world, config.parallelism), RECIPES[recipe]
+    rows = [cells(f"{model}, recipe", config, fold, Pricer(config, H100, Factors()).price(config, fold))]
+    if recipe in TIMES_AS_MUCH:
+        rows.insert(0, cells(f"{model}, TorchTitan", config, fold, TorchTitan(recipe, config).price(config, fold)))
+    return rows
+
+
+def best_row(recipe: str) -> tuple[str, ...]:
+    best = search(*read(recipe), H100, Factors(), 1).best[0]
+    return cells(f"{RECIPES[recipe]}, best", best.config, best.fold, best.price)
+
+
+def read(recipe: str) -> tuple[Config, int]:
+    path = str(find_recipe(recipe))
+    return load(["--config", path], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
+
+
+def main() -> None:
+    rows = [row for recipe in RECIPES for row in (*own_rows(recipe), best_row(recipe))]
+    between(PAGE, MARK, "\n" + "\n".join(table_of(HEAD, rows)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Rows that travel while something is computed: in chunks, and beside the other half of a pair."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from titanmoe.config import load
+from titanmoe.config.schema import Config
+from titanmoe.ops.device import as_on
+from titanmoe.parts import PARTS
+from titanmoe.plan.block_costs import CHUNK_KERNELS, CHUNK_ROWS, CHUNK_WEIGHTS, BlockCosts
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.planned_chunks import planned_chunks
+from titanmoe.plan.rows_on_their_way import RowsWay, fewest, hidden_by_pairs, seconds_in_chunks
+from titanmoe.plan.schedule_cost import schedule_rows
+from titanmoe.plan.search import evaluate, search
+from titanmoe.rehearse.code_site import GATHER, REDUCE
+from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.train.launch import resolve
+
+H100 = read_device("h100")
+SLOW = replace(H100, link=20e9, network=5e9)
+SMALL = (
+    "--model.family mixtral --model.size debug --model.vocab_size 256 --model.dim 2048 --model.num_layers 2 "
+    "--model.num_heads 8 --model.num_kv_heads 2 --model.head_dim 128 --model.num_experts 16 --model.expert_hidden 64 "
+    "--training.seq_len 1024 --training.local_batch_size 1 --training.global_batch_size 8 --data.source synthetic "
+    "--parallelism.experts.ep 8"
+)
+
+
+def recipe(name: str, *changes: str) -> Config:
+    return load(["--config", f"train_configs/{name}.toml", *changes], PARTS, lambda config: [])
+
+
+def test_the_wire_and_the_experts_do_one_thing_at_a_time() -> None:
+    assert seconds_in_chunks(3, 5, 2, 1) == 3 + 5 + 2
+    assert seconds_in_chunks(1, 5, 1, 4) == 1 + 4 * 5 + 1  # products hide all but the first and the last message
+    assert seconds_in_chunks(5, 1, 5, 4) == 8 * 5  # the wire is never idle
+    assert seconds_in_chunks(3, 5, 2, 1, before=4) == 4 + 5 + 2
+    assert fewest({1: 1.01, 2: 1.0}) == 1 and fewest({1: 1.1, 2: 1.01, 4: 1.0}) == 2
+
+
+def test_chunks_cost_what_a_rehearsal_counts() -> None:
+    """Kernels and bytes of a layer beside its products; rows are wide, so that lists of choices are next to nothing."""
+    kernels, moved = Counter(), Counter()
+    for chunks in (1, 2, 4):
+        config = recipe_to_rehearse([*SMALL.split(), "--moe.overlap_chunks", str(chunks)], 8, "h100")
+        for operation, count in rehearse(config, 8, 0, "h100").operations.items():
+            if operation.site.layer == "layers.1" and operation.site.region not in (GATHER, REDUCE):
+                kernels[chunks, operation.site.phase] += count
+                moved[chunks, operation.site.phase] += (
+                    (not operation.flops) * count * (operation.read + operation.written)
+                )
+    model, rows = config.model, config.training.seq_len * config.model.top_k * config.model.dim
+    weights = 3 * model.num_experts // 8 * model.dim * model.expert_hidden
+    for part, phase in enumerate(("forward", "backward")):
+        fixed, each = CHUNK_KERNELS[part]
+        for chunks in (2, 4):
+            assert kernels[chunks, phase] - kernels[1, phase] == pytest.approx(fixed + each * (chunks - 1), abs=3)
+            more = CHUNK_ROWS * rows + CHUNK_WEIGHTS * weights * (chunks - 1) * part
+            assert moved[chunks, phase] - moved[1, phase] == pytest.approx(more, rel=0.1)
+
+
+def test_chunks_are_planned_where_they_pay() -> None:
+    config = recipe("mixtral_8x7b", "--moe.overlap_chunks=-1")
+    assert planned_chunks(config, 8) == 1 and planned_chunks(config, 8, SLOW) > 1
+    in_pieces = evaluate(config, 8, SLOW, Factors())
+    assert in_pieces.config.moe.overlap_chunks == planned_chunks(config, 8, SLOW)
+    whole = evaluate(recipe("mixtral_8x7b"), 8, SLOW, Factors())
+    rows, copies = "rows to experts and back", "copies of weights"
+    assert in_pieces.price.step < 0.98 * whole.price.step
+    assert in_pieces.price.components[rows] < 0.8 * whole.price.components[rows]
+    assert in_pieces.price.components[copies] > whole.price.components[copies]
+    best = search(config, 8, replace(SLOW, memory=150e9), Factors(), 3).best
+    assert any(mapping.config.moe.overlap_chunks > 1 for mapping in best)
+    paired = recipe("mixtral_8x22b", "--pipeline.overlap_pairs=true", "--moe.overlap_chunks=-1")
+    assert planned_chunks(paired, 128, SLOW) == 1
+    assert planned_chunks(recipe("mixtral_8x7b", "--moe.dispatcher=allgather"), 8, SLOW) == 1
+
+
+def test_a_run_on_gpus_takes_the_planned_number() -> None:
+    config = recipe("mixtral_8x7b", "--moe.overlap_chunks=-1")
+
+    def three(config: Config, world: int) -> int:
+        assert world == 8
+        return 3
+
+    assert resolve(config, 8, lambda _: {}, three).moe.overlap_chunks == 1
+    with as_on(HARDWARE["h100"]):
+        assert resolve(config, 8, lambda _: {}, three).moe.overlap_chunks == 3
+
+
+def test_the_hop_across_nodes_stays_in_one_piece() -> None:
+    priced = BlockCosts(recipe("deepseek_671b"), SLOW, Factors())
+    halves = {n: priced.experts(4, 1, 4, 16, 1, RowsWay("hierarchical", n))[0].rows for n in (1, 2)}
+    across = priced.exchange("hierarchical", 1024, 16, 1) - priced.exchange("alltoall", 1024, 8, 1)
+    assert halves[1] > halves[2] > (1 - H100.message_share) * across
+
+
+def test_pairs_of_the_first_rank() -> None:
+    for pp, microbatches in ((2, 16), (4, 32), (8, 64)):
+        row = schedule_rows("DualPipeV", pp, 2, microbatches)[0]
+        pairs, forwards = sum(len(cell) == 2 for cell in row), 2 * microbatches
+        assert hidden_by_pairs(pp, microbatches, 1) == pytest.approx(min(0.37, pairs / forwards / 2))
+    assert hidden_by_pairs(8, 8, 4) == 0
+    config = recipe(
+        "deepseek_671b", "--parallelism.pp=16", "--pipeline.schedule=DualPipeV", "--activation_checkpoint.mode=none"
+    )
+    alone = evaluate(config, 512, H100, Factors()).price
+    pairs = evaluate(replace(config, pipeline=replace(config.pipeline, overlap_pairs=True)), 512, H100, Factors()).price
+    rows = "rows to experts and back"
+    assert 0.6 < pairs.components[rows] / alone.components[rows] < 0.8 and pairs.step < alone.step
+
+
+def test_the_search_pairs_where_rows_take_long() -> None:
+    best = search(recipe("qwen2_57b_a14b"), 64, H100, Factors(), 4).best
+    assert any(mapping.config.pipeline.overlap_pairs for mapping in best)
+    assert not any(mapping.config.pipeline.overlap_pairs and mapping.config.moe.overlap_chunks > 1 for mapping in best)

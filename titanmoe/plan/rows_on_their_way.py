@@ -1,0 +1,130 @@
+"""How a layer's rows get to their experts and back, and how long they take where something is computed meanwhile."""
+
+from __future__ import annotations
+
+from functools import cache
+from math import comb
+from typing import NamedTuple
+
+from titanmoe.config.schema import Model
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.plan.devices import Device
+from titanmoe.plan.links import LinkGroup, Links
+
+CHUNKS = (1, 2, 4)
+"""Numbers of chunks that are compared."""
+NEAR = 1.02
+"""The fewest chunks within 2 % of the least time are taken: no formula is that exact."""
+PROFILED = 0.37
+"""Of the messages of rows, what the overlap of two microbatches hides at most: 36.55 %, by a profile of Megatron's with
+Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
+
+
+class RowsWay(NamedTuple):
+    dispatcher: str
+    chunks: int = 1
+    """As moe.overlap_chunks."""
+    hidden: float = 0.0
+    """Share of the messages' time in which another microbatch is computed."""
+
+
+def seconds_in_chunks(there: float, products: float, back: float, chunks: int, before: float = 0.0) -> float:
+    """From the first message to the last, with two workers that each do one thing at a time: the wire and the experts.
+
+    All chunks are sent at once, and results queue behind them on the way back. If one takes `there` to arrive,
+    `products` to be multiplied and `back` to return, chunk i = 1..n
+
+        arrives     i * there
+        is done     done(i) = max(i * there, done(i - 1)) + products        done(0) = before
+        is back     back(i) = max(done(i), back(i - 1), n * there) + back   T(n) = back(n)
+
+    Backward is the same with its own products and with `there` and `back` swapped: it starts by sending the gradients
+    of the rows that came back. before: seconds of other work of the experts' device, such as the shared expert's.
+    """
+    done, returned = before, 0.0
+    for i in range(1, chunks + 1):
+        done = max(i * there, done) + products
+        returned = max(done, returned, chunks * there) + back
+    return returned
+
+
+def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
+    """Share of the rows' messages that travel while the other half of a pair computes, under DualPipeV on the first
+    rank, which has the fewest pairs. Of a pair's messages, four a layer, those of both ends have nothing beside them
+    (docs/overlap.md has what was measured)."""
+    unpaired = min(1.0, (3 * pp - 1) / (2 * microbatches))
+    return min(PROFILED, (1 - unpaired) * (1 - 1 / (2 * max(layers, 1.0))))
+
+
+def fewest(seconds: dict[int, float]) -> int:
+    """seconds: by number of chunks, in rising order."""
+    least = min(seconds.values())
+    return next(chunks for chunks, time in seconds.items() if time <= NEAR * least)
+
+
+class RowMessages:
+    """The messages of rows, of one model on one device."""
+
+    model: Model
+    device: Device
+    links: Links
+
+    def rows(self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float) -> float:
+        """Seconds that the rows' messages add. products: those of a chunk. covering: of the shared expert's, in which
+        rows travel too."""
+        if ep * etp == 1:
+            return 0.0
+        chunks = way.chunks
+        one_piece = DISPATCHERS.look_up(way.dispatcher).seconds_in_one_piece
+        whole = one_piece(self, T, ep, etp) / 2
+        chunk = (self.exchange(way.dispatcher, T / chunks, ep, etp) - one_piece(self, T / chunks, ep, etp)) / 2
+        all_messages = 2 * (whole + chunks * chunk)
+        end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, covering - whole))
+        exposed = 2 * whole + end - covering - chunks * products
+        return exposed + self.links.message_share * (all_messages - exposed)
+
+    def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
+        """The way with pairs that take turns if that pays, and the least seconds of all experts then. travel: seconds
+        of messages among them."""
+        rules, saved = DISPATCHERS.look_up(way.dispatcher), hidden * (1 - self.links.message_share) * travel
+        pays = way.chunks == 1 and not rules.whole and NEAR * (seconds - saved) < seconds
+        return (way._replace(hidden=hidden), seconds - saved) if pays else (way, seconds)
+
+    def _covering(self, matrix: float) -> float:
+        """Seconds of the shared expert's products in which rows travel."""
+        return matrix
+
+    def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
+        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
+        return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
+
+    def expert_group(self, ep: int, etp: int) -> LinkGroup:
+        return LinkGroup(ep * etp, 1)
+
+    def domains(self, ep: int, etp: int) -> int:
+        """Into how many domains of fast links the ranks of a group of experts fall."""
+        return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
+
+    def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
+        """Within a domain, and one rank of each."""
+        near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
+        return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
+
+    @cache  # noqa: B019  (few values, as long as the pricer)
+    def visits(self, parts: int) -> float:
+        """If the experts are split into `parts` equal parts, the average number of parts in which a token has any."""
+        model = self.model
+        K, groups = model.top_k, model.num_groups
+        if groups <= 1:
+            return parts * (1 - (1 - 1 / parts) ** K)
+        top_groups = model.top_groups
+        if parts > groups:
+            reached = parts * top_groups / groups
+            return reached * (1 - (1 - 1 / reached) ** K)
+        groups_per_part = groups // parts  # groups of a part, of which a token may choose from `n`
+        ways = {
+            n: comb(groups_per_part, n) * comb(groups - groups_per_part, top_groups - n)
+            for n in range(min(groups_per_part, top_groups) + 1)
+        }
+        missed = sum(count * (1 - n / top_groups) ** K for n, count in ways.items()) / comb(groups, top_groups)
+        return parts * (1 - missed)
