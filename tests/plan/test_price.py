@@ -13,6 +13,7 @@ from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors, LinkGroup, Links
+from titanmoe.plan.rows_on_their_way import RowsWay
 from titanmoe.plan.search import PricedMapping, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -184,5 +185,7 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
         mine, plain = (costs.attention(2, 1, 1, 1)[part] for costs in (priced, without))
         assert mine.matrix - plain.matrix == pytest.approx(factor * narrow, rel=1e-6)
         assert mine.memory - plain.memory == pytest.approx(moved[part] / speed, rel=1e-6)
-    experts, none = (costs.experts(2, 1, 2, 1, 2, "alltoall", costs.backward[1].ffn)[0] for costs in (priced, without))
+    experts, none = (
+        costs.experts(2, 1, 2, 1, 2, RowsWay("alltoall"), costs.backward[1].ffn)[0] for costs in (priced, without)
+    )
     assert experts.matrix > none.matrix and experts.memory > none.memory

@@ -34,9 +34,15 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
     copies = WeightCopies(width, 2, 4, not pipelined, pipelined, m)
     sizes, data = Sizes(config.model, fold.tp, fold.ep, fold.etp, fold.edp), fsdp(fold)
     units = [(sizes.embedding, data, 1)] + [(sizes.head, data, 1)] * (not pipelined)
-    for layer in range(config.model.num_layers // fold.pp):
-        units += [(sizes.block(layer), data, 2), (sizes.experts_of(layer), fold.edp, 2)]
     planned = 0
+    for layer in range(config.model.num_layers // fold.pp):
+        units.append((sizes.block(layer), data, 2))
+        if fold.edp > 1:
+            units.append((sizes.experts_of(layer), fold.edp, 2))
+            continue
+        experts = sizes.experts_of(layer)
+        microbatch, step = copies.moved_unsharded(experts, fold.edp_replicate)
+        planned += m * microbatch + step - (4 if pipelined else width) * experts.whole  # as `first` below
     for unit, ranks, gathers in units:
         microbatch, step = copies.moved(unit, ranks, gathers)
         # A rehearsal takes all of what a piece is copied into for read and written.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, moe_layers
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.fold.unsharded import experts_are_unsharded
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts, Cost
@@ -124,11 +125,6 @@ class Pricer(BlockCosts):
             reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
         return gather, reduce
 
-    def _units(self, fold: Fold, sizes: Sizes, layer: int) -> list[tuple[WeightUnit, int]]:
-        """Of a block, each with the ranks that share it."""
-        experts = [(sizes.experts_of(layer), fold.edp)] * has_experts(self.model, layer)
-        return [(sizes.block(layer), fsdp(fold)), *experts]
-
     def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
         """None: nothing is copied."""
         training = config.training
@@ -136,12 +132,28 @@ class Pricer(BlockCosts):
         often = self.gathers(config, fold) == "microbatch"
         return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m)
 
-    def copies(self, copies: WeightCopies | None, *units: tuple[Any, ...]) -> tuple[float, float]:
-        """Seconds for each microbatch and for each step. Copies share the device with what is computed, so nothing
-        hides them. units: arguments of WeightCopies.moved."""
+    def block_copies(
+        self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
+    ) -> tuple[float, float]:
+        """Seconds for each microbatch and for each step."""
         if copies is None:
             return 0.0, 0.0
-        microbatch, step = map(sum, zip(*(copies.moved(*unit) for unit in units), strict=True))
+        moved = [copies.moved(sizes.block(layer), fsdp(fold))]
+        if has_experts(self.model, layer):
+            experts = sizes.experts_of(layer)
+            if experts_are_unsharded(config.parallelism, config.training, fold.edp):
+                moved.append(copies.moved_unsharded(experts, fold.edp_replicate))
+            else:
+                moved.append(copies.moved(experts, fold.edp))
+        return self._copy_seconds(*moved)
+
+    def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
+        """The same of the embedding or the head."""
+        return (0.0, 0.0) if copies is None else self._copy_seconds(copies.moved(unit, fsdp(fold), 1))
+
+    def _copy_seconds(self, *moved: tuple[int, int]) -> tuple[float, float]:
+        """Copies share the device with what is computed, so nothing hides them."""
+        microbatch, step = map(sum, zip(*moved, strict=True))
         rate = self.device.bandwidth * self.factors.memory
         return microbatch / rate, step / rate
 
@@ -161,14 +173,14 @@ class Pricer(BlockCosts):
             for kind, layer in layers.items()
         }
         how = self.weight_copies(config, fold, m)
-        copies = {kind: self.copies(how, *self._units(fold, sizes, layer)) for kind, layer in layers.items()}
+        copies = {kind: self.block_copies(how, config, fold, sizes, layer) for kind, layer in layers.items()}
         blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
         seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         ends = self.head(fold.tp, fold.cp, samples)
         if model.mtp_depth:
             ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
-        edge_copies = [self.copies(how, (unit, fsdp(fold), 1)) for unit in (sizes.embedding, sizes.head)]
+        edge_copies = [self.edge_copies(how, fold, unit) for unit in (sizes.embedding, sizes.head)]
         ranks = [0.0] * fold.pp
         for owner, stage in zip(owners, stages, strict=True):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop

@@ -1,7 +1,7 @@
-"""Bytes that FSDP reads and writes on a device to cast, copy and add up weights and gradients, besides its messages.
+"""Bytes that are read and written on a device to cast, copy and add up weights and gradients, besides their messages.
 
-As torch 2.13 does it (_fsdp_collectives.py, _fsdp_param.py and _fsdp_param_group.py in torch/distributed/fsdp/
-_fully_shard); tests/plan/test_weight_copies.py compares every formula with a rehearsal.
+FSDP's are as torch 2.13 does it (_fsdp_collectives.py, _fsdp_param.py and _fsdp_param_group.py in
+torch/distributed/fsdp/_fully_shard); tests/plan/test_weight_copies.py compares every formula with a rehearsal.
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ class WeightCopies:
             gathers * gathered * self.each_microbatch + (self.add_up(unit) if self.pipelined else reduced),
             gathered * (not self.each_microbatch) + reduced * self.pipelined,
         )
+
+    def moved_unsharded(self, unit: WeightUnit, replicas: int) -> tuple[int, int]:
+        """The same of experts that are in no FSDP unit (titanmoe.parallel.unsharded): one cast a step, and each
+        microbatch's gradients are added to the sum."""
+        summed = self.reduced if self.pipelined else self.stored
+        summed = max(summed, self.reduced) if replicas > 1 else summed
+        cast = (self.stored + self.computed) * (self.stored != self.computed)
+        last = (summed + self.stored) * (summed != self.stored)
+        return unit.trained.whole * (self.computed + 2 * summed), unit.trained.whole * (cast + last)
 
     def gather(self, unit: WeightUnit, ranks: int) -> int:
         """Once, of a unit that so many ranks share. A cast; then, alone, a copy to where it is computed with, else one
