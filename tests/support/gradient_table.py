@@ -53,7 +53,8 @@ PP = {"parallelism.pp": 2, "training.global_batch_size": 4}
 TIED = {"parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1}
 CASES: tuple[dict[str, Any], ...] = (
     *(model | mapping for model in (EVERYTHING, LATENT) for mapping in (TP_CP, DP, PP | TIED)),
-    *(SMALL | mapping for mapping in (TP_CP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
+    *(SMALL | mapping for mapping in (TP_CP, PP, PP | {"parallelism.cp": 2})),
+    *(model | PP | {"parallelism.dp_replicate": 2} for model in (SMALL, EVERYTHING)),
 )
 """On 4 ranks. Together they have every kind of parameter, each with every axis of several ranks."""
 
