@@ -31,8 +31,8 @@ def random_adapters(model: Model, lora: LoRA) -> dict[str, Tensor]:
 def write(
     path: Path, folder: Path, lora: LoRA = LORA, initial_hf: str | None = None, param: str = "float32"
 ) -> dict[str, Tensor]:
-    """The adapters, in float32, of a new checkpoint on a Hugging Face folder. initial_hf: what its recipe says instead of
-    that. param: the dtype it computed in."""
+    """The adapters of a new checkpoint on a Hugging Face folder, in float32. initial_hf: what its recipe says instead
+    of that. param: the dtype it computed in."""
     under = open_weights(str(folder))
     whole = {name: under.read(name, (0,) * len(shape), shape) for name, (shape, _) in under.tensors.items()}
     frozen = {name: nn.Parameter(tensor) for name, tensor in whole.items() if not name.endswith("expert_bias")}
