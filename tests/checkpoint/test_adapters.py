@@ -10,7 +10,7 @@ import pytest
 from tests import world
 from tests.checkpoint import runs
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.hf.convert import Export
+from titanmoe.checkpoint.hf.merge import SavedWeights
 from titanmoe.checkpoint.layout import name_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.generate.model import find_model
@@ -63,7 +63,7 @@ def test_a_base_of_its_own_is_found_again_and_another_refused(tmp_path: Path) ->
     text = refusal(1, tmp_path / "a", LORA | base | {"lora.rank": 8, "lora.targets": ["*.attention.*"]})
     assert "lora.rank is 8 and was 4" in text and "lora.targets is" in text
     assert "it has only adapters" in refusal(1, tmp_path / "a", {})
-    for use in (Export, find_model):
+    for use in (SavedWeights, find_model):
         with pytest.raises(CheckpointError, match="has only adapters"):
             use(tmp_path / "a/run/checkpoints" / name_of(1))
     assert "no adapters to go on with" in refusal(1, tmp_path / "base", LORA)

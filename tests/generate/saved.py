@@ -49,25 +49,32 @@ def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Ten
     return reference.forward(config, weights, tokens, bias)[0][0]
 
 
-def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> Any:
-    """On a rank."""
+def generator(path: Path | None, degrees: dict[str, int], eos: int | None = None, adapter: Path | None = None) -> Any:
+    """On a rank. A Hugging Face folder computes in float64 here."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.meshes import build_meshes
     from titanmoe.generate.loop import Generator
     from titanmoe.generate.model import build, config_to_run, find_model
 
-    trained, device = find_model(path), torch.device("cpu")
+    trained, device = find_model(path, adapter), torch.device("cpu")
+    dtype = "float64" if trained.step is None else None
     config = config_to_run(
-        trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu"
+        trained, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, dtype, "cpu"
     )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
     return Generator(build(config, meshes, trained, device), meshes, device, config.model.vocab_size, [eos])
 
 
-def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:
+def forced(
+    path: Path | None,
+    degrees: dict[str, int],
+    rows: list[list[int]],
+    prompts: list[int],
+    adapter: Path | None = None,
+) -> dict[int, Tensor]:
     """On a rank: by row number, the logits after a prompt of that many tokens, after each following token but the last
     two, and after these together."""
-    text_generator = generator(path, degrees)
+    text_generator = generator(path, degrees, adapter=adapter)
     data = text_generator.meshes.data
     own_rows = list(range(len(rows)))[data.rank :: data.size]
     steps_of_rows = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}

@@ -4,10 +4,10 @@ trained on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
@@ -26,7 +26,7 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def _sum(name: str, parameter: nn.Parameter) -> int:
+def number(name: str, parameter: Tensor) -> int:
     """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it."""
     part, offset = piece(parameter.detach())
     total = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -40,6 +40,11 @@ def digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
     """All ranks call it together, with what they hold. frozen: by their names in checkpoints."""
 
     def mine() -> int:
-        return sum(_sum(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
+        return sum(number(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
 
+    return together(group, mine)
+
+
+def together(group: Group, mine: Callable[[], int]) -> str:
+    """The digest from the numbers of which each rank has some."""
     return f"{sum(on_all_ranks(group, mine)) % (1 << 64):016x}"

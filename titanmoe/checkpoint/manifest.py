@@ -154,8 +154,8 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
     """For whoever needs a whole model."""
     if "base" in record:
         raise CheckpointError(
-            f"{source} has only adapters, and none of the weights under them: it can be trained on (docs/adapters.md), "
-            "but not yet merged, converted or generated with"
+            f"{source} has only adapters, and none of the weights under them: titanmoe convert --to-hf merges them, "
+            "and titanmoe generate --adapter uses them (docs/adapters.md)"
         )
 
 

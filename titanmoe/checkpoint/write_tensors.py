@@ -57,6 +57,10 @@ class Piece:
     def get(self) -> Tensor:
         return self.tensor
 
+    def of(self, whole: Tensor) -> Tensor:
+        """The same part of another tensor of the whole shape."""
+        return whole[tuple(slice(first, first + n) for first, n in zip(self.offset, self.sizes, strict=True))]
+
 
 @dataclass(frozen=True)
 class LazyTensor:

@@ -509,6 +509,8 @@ class Checkpoint:
     """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data start from scratch."""
     initial_hf: str = ""
     """A model in Hugging Face's format (a folder, a name on the hub or a URL, as model.hf) to take the first weights from, while the run has no checkpoint of its own. Not set: model.hf. "" with model.hf: random weights of its shape."""
+    initial_adapter: str = ""
+    """A folder of PEFT (adapter_config.json, adapter_model.safetensors) to take the first adapters from, while the run has no checkpoint of its own; lora.rank, experts_rank, alpha and targets have to be what it has (docs/adapters.md). Empty: new adapters, which change nothing yet."""
     verify: bool = True
     """Compare every file's checksum before loading. false only where reading twice costs too much."""
     timeout_s: Annotated[int, COUNT] = 1800

@@ -42,8 +42,13 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     )
     generate.set_defaults(run=run_generate)
     generate.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="RUN",
+        "--checkpoint", type=Path, metavar="RUN",
         help="a run's folder (its latest checkpoint), a checkpoint, or the folder of a Hugging Face model",
+    )  # fmt: skip
+    generate.add_argument(
+        "--adapter", type=Path, metavar="RUN",
+        help="adapters on the weights of --checkpoint (default: the weights that they were trained on): a run with "
+        "lora.rank, one of its checkpoints, or a folder of PEFT",
     )  # fmt: skip
     generate.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; can be given several times"
@@ -116,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
     from titanmoe.train.runtime import start, stop, world_size
 
     texts = _prompts(args)
-    trained = find_model(args.checkpoint)
+    trained = find_model(args.checkpoint, args.adapter)
     tokenizer = tokenizer_of(trained, args.tokenizer)
     if trained.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
         print(f"note: the model was trained on tokens of another tokenizer ({trained.identity})", file=sys.stderr)
@@ -142,6 +147,8 @@ def _run(args: argparse.Namespace) -> int:
 def _prompts(args: argparse.Namespace) -> list[str]:
     """ConfigError with everything that is wrong with the command line."""
     problems, texts = [], list(args.prompt)
+    if args.checkpoint is None and args.adapter is None:
+        problems.append("no model: give --checkpoint RUN, or --adapter RUN for adapters on the weights under them")
     if args.prompts is not None:
         try:
             texts += args.prompts.read_text(encoding="utf-8").splitlines()
@@ -307,8 +314,10 @@ class _Speaker:
         if not self.first:
             return
         step, speed = f" (step {self.trained.step})" if self.trained.step else "", count / max(seconds, 1e-9)
+        under = self.args.checkpoint or self.trained.path
+        model = f"{self.args.adapter} on {under}" if self.args.adapter else under
         print(
-            f"{self.args.checkpoint}{step}: {count} tokens after {of_what} in {seconds:.1f} s, including the prompts "
+            f"{model}{step}: {count} tokens after {of_what} in {seconds:.1f} s, including the prompts "
             f"({speed:,.0f} tokens/s), {self.config.training.dtype} on {self.runtime.world} x "
             f"{self.runtime.device.type}",
             file=sys.stderr,

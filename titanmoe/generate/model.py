@@ -6,9 +6,10 @@ not fit a device, tp, ep and etp split it.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
@@ -23,6 +24,10 @@ from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
+from titanmoe.models.tensors import ADAPTER
+
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -35,20 +40,48 @@ class TrainedModel:
     """None: a Hugging Face folder."""
     identity: str | None = None
     """Of the tokenizer that its tokens came from, where the checkpoint says so."""
+    adapters: Adapters | None = None
+    """On these weights."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder's, or the one that was copied along from a Hugging Face model."""
-        name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
-        try:
-            safe_files.safe_path(self.path, name)
-        except safe_files.ABSENT:
-            return None
-        return self.path / name
+        """That of a run with adapters, else the folder's, or the one copied along from a Hugging Face model."""
+        own = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
+        runs = [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
+        for folder, name in (*runs, own):
+            with suppress(*safe_files.ABSENT):
+                return safe_files.safe_path(folder, name)
+        return None
 
 
-def find_model(path: Path) -> TrainedModel:
-    """RUN, one of its checkpoints, or a Hugging Face folder."""
+def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
+    """path: RUN, one of its checkpoints, or a Hugging Face folder. adapter: RUN, one of its checkpoints, or a folder of
+    PEFT; without a path, on the weights that they were trained on."""
+    if adapter is None:
+        return _find_whole(path)
+    from titanmoe.checkpoint.hf.fetch import weights_folder
+    from titanmoe.checkpoint.hf.merge import is_hf, open_adapters, open_under
+    from titanmoe.checkpoint.hf.peft_read import is_peft
+
+    if not is_peft(adapter):
+        adapter = _sound(latest_checkpoint(adapter))
+    adapters, under = open_adapters(adapter, str(path or ""))
+    open_under(adapters, under)
+    whole = _find_whole(weights_folder(under) if is_hf(under) else Path(under))
+    config = adapters.config or replace(whole.config, lora=adapters.lora)
+    identity = whole.identity
+    if adapters.config:
+        identity = layout.read_manifest(adapter).record.get("loader", {}).get("tokenizer")
+    return replace(whole, config=config, identity=identity, adapters=adapters)
+
+
+def _sound(path: Path) -> Path:
+    if broken := layout.damage(path, contents=False):
+        raise CheckpointError("; ".join(broken))
+    return path
+
+
+def _find_whole(path: Path) -> TrainedModel:
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config import describe
 
@@ -56,9 +89,7 @@ def find_model(path: Path) -> TrainedModel:
         seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
         config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
         return TrainedModel(path, config, None)
-    path = latest_checkpoint(path)
-    if broken := layout.damage(path, contents=False):
-        raise CheckpointError("; ".join(broken))
+    path = _sound(latest_checkpoint(path))
     record = layout.read_manifest(path).record
     refuse_adapters(record, path)
     if "model" not in record.get("config", {}):
@@ -78,7 +109,7 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
         return open_tokenizer(data.tokenizer)
     own_tokenizer = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
     if identity in (None, own_tokenizer.identity):
-        if trained.step is None and not carried:
+        if trained.step is None and identity is None and not carried:
             raise ConfigError([f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
         return own_tokenizer
     if data.tokenizer != "bytes" and (data_tokenizer := open_tokenizer(data.tokenizer)).identity == identity:
@@ -136,6 +167,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     if problems:
         raise ConfigError(problems)
     experts = Experts(ep=ep, etp=etp, edp=1, edp_replicate=edp * resolved["edp_replicate"])
+    config = replace(config, lora=trained.adapters.lora) if trained.adapters else config
     return replace(config, parallelism=Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts))
 
 
@@ -145,6 +177,7 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     from torch import nn
     from torch.distributed.tensor import DTensor
 
+    from titanmoe.models.adapters import add_adapters
     from titanmoe.models.transformer import Transformer
     from titanmoe.parallel.attend import context_parallel
     from titanmoe.parallel.context import placement
@@ -153,6 +186,7 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
 
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
+        add_adapters(model, config)
     tensor_parallel(model, meshes.dense["tp"], meshes.tp)
     # Prompts have many lengths, and torch's flex_attention would compile for each.
     options = replace(config.parallelism, attention_backend="plain")
@@ -173,11 +207,27 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     return model.eval()
 
 
+def _check_under(trained: TrainedModel) -> None:
+    """Whether the weights are those that the adapters were trained on."""
+    import torch.distributed as dist
+
+    from titanmoe.checkpoint.hf.merge import check_digest, open_weights
+
+    group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
+    weights = open_weights(str(trained.path), trained.adapters.model)
+    check_digest(trained.adapters, weights, str(trained.path), group)
+
+
 def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint import state
 
     tied = config.model.tie_embeddings
     targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
+    if trained.adapters:
+        _check_under(trained)
+        for name in [name for name in targets if ADAPTER in name]:
+            piece = targets.pop(name)[1]
+            piece.tensor.copy_(piece.of(trained.adapters.tensors[name.removeprefix("model.")].get()))
     if trained.step is None:
         from titanmoe.checkpoint.hf.source import open_hf
 

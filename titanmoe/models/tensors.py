@@ -177,6 +177,12 @@ def contradictions(config: Config) -> Iterator[Violation]:
                     f"lora.{name} = {value} does nothing with lora.rank = 0, which makes no adapters: set rank, such "
                     f"as 16, or leave {name} out",
                 )
+        if folder := config.checkpoint.initial_adapter:
+            yield Violation(
+                ("checkpoint.initial_adapter", "lora.rank"),
+                f'checkpoint.initial_adapter = "{folder}" begins from adapters, and lora.rank = 0 makes none: set the '
+                "rank that they have, or leave initial_adapter out",
+            )
     if not patterns and not lora.rank:
         return
     table = "lora.rank" if lora.rank else "training.freeze"

@@ -13,6 +13,11 @@ from titanmoe.models.tensors import Tuning, stored_name
 from titanmoe.models.transformer import Transformer
 
 
+def held_dtype(name: str, compute: torch.dtype) -> torch.dtype:
+    """Of a frozen weight. A router computes in float32 at least."""
+    return torch.promote_types(compute, torch.float32) if ".router." in name else compute
+
+
 def freeze(model: Transformer, config: Config) -> None:
     """Replaces the (meta) parameters that the recipe freezes."""
     tuning = Tuning.of(config)
@@ -21,7 +26,6 @@ def freeze(model: Transformer, config: Config) -> None:
         if not tuning.freezes(stored_name(name, config.model.tie_embeddings)):
             continue
         path, _, last = name.rpartition(".")
-        dtype = torch.promote_types(compute, torch.float32) if ".router." in name else compute
-        frozen = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+        frozen = nn.Parameter(torch.empty_like(parameter, dtype=held_dtype(name, compute)), requires_grad=False)
         setattr(model.get_submodule(path), last, frozen)
     model.tie()

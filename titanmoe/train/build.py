@@ -115,7 +115,7 @@ def build_training(
         weights,
         buffers,
         rate,
-        config.lora.rank > 0,
+        config.lora,
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
     clock = Clock(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
+from titanmoe.checkpoint.adapters import Adapters, disagreements
 from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start, start_from_path
@@ -23,7 +24,7 @@ from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Checkpoint as Options
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Config, LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.models.tensors import stored_name
@@ -49,11 +50,15 @@ class Checkpoints:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     rate: LearningRate
-    adapters: bool = False
-    """Whether only adapters are trained: then only they are saved, with the digest of the weights under them."""
+    lora: LoRA = field(default_factory=LoRA)
     begun: int = 0
     """The step that was already done when this process started."""
     saver: Saver | None = None
+
+    @property
+    def adapters(self) -> bool:
+        """Whether only adapters are trained: then only they are saved, with the digest of the weights under them."""
+        return self.lora.rank > 0
 
     def __post_init__(self) -> None:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
@@ -96,7 +101,7 @@ class Checkpoints:
         if beginning.path is None:
             notes = self._begin_from_hf() if self.options.initial_hf else {}
             self._sum_base()
-            return notes
+            return self._begin_adapters(notes)
         saved = Checkpoint(beginning.path)
         if self.adapters and "base" in saved.record:
             self._begin_base()
@@ -106,8 +111,33 @@ class Checkpoints:
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
+        if beginning.model_only and "base" in saved.record and self.options.initial_adapter:
+            raise ConfigError([f"{saved.path} has adapters, and checkpoint.initial_adapter names others: leave it out"])
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
-        return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
+        notes = {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
+        return self._begin_adapters(notes) if beginning.model_only else notes
+
+    def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
+        """Fills new adapters from PEFT's, if the recipe names some."""
+        if not (folder := self.options.initial_adapter):
+            return notes
+        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
+
+        adapters = raise_on_all_ranks(self.group, self._adapters_to_begin_from)
+        for name, (_, piece) in self._targets(with_moments=False).items():
+            whole = adapters.tensors[name.removeprefix("model.")].get()
+            piece.tensor.copy_(piece.of(whole))
+        origin = f"adapters of {folder}"
+        return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
+
+    def _adapters_to_begin_from(self) -> Adapters:
+        from titanmoe.checkpoint.hf.peft_read import read_peft
+
+        folder = Path(self.options.initial_adapter).expanduser()
+        adapters = read_peft(folder, self.model)
+        if problems := disagreements(adapters, Config(model=self.model, lora=self.lora)):
+            raise ConfigError(problems, str(folder))
+        return adapters
 
     def _begin_base(self) -> None:
         """Fills the weights under adapters that come from a checkpoint of their own, as when the run began."""

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
+    import torch
+
     from titanmoe.checkpoint.on_all_ranks import Group
 
 EPILOG = """\
@@ -30,7 +32,17 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     convert.set_defaults(run=run_convert)
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")
-    what.add_argument("--to-hf", action="store_true", help="IN is a run or one of its checkpoints, OUT a folder")
+    what.add_argument(
+        "--to-hf",
+        action="store_true",
+        help="IN is a run or one of its checkpoints, OUT a folder. Adapters (or a folder of PEFT) are merged into the "
+        "weights under them",
+    )
+    what.add_argument(
+        "--to-peft",
+        action="store_true",
+        help="IN is a run with adapters or one of its checkpoints, OUT a PEFT folder",
+    )
     what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
     what.add_argument("--describe", action="store_true", help="print a recipe that trains IN, a Hugging Face folder")
     convert.add_argument(
@@ -38,16 +50,23 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     )
     convert.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to make; none with --describe")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is already such a folder")
-    reading = convert.add_argument_group("with --from-hf")
+    reading = convert.add_argument_group("with --from-hf or --to-peft")
     reading.add_argument(
         "--drop", choices=["mtp"], action="append", default=[], help="leave out multi-token prediction"
+    )
+    writing = convert.add_argument_group("with --to-hf or --to-peft")
+    writing.add_argument(
+        "--base",
+        metavar="BASE",
+        help="the weights under adapters: a Hugging Face model or a checkpoint (default: as their recipe says). Others "
+        "than they were trained on are refused",
+    )
+    writing.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the files (default: the checkpoint's)"
     )
     writing = convert.add_argument_group("with --to-hf")
     writing.add_argument("--max-shard-gb", type=float, metavar="GB", help="size of a file (default 5)")
     writing.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, if the checkpoint has none")
-    writing.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="dtype of the files (default: the checkpoint's)"
-    )
     making = convert.add_argument_group("with --upcycle")
     making.add_argument("--experts", type=int, metavar="N", help="experts per block, counting all pieces (default 8)")
     making.add_argument("--top-k", type=int, metavar="N", help="experts a token visits (default 2)")
@@ -85,12 +104,14 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Options that do not belong to what was asked for."""
-    kind_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
-    kind_of_option |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
+    kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--drop": ("from_hf", "to_peft")}
+    kinds_of_option |= dict.fromkeys(("--dtype", "--base"), ("to_hf", "to_peft"))
+    kinds_of_option |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), ("upcycle",))
     problems = [
-        f"{option} is an option of --{kind.replace('_', '-')}: leave it out"
-        for option, kind in kind_of_option.items()
-        if getattr(args, option[2:].replace("-", "_")) not in (None, []) and not getattr(args, kind)
+        f"{option} is an option of {' and '.join(f'--{kind}' for kind in kinds).replace('_', '-')}: leave it out"
+        for option, kinds in kinds_of_option.items()
+        if getattr(args, option[2:].replace("-", "_")) not in (None, [])
+        and not any(getattr(args, kind) for kind in kinds)
     ]
     if args.describe and args.out is not None:
         problems.append(f"--describe prints a recipe and makes no folder: leave {args.out} out")
@@ -114,7 +135,6 @@ def _join() -> Group:
 def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
-    from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
     from titanmoe.checkpoint.hf import config, convert
     from titanmoe.checkpoint.hf.fetch import weights_folder
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
@@ -124,17 +144,10 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         from titanmoe.checkpoint.hf.describe_recipe import recipe
 
         return [convert.raise_on_all_ranks(group, lambda: recipe(args.source))]
-    if args.to_hf:
+    if args.to_hf or args.to_peft:
+        source = convert.raise_on_all_ranks(group, lambda: _checkpoint_or_peft(args))
         dtype = getattr(torch, args.dtype) if args.dtype else None
-        limit = int((args.max_shard_gb or 5) * 10**9)
-        source = convert.raise_on_all_ranks(group, lambda: latest_checkpoint(Path(args.source)))
-        exported = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
-        count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
-        files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
-        lines = [f"{args.out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
-        if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.other_files):
-            lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
-        return lines
+        return (_to_hf if args.to_hf else _to_peft)(args, source, dtype, group)
 
     folder = convert.raise_on_all_ranks(group, lambda: weights_folder(args.source))
 
@@ -157,6 +170,43 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     size = convert.write_ours(args.out, weights, folder, provenance, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
     return [*lines, *_recipe(args.out, weights.model)]
+
+
+def _checkpoint_or_peft(args: argparse.Namespace) -> Path:
+    from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
+    from titanmoe.checkpoint.hf.peft_read import is_peft
+
+    source = Path(args.source)
+    if not is_peft(source):
+        return latest_checkpoint(source)
+    if args.to_peft:
+        raise ConfigError([f"{source} is a folder of PEFT already"])
+    return source
+
+
+def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, group: Group) -> list[str]:
+    from titanmoe.checkpoint.hf import convert
+
+    limit = int((args.max_shard_gb or 5) * 10**9)
+    out, base = args.out, args.base or ""
+    exported = convert.to_hf(source, out, limit, args.tokenizer, dtype, args.overwrite, group, base)
+    count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
+    files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
+    lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
+    if isinstance(merged := exported.export.weights, convert.Merged):
+        lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
+    if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.other_files):
+        lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
+    return lines
+
+
+def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, group: Group) -> list[str]:
+    from titanmoe.checkpoint.hf import convert
+
+    made = convert.to_peft(source, args.out, dtype, args.drop, args.overwrite, group, args.base or "")
+    base, size = made.config["base_model_name_or_path"], sum(file.bytes for file in made.files.values())
+    lines = [f"{args.out}: adapters for {base or 'a model without a name'}, {len(made.tensors)} tensors, {_size(size)}"]
+    return lines if base else [*lines, "note: it names no base model; --base MODEL does"]
 
 
 def _recipe(out: Path, model: object) -> list[str]:

@@ -42,8 +42,9 @@ class Stored(NamedTuple):
 
 
 class Folder:
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, single: str = SINGLE):
+        """single: the name of its file, if it has only one."""
+        self.path, self.single = path, single
         self.tensors: dict[str, Stored] = {}
         self._open_files: dict[Path, Any] = {}
         problems: list[str] = []
@@ -69,13 +70,13 @@ class Folder:
     def _names(self) -> list[str]:
         index = self.path / INDEX
         if not index.exists():
-            if (self.path / SINGLE).exists():
-                return [SINGLE]
+            if (self.path / self.single).exists():
+                return [self.single]
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
             listing = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
-            raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{listing}"])
+            raise ConfigError([f"{self.path} has neither {self.single} nor {INDEX}{listing}"])
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ConfigError([f"{index} has no weight_map"])

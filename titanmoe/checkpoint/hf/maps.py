@@ -110,7 +110,7 @@ class Map:
     def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
         if home.rotated is not None:
-            rows = torch.tensor([self._rotated(home, row) for row in range(offset[0], offset[0] + shape[0])])
+            rows = self.rows(home, offset[0], shape[0])
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
@@ -123,8 +123,11 @@ class Map:
         block = read(place.hf_name, offset, shape)[..., home.phase :: home.stride]
         return block.transpose(-1, -2) if home.transposed else block
 
+    def rows(self, home: Home, first: int, count: int) -> Tensor:
+        """The rows in the Hugging Face tensor for so many of ours, where RoPE turns some of them."""
+        return torch.tensor([self._rotated(home, row) for row in range(first, first + count)])
+
     def _rotated(self, home: Home, row: int) -> int:
-        """The row in the Hugging Face tensor for a row of ours."""
         width, rotated = home.rotated(self.model)
         head, i = divmod(row, width)
         i -= width - rotated
@@ -145,7 +148,7 @@ class Map:
             else:
                 part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
             if place.home.rotated is not None:
-                out[torch.tensor([self._rotated(place.home, row) for row in range(whole[0])])] = part.to(dtype)
+                out[self.rows(place.home, 0, whole[0])] = part.to(dtype)
             else:
                 out[..., place.home.phase :: place.home.stride] = (
                     part.transpose(-1, -2) if place.home.transposed else part

@@ -1,0 +1,261 @@
+"""Adapters out to PEFT and in from there: what its own library computes with them is what ours does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import parity, world
+from tests.checkpoint import runs
+from tests.checkpoint_hf import adapted, models
+from tests.checkpoint_hf.test_convert import convert
+from titanmoe.checkpoint.adapters import Adapters
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.hf.config import describe, written_as
+from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.peft_read import read_peft
+from titanmoe.checkpoint.hf.peft_write import peft_folder
+from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import LoRA, Model
+from titanmoe.models.families import preset
+
+peft = pytest.importorskip("peft")
+
+
+def by_peft(model: Any, folder: Path) -> torch.Tensor:
+    """Logits with adapters as PEFT loads them; every tensor of theirs has to find its place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(?s).*(missing|unexpected)")
+        return models.logits(peft.PeftModel.from_pretrained(model, folder).eval(), models.ids())
+
+
+def merged(model: Any, source: Path, *words: object) -> torch.Tensor:
+    out = source.with_name(f"{source.name} merged")
+    assert convert("--to-hf", source, out, *words) == 0
+    return models.logits(type(model).from_pretrained(out).eval(), models.ids())
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", models.FAMILIES)
+def test_peft_computes_what_ours_does_and_gives_back_the_same_bits(tmp_path, name):
+    """Experts apart, and stacked for gpt-oss; a rank of their own."""
+    model = models.make(name)
+    folder = models.save(model, tmp_path / "in")
+    adapters = adapted.write(tmp_path / "ours", folder)
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    before, want = models.logits(model, models.ids()), merged(model, tmp_path / "ours")
+    assert (want - before).abs().max() > 0.1
+    close(by_peft(model, tmp_path / "peft"), want)
+
+    back = read_peft(tmp_path / "peft", describe(folder).model)
+    assert back.base == str(folder) and adapters.keys() == back.tensors.keys()
+    assert all(torch.equal(back.tensors[name].get(), tensor) for name, tensor in adapters.items())
+    assert dataclasses.replace(back.lora, targets=[]) == adapted.LORA
+    assert torch.equal(merged(model, tmp_path / "peft"), want)
+
+
+PARTS = {
+    "some layers": ["layers.1.*"],
+    "experts' down in some, attention in others": ["layers.1.*.w2", "layers.0.attention.w[qo].*"],
+    "all but experts": ["*.attention.*", "*.ffn.*", "*.shared.*"],
+    "shared experts alone": ["*.shared.*"],
+}
+
+
+@pytest.mark.parametrize("targets", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_parts_of_a_model(tmp_path, name, targets):
+    model = models.make(name)
+    folder = models.save(model, tmp_path / "in")
+    adapters = adapted.write(tmp_path / "ours", folder, dataclasses.replace(adapted.LORA, targets=targets))
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    close(by_peft(model, tmp_path / "peft"), merged(model, tmp_path / "ours"))
+    assert read_peft(tmp_path / "peft", describe(folder).model).tensors.keys() == adapters.keys()
+
+
+MADE_BY_PEFT = {
+    "one rank": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "gate and up alone": {"target_parameters": ["mlp.experts.gate_up_proj"], "rank_pattern": {".*gate_up_proj": 2}},
+    "down alone": {"target_parameters": ["experts.down_proj"], "alpha_pattern": {"q_proj": 7, "experts.down_proj": 7}},
+}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("case", MADE_BY_PEFT)
+def test_adapters_made_by_peft_on_stacked_experts_are_read(tmp_path, name, case):
+    """Gate and up have an A in common there, and each of ours a copy of it."""
+    model = models.make(name)
+    models.save(model, tmp_path / "in")
+    options = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj"]} | MADE_BY_PEFT[case]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for parameter in (p for n, p in tuned.named_parameters() if "lora_B" in n):
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    tuned.save_pretrained(tmp_path / "peft")
+    want = models.logits(tuned.eval(), models.ids())
+    close(merged(models.make(name), tmp_path / "peft", "--base", tmp_path / "in"), want)
+
+
+# ---- what is refused
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    capsys.readouterr()
+    assert convert(*words) == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return models.save(models.make("qwen3_moe"), tmp_path / "qwen")
+
+
+def test_other_weights_are_refused(tmp_path, qwen, capsys):
+    other = models.save(models.make("qwen3_moe", rms_norm_eps=1e-5), tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    shutil.copy(qwen / "config.json", other)
+    adapted.write(tmp_path / "ours", qwen)
+    for kind in ("--to-hf", "--to-peft"):
+        text = refused(capsys, kind, tmp_path / "ours", tmp_path / "out", "--base", other)
+        assert f"{other} has other weights (digest" in text and f"{qwen}): name those" in text
+        assert not list(tmp_path.glob("out*"))
+    shutil.copy(qwen / "model.safetensors", other)
+    assert convert("--to-hf", tmp_path / "ours", tmp_path / "out", "--base", other) == 0  # the same, elsewhere
+    assert convert("--from-hf", qwen, tmp_path / "whole") == 0
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft", "--base", tmp_path / "whole") == 0
+    text = refused(capsys, "--to-hf", tmp_path / "whole", tmp_path / "o", "--base", qwen)
+    assert f"has whole weights: --base {qwen} is for adapters" in text
+    assert "has whole weights and no adapters" in refused(capsys, "--to-peft", tmp_path / "whole", tmp_path / "o")
+    assert "is a folder of PEFT already" in refused(capsys, "--to-peft", tmp_path / "peft", tmp_path / "o")
+
+
+def test_random_weights_have_no_name(tmp_path, qwen, capsys):
+    adapted.write(tmp_path / "ours", qwen, initial_hf="")
+    assert "was trained on random weights" in refused(capsys, "--to-hf", tmp_path / "ours", tmp_path / "out")
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    assert "it names no base model" in capsys.readouterr().out
+    assert "does not say which weights" in refused(capsys, "--to-hf", tmp_path / "peft", tmp_path / "out")
+
+
+def test_what_peft_cannot_express(tmp_path):
+    model = Model(**preset("deepseek_v3", "debug") | {"family": "deepseek_v3", "mtp_depth": 1})
+    adapters = _adapters(model, LoRA(rank=4))
+    map_ = Map(model, written_as("deepseek_v3"))
+    with pytest.raises(ConfigError, match=r"multi-token prediction has adapters, .*use --drop mtp"):
+        peft_folder(adapters, map_, "", None, [])
+    names = peft_folder(adapters, map_, "", None, ["mtp"]).tensors
+    assert names and not any(f"layers.{model.num_layers}." in name for name in names)
+    with pytest.raises(ConfigError, match=r"only w1 has adapters, and PEFT adapts both or neither"):
+        peft_folder(_adapters(model, LoRA(rank=4, targets=["layers.*.w[12]"])), map_, "", None, [])
+
+
+def _adapters(model: Model, lora: LoRA) -> Adapters:
+    tensors = adapted.random_adapters(model, lora)
+    return Adapters(
+        Path("ours"), model, lora, {n: LazyTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in tensors.items()}
+    )
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+EXPERT = "base_model.model.model.layers.1.mlp.experts.3.up_proj.lora_B.weight"
+WRONG: dict[str, tuple[Any, str]] = {
+    "no adapter": (
+        lambda f, t: (f / "adapter_config.json").unlink(),
+        "is no folder of PEFT: it has no adapter_config.json",
+    ),
+    "a tensor is missing": (lambda f, t: t.pop(Q), f"{Q}: missing"),
+    "an expert is missing": (lambda f, t: t.pop(EXPERT), f"{EXPERT}: missing"),
+    "a shape": (lambda f, t: t.update({Q: t[Q][:, :5]}), f"{Q}: shape (6, 5), and (6, 32) is needed"),
+    "of the head": (
+        lambda f, t: t.update({"base_model.model.lm_head.lora_A.weight": t[Q].clone()}),
+        "lm_head.lora_A.weight: not an",
+    ),
+    "several ranks": (
+        lambda f, t: t.update({Q: t[Q][:2], Q.replace("_A", "_B"): t[Q.replace("_A", "_B")][:, :2]}),
+        "several values of lora.rank",
+    ),
+    "several alphas": (
+        lambda f, t: settings(f, alpha_pattern={"q_proj": 3}),
+        "several values of lora.alpha, which is one here: 3.0 (attention.wq.weight), 7.0",
+    ),
+    "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all': only plain LoRA"),
+}
+
+
+def settings(folder: Path, **changes: Any) -> None:
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> tuple[Path, Path]:
+    """A Hugging Face folder and adapters for it in PEFT's form."""
+    tmp = tmp_path_factory.mktemp("exported")
+    folder = models.save(models.make("qwen3_moe"), tmp / "in")
+    adapted.write(tmp / "ours", folder)
+    assert convert("--to-peft", tmp / "ours", tmp / "peft") == 0
+    return folder, tmp / "peft"
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_folder_that_cannot_be_read_says_why(tmp_path, exported, case):
+    spoil, text = WRONG[case]
+    folder = shutil.copytree(exported[1], tmp_path / "peft")
+    tensors = load_file(folder / "adapter_model.safetensors")
+    spoil(folder, tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError) as error:
+        read_peft(folder, describe(exported[0]).model)
+    assert text in "; ".join(error.value.problems)
+
+
+# ---- a run that begins from them
+
+
+def begin(exported: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
+    folder, adapters = exported
+    shape = dataclasses.asdict(describe(folder).model)
+    lora = {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0}
+    words = {f"model.{name}": value for name, value in shape.items()} | lora
+    words |= {"checkpoint.initial_hf": str(folder), "checkpoint.initial_adapter": str(adapters)}
+    return words | dict.fromkeys(parity.NUMERICS, "float32") | changes
+
+
+def test_a_run_begins_from_them_and_gives_back_the_same_bits(tmp_path, exported):
+    words = begin(exported, **{"optimizer.lr": 0.0, "parallelism.experts.etp": 2})
+    (went, _) = world.run(2, runs.go, str(tmp_path), words, 1)
+    assert went.notes["begins from"].endswith(f"adapters of {exported[1]}")
+    path = tmp_path / "run/checkpoints/step-00000001"
+    assert convert("--to-peft", path, tmp_path / "peft") == 0
+    back, want = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", exported[1]))
+    assert back.keys() == want.keys() and all(back[name].equal(tensor) for name, tensor in want.items())
+    # It resumes from what it saved, whatever has become of the folder.
+    world.run(2, runs.go, str(tmp_path), words | {"checkpoint.initial_adapter": "gone"}, 2)
+    assert "model.layers.0.attention.wq.lora_A" in open_checkpoint(path).tensors
+
+
+def test_other_adapters_than_the_recipe_says_are_refused_at_once(tmp_path, exported):
+    other = {"lora.rank": 8, "lora.experts_rank": 4, "lora.alpha": 32.0, "lora.targets": ["*.attention.w[qk].*"]}
+    with pytest.raises(world.RankError) as error:
+        world.run(1, runs.go, str(tmp_path), begin(exported, **other), 1)
+    for text in ("lora.alpha = 32.0, and the adapters have 7.0: use that", "lora.rank = 8, and the adapters have 6",
+                 "lora.experts_rank = 4, and the adapters have 3", "lora.targets chooses 0 matrices that have no",
+                 'use targets = ["*.attention.wq.weight"', '"*.moe.experts.w2"]'):  # fmt: skip
+        assert text in str(error.value)
+    without = {"lora.rank": 0, "lora.experts_rank": -1}
+    with pytest.raises((ConfigError, world.RankError), match=r"lora.rank = 0 makes none"):
+        parity.read(begin(exported, **without), 1)

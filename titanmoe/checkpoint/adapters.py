@@ -1,0 +1,112 @@
+"""Adapters by our names, from whatever file: what they are, what they were trained on, and what they are not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from torch import Tensor
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.config.fields import build, toml_value
+from titanmoe.config.schema import Config, LoRA, Model
+from titanmoe.models import tensors as names
+from titanmoe.models.tensors import Tuning
+
+MODEL = "model."
+
+
+@dataclass(frozen=True)
+class Adapters:
+    path: Path
+    model: Model
+    lora: LoRA
+    tensors: Mapping[str, LazyTensor]
+    """A and B of each matrix by our names, experts stacked."""
+    base: str = ""
+    """Where the weights under them are: a Hugging Face model, or a checkpoint; "" if their file does not say."""
+    digest: str = ""
+    """Of those weights; "" if their file has none."""
+    config: Config | None = None
+    """Of the run that trained them; None in a PEFT folder."""
+
+    @cached_property
+    def matrices(self) -> list[str]:
+        """Those that have adapters, in the model's order."""
+        return [name for name in names.names(self.model) if names.adapter_names(name)[0] in self.tensors]
+
+    def pair(self, matrix: str) -> tuple[Tensor, Tensor]:
+        down, up = names.adapter_names(matrix)
+        return self.tensors[down].get(), self.tensors[up].get()
+
+    def rank(self, matrix: str) -> int:
+        return self.tensors[names.adapter_names(matrix)[0]].shape[-2]
+
+
+def of_checkpoint(path: Path) -> Adapters:
+    """Those of a run's checkpoint."""
+    saved = open_checkpoint(path)
+    if "base" not in saved.record:
+        raise CheckpointError(f"{path} has whole weights and no adapters: a run with lora.rank above 0 makes them")
+    config = build(config_of(saved.record, path / layout.MANIFEST))
+    shapes = dict(names.shapes(config.model, Tuning.of(config)))
+    missing = [name for name in shapes if names.ADAPTER in name and f"{MODEL}{name}" not in saved.tensors]
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing[:8])}")
+    tensors = {
+        name.removeprefix(MODEL): LazyTensor(shape, dtype, lambda name=name: saved.read(name))
+        for name, (shape, dtype) in saved.tensors.items()
+        if name.startswith(MODEL)
+    }
+    checkpoint = config.checkpoint
+    base = checkpoint.initial_hf or (checkpoint.load if checkpoint.model_only else "")
+    return Adapters(path, config.model, config.lora, tensors, base, saved.record["base"], config)
+
+
+def disagreements(adapters: Adapters, config: Config) -> list[str]:
+    """What of [lora] the adapters are not, a line each with what to set."""
+    tuning, matrices = Tuning.of(config), adapters.matrices
+    there = {"lora.alpha": adapters.lora.alpha}
+    ours: dict[str, float] = {"lora.alpha": config.lora.alpha, "lora.rank": tuning.rank}
+    ours["lora.experts_rank"] = tuning.experts_rank
+    for name in matrices:
+        there["lora.experts_rank" if ".experts." in name else "lora.rank"] = adapters.rank(name)
+    lines = [
+        f"{field} = {toml_value(ours[field])}, and the adapters have {toml_value(value)}: use that"
+        for field, value in there.items()
+        if ours[field] != value
+    ]
+    chosen = [name for name in names.names(config.model) if tuning.rank_of(name)]
+    if chosen != matrices:
+        targets = toml_value(patterns(config.model, matrices))
+        lines.append(
+            f"lora.targets chooses {_shown(set(chosen) - set(matrices))} that have no adapters there, and leaves out "
+            f"{_shown(set(matrices) - set(chosen))} that have: use targets = {targets}"
+        )
+    return lines
+
+
+def _shown(matrices: set[str]) -> str:
+    some = ", ".join(sorted(matrices)[:3])
+    return f"{len(matrices)} matrices{f' ({some}, ...)' if len(matrices) > 3 else f' ({some})' if matrices else ''}"
+
+
+def in_block(name: str) -> str:
+    """A matrix's name within its block."""
+    return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
+
+
+def patterns(model: Model, matrices: list[str]) -> list[str]:
+    """lora.targets that choose these and no others."""
+    everything, chosen, out = names.names(model), set(matrices), {}
+    for name in matrices:
+        alike = [other for other in everything if in_block(other) == in_block(name)]
+        out |= {f"*.{in_block(name)}" if chosen.issuperset(alike) else name: None}
+    return list(out)

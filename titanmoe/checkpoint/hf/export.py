@@ -1,0 +1,158 @@
+"""Weights of ours as a Hugging Face folder: what it will contain, and each tensor once it is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.fetch import INDEX
+from titanmoe.checkpoint.hf.files import Tensors, config_and_tokenizer_files, index, shards, write_file
+from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
+from titanmoe.checkpoint.hf.merge import Whole, open_whole
+from titanmoe.config.load import ConfigError
+from titanmoe.data.chat import open_chat
+from titanmoe.data.tokenizer import FILE, open_tokenizer
+
+GENERATION = "generation_config.json"
+
+
+class Export:
+    """Weights of ours as a Hugging Face folder."""
+
+    def __init__(self, whole: Whole, path: Path, dtype: torch.dtype | None = None):
+        self.weights, self.carried, self.seq_len = whole
+        self.model, self.stored, self.dtype = self.weights.model, self.weights.tensors, dtype
+        self.map = Map(self.model, configs.written_as(self.model.family))
+        self._whole: dict[str, Tensor] = {}
+        self._check(path)
+
+    def _check(self, path: Path) -> None:
+        problems = [f"{name} is missing" for name in self.map.our_shapes if name not in self.stored]
+        problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.our_shapes]
+        problems += [
+            f"{name} has shape {self.stored[name][0]}, not {shape}"
+            for name, shape in self.map.our_shapes.items()
+            if name in self.stored and self.stored[name][0] != shape
+        ]
+        if not problems:
+            # A tensor that a family has no place for must have no effect.
+            problems = [
+                f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
+                for name, places in self.map.places.items()
+                if not places and self._read(name).any()
+            ]
+        if problems:
+            raise ConfigError(problems, str(path))
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Of the Hugging Face tensors, ordered so that those made from the same tensor of ours follow each other."""
+        return {name: (shape, self._dtype(name)) for name, shape in self.map.hf_shapes.items()}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        our_name = self.map.parts[name][0].our_name
+        return self.stored[our_name][1] if self.dtype is None or our_name.endswith(BIAS) else self.dtype
+
+    def make(self, name: str) -> Tensor:
+        """A Hugging Face tensor. Caches what it read of ours until something else is needed: a stack of experts is read
+        once."""
+        needed = {place.our_name for place in self.map.parts[name]}
+        self._whole = {our_name: tensor for our_name, tensor in self._whole.items() if our_name in needed}
+        for our_name in needed - self._whole.keys():
+            self._whole[our_name] = self._read(our_name)
+        return self.map.write(name, self._dtype(name), self._block)
+
+    def _read(self, name: str) -> Tensor:
+        shape = self.map.our_shapes[name]
+        return self.weights.read(name, (0,) * len(shape), shape)
+
+    def _block(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        return self._whole[name][tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+    def config(self) -> dict[str, Any]:
+        carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
+        dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
+        return configs.to_config_json(self.model, carried, dtype, self.seq_len)
+
+
+class FolderPlan(NamedTuple):
+    """The contents of a Hugging Face folder to be written."""
+
+    export: Export
+    files: dict[str, Tensors]
+    config: dict[str, Any]
+    other_files: dict[str, Path]
+    """Files to copy."""
+    generation: dict[str, Any] | None
+    """What GENERATION says; None: it is copied, or there is none."""
+
+    def write(self, folder: Path, files: Sequence[str]) -> None:
+        for name in files:
+            write_file(folder / name, self.files[name], self.export.make)
+
+    def complete(self, folder: Path) -> None:
+        layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
+        if len(self.files) > 1:
+            layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
+        for name, file in self.other_files.items():
+            shutil.copyfile(file, folder / name)
+        if self.generation is not None:
+            layout.write_text(folder / GENERATION, json.dumps(self.generation, indent=2) + "\n")
+        layout.sync(folder)
+
+
+def plan_folder(
+    path: Path,
+    shard_bytes: int,
+    tokenizer: Path | None,
+    dtype: torch.dtype | None,
+    under: str,
+) -> FolderPlan:
+    """under: the name of the weights under adapters, if not as in their recipe."""
+    export = Export(open_whole(path, under), path, dtype)
+    other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
+    if tokenizer is not None:
+        tokenizer_files = {
+            n: file
+            for n, file in config_and_tokenizer_files(tokenizer).items()
+            if n not in (configs.CONFIG, GENERATION)
+        }
+        if not tokenizer_files:
+            raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
+        other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
+    config, generation = export.config(), None
+    if marks := end_marks(other_files, export.model.vocab_size):
+        config.setdefault("eos_token_id", marks[0])
+        carried = configs.read_json(other_files[GENERATION]) if GENERATION in other_files else {}
+        before = carried.get("eos_token_id", [])
+        known = before if isinstance(before, list) else [before]
+        if missing := [mark for mark in marks if mark not in known]:
+            together = [mark for mark in known if mark is not None] + missing
+            generation = carried | {"eos_token_id": together if len(together) > 1 else together[0]}
+            other_files.pop(GENERATION, None)
+    return FolderPlan(export, shards(export.sizes, shard_bytes), config, other_files, generation)
+
+
+def end_marks(files: Mapping[str, Path], vocab_size: int) -> list[int]:
+    """What ends a text of the tokenizer among the files, then what ends an answer by its chat template, if that is
+    another token: without them transformers goes on after an answer."""
+    if FILE not in files:
+        return []
+    try:
+        tokenizer = open_tokenizer(str(files[FILE]))
+    except ConfigError:  # it is no tokenizer, or names no end mark
+        return []
+    marks = [tokenizer.eos]
+    with suppress(ConfigError):  # it has no template, or one that cannot be used
+        marks.append(open_chat("", tokenizer).end_mark())
+    return [mark for mark in dict.fromkeys(marks) if mark is not None and mark < vocab_size]

@@ -1,0 +1,196 @@
+"""Whole weights, wherever they are: a Hugging Face model's, a checkpoint's, or those with adapters added to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.checkpoint import base, layout
+from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
+from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.fetch import CARRIED, is_remote, weights_folder
+from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
+from titanmoe.checkpoint.hf.maps import BIAS, Shape
+from titanmoe.checkpoint.hf.peft_read import base_of, is_peft, read_peft
+from titanmoe.checkpoint.hf.source import HuggingFaceSource, open_hf
+from titanmoe.checkpoint.manifest import config_of, refuse_adapters
+from titanmoe.checkpoint.on_all_ranks import Group
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config, Model
+from titanmoe.parallel.frozen import held_dtype
+
+BASE = " (convert --base, generate --checkpoint)"
+"""Where a user names the weights under adapters."""
+
+
+class Weights(Protocol):
+    """A model's weights by our names, from any source."""
+
+    model: Model
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[Shape, torch.dtype]]: ...
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor: ...
+
+
+class SavedWeights:
+    """Those of one of our checkpoints."""
+
+    def __init__(self, path: Path):
+        self.saved = open_checkpoint(path)
+        refuse_adapters(self.saved.record, path)
+        self.model = model_of(self.saved.record, path)
+        self.tensors = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        return self.saved.read(MODEL + name, offset, shape)
+
+
+def model_of(record: Mapping[str, Any], path: Path) -> Model:
+    table = record.get("config", {}).get("model")
+    config_of({"config": {"model": table or {}}}, path / layout.MANIFEST)
+    try:
+        return Model(**table)
+    except TypeError as error:
+        raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
+
+
+class Merged:
+    """W + alpha / r B A in the place of W, in float32 or wider: whoever writes it rounds it once."""
+
+    def __init__(self, adapters: Adapters, under: HuggingFaceSource | SavedWeights, name: str):
+        """name: of the weights under them."""
+        self.adapters, self.under, self.name = adapters, under, name
+        self.model, self.tensors = under.model, under.tensors
+        self.matrices = set(adapters.matrices)
+        self._pair = lru_cache(maxsize=2)(adapters.pair)
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        block = self.under.read(name, offset, shape)
+        if name not in self.matrices:
+            return block
+        down, up = self._pair(name)
+        wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
+        *experts, rows, columns = (slice(first, first + n) for first, n in zip(offset, shape, strict=True))
+        down, up = down[(*experts, slice(None), columns)].to(wide), up[(*experts, rows)].to(wide)
+        return block.to(wide) + self.adapters.lora.alpha / self.adapters.rank(name) * (up @ down)
+
+
+# ---- opening
+
+
+def is_hf(name: str) -> bool:
+    """Whether weights there are in Hugging Face's format, and not a checkpoint."""
+    path = Path(name)
+    return is_remote(name) or ((path / configs.CONFIG).is_file() and not (path / layout.MANIFEST).is_file())
+
+
+def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | SavedWeights:
+    """model: what it is used as, if that is not what its files say."""
+    if not is_hf(name):
+        return SavedWeights(latest_checkpoint(Path(name)))
+    folder = weights_folder(name)
+    model = model or configs.describe(folder).model
+    source = open_hf(folder, model)
+    if source.has_mtp and not model.mtp_depth:
+        source = open_hf(folder, model, drop=("mtp",))
+    source.check()
+    return source
+
+
+def has_adapters(path: Path) -> bool:
+    """Of a PEFT folder or a checkpoint."""
+    return is_peft(path) or "base" in layout.read_manifest(path).record
+
+
+def open_adapters(path: Path, under: str = "") -> tuple[Adapters, str]:
+    """Of a PEFT folder or a checkpoint; and the name of the weights under them: as given, or as their own file says."""
+    if not is_peft(path):
+        adapters = of_checkpoint(path)
+        return adapters, under or adapters.base
+    if not (under := under or base_of(path)):
+        raise ConfigError([f"{path} does not say which weights its adapters are for: name them{BASE}"])
+    return read_peft(path, open_weights(under).model), under
+
+
+def open_under(adapters: Adapters, under: str) -> HuggingFaceSource | SavedWeights:
+    """The weights under adapters."""
+    if not under:
+        raise ConfigError(
+            [
+                f"{adapters.path} was trained on random weights (checkpoint.initial_hf is empty, and no checkpoint was "
+                f"loaded), which no file has: name one that has them{BASE}"
+            ]
+        )
+    return open_weights(under, adapters.model)
+
+
+class Whole(NamedTuple):
+    """What a Hugging Face folder is made from."""
+
+    weights: Weights
+    carried: dict[str, Path]
+    """Config and tokenizer files, by name."""
+    seq_len: int
+    """What was trained on."""
+
+
+def open_whole(path: Path, under: str) -> Whole:
+    """Of a checkpoint with whole weights, or of adapters (a checkpoint or a PEFT folder) and the weights under them."""
+    seq_len = Config().training.seq_len
+    if not is_peft(path):
+        seq_len = layout.read_manifest(path).record.get("config", {}).get("training", {}).get("seq_len", seq_len)
+    if not has_adapters(path):
+        if under:
+            raise ConfigError([f"{path} has whole weights: --base {under} is for adapters, leave it out"])
+        return Whole(SavedWeights(path), carried(path), seq_len)
+    adapters, under = open_adapters(path, under)
+    weights = open_under(adapters, under)
+    files = carried(path) if adapters.config else files_of(weights)
+    return Whole(Merged(adapters, weights, under), files, seq_len)
+
+
+def carried(path: Path) -> dict[str, Path]:
+    return {n: file for n, file in layout.carried(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
+
+
+def files_of(weights: HuggingFaceSource | SavedWeights) -> dict[str, Path]:
+    if isinstance(weights, SavedWeights):
+        return carried(weights.saved.path)
+    return config_and_tokenizer_files(weights.path)
+
+
+def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, under: str, group: Group) -> None:
+    """ConfigError unless they are those that the adapters were trained on. The ranks divide up the reading."""
+    if not adapters.digest:
+        return
+    compute = getattr(torch, adapters.config.training.mixed_precision_param)
+    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+
+    def mine() -> int:
+        own = sorted(name for name in weights.tensors if not name.endswith(BIAS))[rank::ranks]
+        total = 0
+        for name in own:
+            shape = weights.tensors[name][0]
+            tensor = weights.read(name, (0,) * len(shape), shape)
+            total += base.number(name, tensor.to(held_dtype(name, compute)))
+        return total
+
+    if (digest := base.together(group, mine)) != adapters.digest:
+        raise ConfigError(
+            [
+                f"{under} has other weights (digest {digest}) than the adapters were trained on (digest "
+                f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{BASE}"
+            ],
+            str(adapters.path),
+        )

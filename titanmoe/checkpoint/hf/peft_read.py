@@ -1,0 +1,212 @@
+"""A folder of PEFT as adapters of ours: experts apart, or in one parameter of all."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint.adapters import Adapters, in_block
+from titanmoe.checkpoint.hf.config import read_json, written_as
+from titanmoe.checkpoint.hf.files import Folder
+from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
+from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
+from titanmoe.checkpoint.hf.source import compress_names
+from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import LoRA, Model
+from titanmoe.models import tensors as names
+
+PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    **dict.fromkeys(
+        ("use_dora", "use_rslora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out"), (False, None)
+    ),
+    **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), (None, [], {})),
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), (None,)),
+}
+"""Keys of adapter_config.json, and their values with which it is plain LoRA."""
+
+
+def is_peft(path: Path) -> bool:
+    return (path / CONFIG).is_file()
+
+
+def base_of(path: Path) -> str:
+    """The name of the model that a folder's adapters are for; "" if it has none."""
+    base, revision = (read_json(path / CONFIG).get(key) or "" for key in ("base_model_name_or_path", "revision"))
+    return f"{base}@{revision}" if base and revision else base
+
+
+class _Reader:
+    def __init__(self, path: Path, model: Model):
+        if not is_peft(path):
+            raise ConfigError([f"{path} is no folder of PEFT: it has no {CONFIG}"])
+        self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
+        self.files = Folder(path, WEIGHTS)
+        self.map = Map(model, written_as(model.family))
+        self.alternate = any(home.stride > 1 for home in self.map.hf.homes.values())
+        """Whether outputs of gate and up do, in a parameter of both."""
+        self.tensors: dict[str, LazyTensor] = {}
+        self.alphas: dict[str, float] = {}
+        """lora.alpha with which each matrix would have the factor that it has there."""
+        self.used: set[str] = set()
+        self.problems: list[str] = []
+
+    def adapters(self) -> Adapters:
+        self.problems += [
+            f"{CONFIG} has {key} = {self.settings[key]!r}: only plain LoRA is read"
+            for key, plain in PLAIN.items()
+            if key in self.settings and self.settings[key] not in plain
+        ]
+        if not self.problems:
+            for name in filter(names.is_adaptable, self.map.our_shapes):
+                self._apart(name)
+            for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
+                self._stacked(layer)
+            unknown = compress_names(self.files.tensors.keys() - self.used)
+            self.problems += [f"{name}: not an adapter of a matrix that can have one here" for name in unknown]
+        lora = self._lora() if not self.problems else LoRA()
+        if self.problems:
+            raise ConfigError(self.problems, str(self.path))
+        return Adapters(self.path, self.model, lora, self.tensors, base_of(self.path))
+
+    # ---- tensors
+
+    def _apart(self, name: str) -> None:
+        paths = [f"{PREFIX}{module_of(part)}" for part in self.map.places[name]]
+        keys = {leaf: [f"{path}.lora_{leaf}.weight" for path in paths] for leaf in "AB"}
+        present = [key for both in keys.values() for key in both if key in self.files.tensors]
+        if not present:
+            return
+        self.used |= {*present}
+        if missing := {*keys["A"], *keys["B"]} - self.files.tensors.keys():
+            self.problems += [f"{key}: missing" for key in compress_names(missing)]
+            return
+        *experts, outputs, inputs = self.map.our_shapes[name]
+        first = self.files.tensors[keys["A"][0]]
+        shapes = {"A": (first.shape[0], inputs), "B": (outputs, first.shape[0])}
+        for leaf, adapter in zip("AB", names.adapter_names(name), strict=True):
+            for key in keys[leaf]:
+                if (shape := self.files.tensors[key].shape) != shapes[leaf]:
+                    self.problems.append(f"{key}: shape {shape}, and {shapes[leaf]} is needed")
+            make = partial(self._read_apart, name, keys[leaf], leaf)
+            self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, make)
+        self.alphas[name] = self._alpha(paths[0].removeprefix(PREFIX))
+
+    def _read_apart(self, name: str, keys: list[str], leaf: str) -> Tensor:
+        tensors = [self._whole(key) for key in keys]
+        home = self.map.places[name][0].home
+        if self.map.places[name][0].expert is not None:
+            return torch.stack(tensors)
+        return (
+            tensors[0] if leaf == "A" or home.rotated is None else tensors[0][self.map.rows(home, 0, len(tensors[0]))]
+        )
+
+    def _whole(self, key: str) -> Tensor:
+        shape = self.files.tensors[key].shape
+        return self.files.read(key, (0,) * len(shape), shape)
+
+    def _stacked(self, block: str) -> None:
+        """Experts of a layer in one parameter."""
+        layer = block.split(".")[1]
+        path = f"model.layers.{layer}.{STACKED}"
+        outer, inner = f"{PREFIX}{path}", f"{PREFIX}{path}.base_layer"
+        both = f"{inner}.lora_A.weight" in self.files.tensors
+        for_down = any(str(target).endswith("down_proj") for target in self.settings.get("target_parameters") or [])
+        places = {GATE_UP: inner, DOWN: outer} if both else {DOWN if for_down else GATE_UP: outer}
+        pairs: dict[str, tuple[str, str]] = {}
+        for parameter, where in places.items():
+            keys = f"{where}.lora_A.weight", f"{where}.lora_B.weight"
+            if not any(key in self.files.tensors for key in keys):
+                continue
+            self.used |= {*keys}
+            if missing := [key for key in keys if key not in self.files.tensors]:
+                self.problems += [f"{key}: missing" for key in missing]
+            elif self._fits(block, parameter, keys):
+                pairs[parameter] = keys
+        if not self.problems:
+            self._add_stacked(block, path, pairs)
+
+    def _fits(self, block: str, parameter: str, keys: tuple[str, str]) -> bool:
+        experts, outputs, inputs = self.map.our_shapes[f"{block}.{'w2' if parameter == DOWN else 'w1'}"]
+        outputs *= 1 + (parameter == GATE_UP)
+        (down, up) = (self.files.tensors[key].shape for key in keys)
+        rank, rest = divmod(down[0], experts)
+        if rest or down[1:] != (inputs,) or up != (outputs, down[0]):
+            shapes = f"({experts} r, {inputs}) and ({outputs}, {experts} r)"
+            self.problems.append(f"{keys[0]} and lora_B: shapes {down} and {up}, and {shapes} are needed")
+        return not rest and rank > 0
+
+    def _add_stacked(self, block: str, path: str, pairs: dict[str, tuple[str, str]]) -> None:
+        experts = self.map.our_shapes[f"{block}.w1"][0]
+        ranks = {parameter: self.files.tensors[keys[0]].shape[0] // experts for parameter, keys in pairs.items()}
+        rank = ranks.get(DOWN, ranks.get(GATE_UP, 0))
+        if DOWN not in ranks and GATE_UP in ranks and are_apart(self._pair(pairs[GATE_UP], experts), self.alternate):
+            rank //= 2
+        for parameter, keys in pairs.items():
+            parts = ("w2",) if parameter == DOWN else ("w1", "w3")
+            if parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
+                self.problems.append(
+                    f"{keys[0]} has rank {ranks[parameter]}, and down_proj {rank}: {rank} or {2 * rank} can be read"
+                )
+                continue
+            for number, leaf in enumerate(parts):
+                outputs, inputs = self.map.our_shapes[f"{block}.{leaf}"][1:]
+                shapes = (experts, rank, inputs), (experts, outputs, rank)
+                for which, adapter in enumerate(names.adapter_names(f"{block}.{leaf}")):
+                    dtype = self.files.tensors[keys[which]].dtype
+                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which)
+                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, make)
+                alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
+                self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
+
+    def _read_stacked(
+        self, keys: tuple[str, str], experts: int, rank: int, parameter: str, number: int, which: int
+    ) -> Tensor:
+        pair = self._pair(keys, experts)
+        return (split(pair, rank, self.alternate, keys[0])[number] if parameter == GATE_UP else pair)[which]
+
+    def _pair(self, keys: tuple[str, str], experts: int) -> Pair:
+        return unflat(*map(self._whole, keys), experts)
+
+    # ---- [lora]
+
+    def _alpha(self, path: str) -> float:
+        """As PEFT finds it."""
+        patterns: dict[str, Any] = self.settings.get("alpha_pattern") or {}
+        return float(
+            next(
+                (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", path)),
+                self.settings.get("lora_alpha", 8),
+            )
+        )
+
+    def _lora(self) -> LoRA:
+        ranks: dict[str, dict[int, str]] = {"lora.rank": {}, "lora.experts_rank": {}}
+        alphas: dict[float, str] = {}
+        for name, alpha in self.alphas.items():
+            rank = self.tensors[names.adapter_names(name)[0]].shape[-2]
+            ranks["lora.experts_rank" if ".experts." in name else "lora.rank"].setdefault(rank, name)
+            alphas.setdefault(alpha, name)
+        for field, values in (ranks | {"lora.alpha": alphas}).items():
+            if len(values) > 1:
+                shown = ", ".join(f"{value} ({in_block(name)})" for value, name in values.items())
+                self.problems.append(f"it has several values of {field}, which is one here: {shown}")
+        if not alphas:
+            self.problems.append(f"{WEIGHTS} has no adapters")
+        if self.problems:
+            return LoRA()
+        (alpha,), experts_rank = alphas, next(iter(ranks["lora.experts_rank"]), -1)
+        return LoRA(next(iter(ranks["lora.rank"]), max(experts_rank, 1)), experts_rank, alpha, list(self.alphas))
+
+
+def read_peft(path: Path, model: Model) -> Adapters:
+    """ConfigError with everything that adapters here cannot be."""
+    return _Reader(path, model).adapters()

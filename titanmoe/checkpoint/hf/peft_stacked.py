@@ -1,0 +1,72 @@
+"""Adapters of experts that transformers holds in one parameter, as PEFT has them (`target_parameters`).
+
+PEFT's A is (experts * r, inputs), one expert after the other; its B is (outputs, r * experts), with the experts next to
+each other. Gate and up are one matrix there, of F outputs each: their adapters are one of rank 2r, whose A has gate's
+rows before up's, and whose B is zero where one would reach the other's outputs. At twice the alpha that is the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.config.load import ConfigError
+
+
+class Pair(NamedTuple):
+    """Of a matrix of each expert."""
+
+    down: Tensor
+    """A: (experts, r, inputs)."""
+    up: Tensor
+    """B: (experts, outputs, r)."""
+
+    def flat(self) -> Pair:
+        """As in PEFT's files."""
+        return Pair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
+
+
+def unflat(down: Tensor, up: Tensor, experts: int) -> Pair:
+    return Pair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
+
+
+def _outputs(hidden: int, alternate: bool) -> tuple[slice, slice]:
+    """Gate's and up's."""
+    if alternate:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, hidden), slice(hidden, None)
+
+
+def join(gate: Pair, up: Pair, alternate: bool) -> Pair:
+    """alternate: whether outputs of gate and up alternate, or gate's come first."""
+    experts, hidden, rank = gate.up.shape
+    both = gate.up.new_zeros(experts, 2 * hidden, 2 * rank)
+    first, second = _outputs(hidden, alternate)
+    both[:, first, :rank], both[:, second, rank:] = gate.up, up.up
+    return Pair(torch.cat((gate.down, up.down), 1), both)
+
+
+def are_apart(both: Pair, alternate: bool) -> bool:
+    """Whether a B is zero where one would reach the other's outputs."""
+    first, second = _outputs(both.up.shape[1] // 2, alternate)
+    rank, rest = divmod(both.up.shape[2], 2)
+    return not rest and not both.up[:, first, rank:].any() and not both.up[:, second, :rank].any()
+
+
+def split(both: Pair, rank: int, alternate: bool, where: str) -> tuple[Pair, Pair]:
+    """Gate's and up's, of this rank. If that is the rank of both together, both have the same A."""
+    first, second = _outputs(both.up.shape[1] // 2, alternate)
+    gate, up = both.up[:, first], both.up[:, second]
+    if both.down.shape[1] == rank:
+        return Pair(both.down, gate), Pair(both.down, up)
+    if not are_apart(both, alternate):
+        raise ConfigError(
+            [
+                f"{where} adapts gate and up together with a rank of {2 * rank}, which here are two matrices with "
+                f"adapters of their own, of rank {rank}, as down has: only a rank of {rank}, or a B that is zero where "
+                "one would reach the other's outputs, can be read"
+            ]
+        )
+    return Pair(both.down[:, :rank], gate[..., :rank]), Pair(both.down[:, rank:], up[..., rank:])

@@ -1,0 +1,221 @@
+"""Adapters as a folder of PEFT: what `adapter_config.json` says, and the tensors by PEFT's names.
+
+Since transformers 5 experts are stacked in parameters, gate and up in one, and PEFT from 0.19 turns adapters of single
+experts into adapters of those as it reads them: of rank r for down, 2 r for gate and up. `target_parameters` and
+rank_pattern name the stacks, as PEFT does not for every family (not for qwen2_moe itself, in 0.21). Experts are among
+`target_modules` too, for readers that know no stacks, unless a dense or shared network has modules of that name: PEFT
+takes each for an expert's, and would leave the network without adapters. So the weights of these are
+`target_parameters`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.adapters import Adapters, in_block
+from titanmoe.checkpoint.hf.files import Tensors, write_file
+from titanmoe.checkpoint.hf.maps import HfPart, Map
+from titanmoe.checkpoint.hf.peft_stacked import Pair, join
+from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.config.load import ConfigError
+from titanmoe.models import tensors as names
+
+PREFIX = "base_model.model."
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+STACKED = "mlp.experts"
+"""The module of all experts in transformers 5, in every family here."""
+GATE_UP, DOWN = f"{STACKED}.gate_up_proj", f"{STACKED}.down_proj"
+Whole = Callable[[str], Tensor]
+"""An adapter's A or B, by our name."""
+
+
+def module_of(part: HfPart) -> str:
+    return part.hf_name.removesuffix(".weight")
+
+
+def is_stacked(map_: Map, name: str) -> bool:
+    """Whether a matrix is part of a parameter of all experts in the family's files."""
+    return ".experts." in name and map_.places[name][0].expert is None
+
+
+class PeftFolder(NamedTuple):
+    """What a folder of PEFT will contain."""
+
+    config: dict[str, Any]
+    tensors: dict[str, LazyTensor]
+    dtype: torch.dtype | None
+
+    @property
+    def files(self) -> dict[str, Tensors]:
+        return {WEIGHTS: Tensors({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
+
+    def write(self, folder: Path, files: list[str]) -> None:
+        for name in files:
+            write_file(folder / name, self.files[name], self.make)
+
+    def make(self, name: str) -> Tensor:
+        tensor = self.tensors[name].get()
+        return tensor if self.dtype is None else tensor.to(self.dtype)
+
+    def complete(self, folder: Path) -> None:
+        layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
+        layout.sync(folder)
+
+
+def peft_folder(adapters: Adapters, map_: Map, base: str, dtype: torch.dtype | None, drop: list[str]) -> PeftFolder:
+    """drop = ["mtp"] leaves multi-token prediction out, which transformers does not have."""
+    matrices = [name for name in adapters.matrices if not ("mtp" in drop and name.startswith("mtp."))]
+    if problems := _problems(map_, matrices):
+        raise ConfigError(problems, str(adapters.path))
+    whole = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
+    tensors: dict[str, LazyTensor] = {}
+    for name in matrices:
+        tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, whole)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+    }
+    model, _, revision = base.partition("@")
+    config |= {"base_model_name_or_path": model or None, "revision": revision or None}
+    config |= _targets(map_, matrices) | _ranks(adapters, map_, matrices)
+    return PeftFolder(config, tensors, dtype)
+
+
+def _problems(map_: Map, matrices: list[str]) -> list[str]:
+    """What PEFT cannot express, a line each."""
+    problems, merge = [], "or merge them into the weights with --to-hf"
+    if any(name.startswith("mtp.") for name in matrices):
+        problems.append(
+            f"multi-token prediction has adapters, and transformers has none of it: use --drop mtp, {merge}"
+        )
+    elif not matrices:
+        problems.append("only multi-token prediction has adapters, and transformers has none of it: use --to-hf")
+    leaves = {name.rpartition(".")[2] for name in matrices if ".experts." in name}
+    if ("w1" in leaves) != ("w3" in leaves):
+        problems.append(
+            f"of experts' gate (w1) and up (w3) only {min(leaves & {'w1', 'w3'})} has adapters, and PEFT adapts both "
+            f"or neither: train with both in lora.targets, {merge}"
+        )
+    return problems
+
+
+# ---- adapter_config.json
+
+
+class _Paths:
+    """Modules and parameters by the names of our matrices: without the layer where all that are alike have adapters."""
+
+    def __init__(self, map_: Map, matrices: list[str]):
+        self.map, alike = map_, defaultdict(list)
+        for name in map_.our_shapes:
+            if not name.startswith("mtp."):
+                alike[in_block(name)].append(name)
+        self.everywhere = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
+        self.linear = {
+            self.leaf(name) for name in filter(names.is_adaptable, map_.our_shapes) if ".experts." not in name
+        }
+
+    def leaf(self, name: str) -> str:
+        return module_of(self.map.places[name][0]).rpartition(".")[2]
+
+    def of(self, name: str) -> str:
+        path = module_of(self.map.places[name][0])
+        if ".experts." in name:
+            layer = ".".join(path.split(".", 3)[:3])
+            path = f"{layer}.{DOWN if name.endswith('.w2') else GATE_UP}"
+        return path.split(".", 3)[3] if in_block(name) in self.everywhere else path
+
+    def of_module(self, name: str) -> str:
+        """In target_modules; "" for what is not there."""
+        if ".attention." in name:
+            return self.leaf(name) if in_block(name) in self.everywhere else self.of(name)
+        apart = ".experts." in name and not is_stacked(self.map, name) and in_block(name) in self.everywhere
+        return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
+
+    def of_parameter(self, name: str) -> str:
+        """In target_parameters; "" for what is not there."""
+        if ".attention." in name:
+            return ""
+        return self.of(name) if ".experts." in name else f"{self.of(name)}.weight"
+
+
+def _targets(map_: Map, matrices: list[str]) -> dict[str, list[str] | None]:
+    paths = _Paths(map_, matrices)
+    return {
+        key: list(dict.fromkeys(filter(None, map(path, matrices)))) or None
+        for key, path in (("target_modules", paths.of_module), ("target_parameters", paths.of_parameter))
+    }
+
+
+def _ranks(adapters: Adapters, map_: Map, matrices: list[str]) -> dict[str, Any]:
+    paths, alpha = _Paths(map_, matrices), adapters.lora.alpha
+    r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    for name in matrices:
+        if ".experts." in name:
+            ranks[paths.of(name)] = r if name.endswith(".w2") else 2 * r
+            alphas |= {} if name.endswith(".w2") else {paths.of(name): 2 * alpha}
+        elif adapters.rank(name) != r:
+            ranks[rf"{paths.of(name)}(\.weight)?"] = adapters.rank(name)
+    return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+# ---- tensors
+
+
+def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, LazyTensor]:
+    """Of a matrix, or of one for each expert."""
+
+    def tensor(part: HfPart, adapter: str) -> Tensor:
+        ours = whole(adapter)
+        if part.expert is not None:
+            return ours[part.expert]
+        if part.home.rotated is None or adapter.endswith("A"):
+            return ours
+        theirs = torch.empty_like(ours)
+        theirs[map_.rows(part.home, 0, len(ours))] = ours
+        return theirs
+
+    out = {}
+    for part in map_.places[name]:
+        for adapter in names.adapter_names(name):
+            stored = adapters.tensors[adapter]
+            key = f"{PREFIX}{module_of(part)}.lora_{adapter[-1]}.weight"
+            out[key] = LazyTensor(stored.shape[-2:], stored.dtype, lambda p=part, a=adapter: tensor(p, a))
+    return out
+
+
+def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, LazyTensor]:
+    """Where both are adapted, PEFT wraps down around gate and up."""
+    block, _, leaf = name.rpartition(".")
+    if leaf == "w3":
+        return {}  # together with w1
+    path = f"{PREFIX}{module_of(map_.places[name][0]).rpartition('.')[0]}"
+    path += ".base_layer" if leaf == "w1" and f"{block}.w2" in adapters.matrices else ""
+
+    def pair() -> Pair:
+        gate_or_down = Pair(*map(whole, names.adapter_names(name)))
+        if leaf == "w2":
+            return gate_or_down.flat()
+        up = Pair(*map(whole, names.adapter_names(f"{block}.w3")))
+        return join(gate_or_down, up, map_.places[name][0].home.stride > 1).flat()
+
+    down, up = (adapters.tensors[adapter] for adapter in names.adapter_names(name))
+    (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")
+    return {
+        f"{path}.lora_A.weight": LazyTensor((experts * rank * times, inputs), down.dtype, lambda: pair().down),
+        f"{path}.lora_B.weight": LazyTensor((outputs * times, experts * rank * times), up.dtype, lambda: pair().up),
+    }
