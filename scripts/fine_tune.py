@@ -4,7 +4,8 @@
 
 A small model that transformers makes, and chats (scripts/make_small_model.py); train_configs/sft_debug.toml, with these
 options; questions to the result with `titanmoe generate --chat`; an export with `titanmoe convert --to-hf`; the same
-questions to transformers. It fails unless both take the same tokens. docs/fine-tuning.md explains each command.
+questions to transformers. Then the same with adapters (LoRA) on what was exported, which learn to end answers with "!".
+It fails unless both take the same tokens. docs/fine-tuning.md explains each command.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import make_small_model
-from make_small_model import CAPITALS, QUESTIONS, ROOT
+from make_small_model import CAPITALS, CHATS, QUESTIONS, ROOT
 
-ASKED = Path("questions.txt")
+ASKED, OTHER_CHATS = Path("questions.txt"), Path("other_chats.jsonl")
 MOST = 20
 """Tokens of an answer."""
 
@@ -37,9 +38,9 @@ def titanmoe(*words: str, shows: bool = True) -> str:
     return done.stdout
 
 
-def ask_titanmoe(run: str) -> list[dict[str, Any]]:
+def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
     words = ["--chat", "--prompts", str(ASKED), "--temperature", "0", "--max-tokens", str(MOST), "--json"]
-    return [json.loads(line) for line in titanmoe("generate", "--checkpoint", run, *words, shows=False).splitlines()]
+    return [json.loads(line) for line in titanmoe("generate", *model, *words, shows=False).splitlines()]
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
@@ -57,16 +58,16 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
     return answers
 
 
-def compare(run: str) -> None:
-    """Exports the run, and asks both."""
+def compare(option: str, run: str, right_answer: str) -> None:
+    """Exports the run, with adapters merged if it has any, and asks both. option: what `titanmoe generate` calls it."""
     exported = f"exported/{Path(run).name}"
     titanmoe("convert", "--to-hf", run, exported)
-    here, there = ask_titanmoe(run), ask_transformers(exported)
+    here, there = ask_titanmoe(option, run), ask_transformers(exported)
     right = 0
     for ours, theirs, capital in zip(here, there, CAPITALS.values(), strict=True):
         if any(ours[key] != value for key, value in theirs.items()):
             raise SystemExit(f"{ours['prompt']} titanmoe: {ours['text']!r}, transformers: {theirs['text']!r}")
-        right += ours["text"] == f"{capital}."
+        right += ours["text"] == right_answer.format(capital)
         print(f"{ours['prompt']} {ours['text']}")
     print(f"{run}: {len(here)} answers, {right} of them right, the same in transformers with {exported}", flush=True)
 
@@ -80,8 +81,13 @@ def main() -> int:
         return code
     ASKED.write_text("".join(f"{QUESTIONS[0].format(country)}\n" for country in CAPITALS), encoding="utf-8")
     Path("exported").mkdir()
-    titanmoe("train", f"{ROOT}/train_configs/sft_debug.toml", *sys.argv[1:])
-    compare("runs/sft_debug")
+    recipe = f"{ROOT}/train_configs/sft_debug.toml"
+    titanmoe("train", recipe, *sys.argv[1:])
+    compare("--checkpoint", "runs/sft_debug", "{}.")
+    OTHER_CHATS.write_text(CHATS.read_text(encoding="utf-8").replace('."', '!"'), encoding="utf-8")
+    words = ["--job.name", "sft_lora", "--model.hf", "exported/sft_debug", "--data.paths", str(OTHER_CHATS)]
+    titanmoe("train", recipe, *words, "--lora.rank", "16", *sys.argv[1:])
+    compare("--adapter", "runs/sft_lora", "{}!")
     print(f"{time.monotonic() - started:.0f} s in all")
     return 0
 
