@@ -435,7 +435,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block: attention, norms, dense layer, head, and a MoE layer as a whole if moe.pad_to_capacity makes its sizes static, else its experts and shared expert separately."""
+    """torch.compile, per part of a block: attention, dense layer, head, and a MoE layer as a whole if moe.pad_to_capacity makes its sizes static, else its experts and shared expert separately."""
 
     enable: bool = False
     """Worth its start-up (a minute or more) on long runs. The header says how the MoE layers are compiled."""
