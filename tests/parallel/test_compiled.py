@@ -170,7 +170,7 @@ def test_inductor_keeps_the_numbers() -> None:
 
 
 def test_few_graphs_are_called_in_a_block() -> None:
-    """Each call of one takes the host some 50 microseconds: as long as five norms, which on GPUs are one kernel each."""
+    """Each call takes the host some 50 microseconds: as long as five norms, which on GPUs are one kernel each."""
     config = Config(model=replace(Model(**preset("deepseek_v3", "debug")), num_layers=2))
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
