@@ -19,8 +19,10 @@ from titanmoe.moe import fp8
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import can_group, grouped_loop, grouped_product, products
 from titanmoe.moe.layer import MoE as Layer
+from titanmoe.parallel import attention_kernel
+from titanmoe.parallel.attention_block import block, block_backward, block_reference
 from titanmoe.parallel.compiled import compile_layer, compile_products
-from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference
+from titanmoe.parallel.context import Placement, alone
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
 
@@ -87,8 +89,8 @@ def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, val
     grad = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, (q, k, v), grad)
     with torch.no_grad():
-        out, lse = _block(q, k, v, bias, mask == "causal")
-        grads = _block_backward(grad, q, k, v, bias, out, lse, mask == "causal")
+        out, lse = block(q, k, v, bias, mask == "causal")
+        grads = block_backward(grad, q, k, v, bias, out, lse, mask == "causal")
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(out, want, **close)
     torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
@@ -223,9 +225,19 @@ def test_flex_attention_of_a_ranks_queries_is_the_plain_one(rank: int) -> None:
         torch.testing.assert_close(mine, expected, rtol=3e-2, atol=3e-2)
 
 
+@pytest.fixture
+def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    if lack := attention_kernel.missing(request.param, 32):
+        pytest.skip(lack)
+    attention_kernel.use(request.param)
+    yield
+    attention_kernel.use("cudnn")
+
+
+@pytest.mark.parametrize("kernel", ["fa2", "fa3", "fa4", "cudnn"], indirect=True)
 @pytest.mark.parametrize("heads", [2, 4])
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_block_takes_fewer_key_heads(heads: int, causal: bool) -> None:
+def test_a_block_takes_fewer_key_heads(heads: int, causal: bool, kernel: None) -> None:
     """40 positions: the kernels' tiles are wider."""
     for dtype, width in ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32)):  # width of values
         shapes = (4, 32), (heads, 32), (heads, width)
@@ -234,8 +246,8 @@ def test_a_block_takes_fewer_key_heads(heads: int, causal: bool) -> None:
         grad = torch.randn_like(want)
         want_grads = torch.autograd.grad(want, (q, k, v), grad)
         with torch.no_grad():
-            out, lse = _block(q, k, v, None, causal)
-            grads = _block_backward(grad, q, k, v, None, out, lse.contiguous(), causal)
+            out, lse = block(q, k, v, None, causal)
+            grads = block_backward(grad, q, k, v, None, out, lse.contiguous(), causal)
         close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
         torch.testing.assert_close(out, want, **close)
         torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)

@@ -28,6 +28,7 @@ from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.cpu.blocked_attention import blocked_attention
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.parallel import context
+from titanmoe.parallel.attention_block import block_reference
 from titanmoe.parallel.norm import local_norms
 from titanmoe.tokens import Tokens
 from titanmoe.train.optimizers.adamw import AdamW
@@ -125,7 +126,7 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     everything = list(range(chunks))
     context._forward_pairs(q, k, v, everything, everything, None, out, lse)
     assert out.dtype == lse.dtype == torch.float32
-    exact, exact_lse = context.block_reference(q.double(), k.double(), v.double(), None, True)
+    exact, exact_lse = block_reference(q.double(), k.double(), v.double(), None, True)
     assert (out - exact).norm() <= tolerances.unit(torch.bfloat16) * exact.norm()
     assert tolerances.apart(lse, exact_lse) <= tolerances.unit(torch.bfloat16) / 16
 

@@ -16,7 +16,8 @@ from titanmoe.fold.attention_backend import pick_backend
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.attend import attend
-from titanmoe.parallel.context import Placement, _block, _block_backward, alone
+from titanmoe.parallel.attention_block import block, block_backward
+from titanmoe.parallel.context import Placement, alone
 from titanmoe.parallel.flex import Masks
 
 HALF, SINGLE = torch.bfloat16, torch.float32
@@ -121,8 +122,8 @@ def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: 
     q, k, v = of(4, 16), of(2, 16), of(2, width)
     mask = torch.empty(2, 1, length, length, device="meta", dtype=dtype) if bias else None
     with KernelsOfGpus():
-        out, lse = _block(q, k, v, mask, not bias)
-        grads = _block_backward(out.contiguous(), q, k, v, mask, out.contiguous(), lse.contiguous(), not bias)
+        out, lse = block(q, k, v, mask, not bias)
+        grads = block_backward(out.contiguous(), q, k, v, mask, out.contiguous(), lse.contiguous(), not bias)
     assert (out.shape, out.dtype) == ((2, 4, length, width), dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
     assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]

@@ -172,6 +172,20 @@ def test_inductor_keeps_the_numbers() -> None:
     parity.check(2, changes, timeout=600, steps=1)
 
 
+def test_few_graphs_are_called_in_a_block() -> None:
+    """Each call takes the host some 50 microseconds: as long as five norms, which on GPUs are one kernel each."""
+    config = Config(model=replace(Model(**preset("deepseek_v3", "debug")), num_layers=2))
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.bfloat16)
+    compile_parts(model, Compile(enable=True), config.moe, torch.bfloat16, False)
+    graphs = {
+        number: {name for name, part in block.named_modules() if "forward" in vars(part)}
+        for number, block in model.blocks().items()
+    }
+    assert graphs == {0: {"attention", "ffn"}, 1: {"attention", "moe.shared"}}
+    assert all(moe.experts.graph is not None for moe in model.moe_layers().values())
+
+
 def test_models_of_other_sizes_in_one_process() -> None:
     """torch remembers what it compiled by function: the options and sizes of one model are no variables of the next."""
     torch._dynamo.reset()

@@ -190,7 +190,6 @@ def parts(config: Config, backend: Backend) -> dict[str, Callable[[], Any]]:
     angles = [torch.empty(1, length, 1, width) for _ in range(2)]
     weight_R1, count_e = torch.empty(rows, 1, requires_grad=True), torch.empty(shape.num_experts, dtype=torch.int64)
     calls = {
-        "norm": lambda: block.attention_norm(x_D(1, length)),
         "attention": lambda: block.attention(x_D(1, length), tuple(angles), None),
         "experts": lambda: block.moe.experts.graph(x_D(rows), weight_R1, count_e),
         "head": lambda: model.head(x_D(1, length), torch.empty(1, length, dtype=torch.int64)),

@@ -17,19 +17,17 @@ from tests import world
 from tests.support import tolerances
 from titanmoe.comm.collectives import Group
 from titanmoe.models.attention import causal_attention
+from titanmoe.parallel.attention_block import block, block_backward, block_reference
 from titanmoe.parallel.context import (
     Placement,
     _backward_pairs,
     _bias,
-    _block,
-    _block_backward,
     _forward_pairs,
     _Gathered,
     _pairs,
     _Ring,
     _swap,
     alone,
-    block_reference,
 )
 
 B, H, C, WIDTH = 2, 4, 8, 16
@@ -75,11 +73,11 @@ def test_a_block_is_plain_attention(kind: str, dtype: torch.dtype) -> None:
     bias, causal = masked(dtype, lonely=False) if kind == "bias" else None, kind == "causal"
     want, want_lse = block_reference(q, k, v, bias, causal)
     with torch.no_grad():
-        out, lse = _block(q, k, v, bias, causal)
+        out, lse = block(q, k, v, bias, causal)
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -89,11 +87,11 @@ def test_a_block_takes_fewer_key_heads(dtype: torch.dtype) -> None:
     q, k, v = qkv(dtype, heads=2)
     want, want_lse = block_reference(q, *(x.repeat_interleave(2, 1) for x in (k, v)), None, True)
     with torch.no_grad():
-        out, lse = _block(q, k, v, None, True)
+        out, lse = block(q, k, v, None, True)
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), None, out, lse, True)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), None, out, lse, True)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -106,11 +104,11 @@ def test_a_block_takes_values_of_another_width(kind: str, width: int, dtype: tor
     bias, causal = masked(dtype, lonely=False) if kind == "bias" else None, kind == "causal"
     want, want_lse = block_reference(q, k, v, bias, causal)
     with torch.no_grad():
-        out, lse = _block(q, k, v, bias, causal)
+        out, lse = block(q, k, v, bias, causal)
     close(out, want)
     close(lse, want_lse)
     cotangent = random(*out.shape, dtype=dtype, seed=9)
-    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    got = block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
     for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
 
@@ -119,7 +117,7 @@ def test_a_block_takes_values_of_another_width(kind: str, width: int, dtype: tor
 def test_a_query_without_a_key_weighs_nothing(dtype: torch.dtype) -> None:
     q, k, v = (x.detach() for x in qkv(dtype))
     bias = masked(dtype, lonely=True)
-    (out, lse), (want, want_lse) = _block(q, k, v, bias, False), block_reference(q, k, v, bias, False)
+    (out, lse), (want, want_lse) = block(q, k, v, bias, False), block_reference(q, k, v, bias, False)
     assert (lse[:, :, [2, 5]] == -torch.inf).all() and out.isfinite().all()
     close(lse, want_lse)
     seen = [i for i in range(C) if i not in (2, 5)]

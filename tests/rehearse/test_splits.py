@@ -37,9 +37,10 @@ def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_na
     real = AllToAllChunk.send_back
 
     def send_back(self: AllToAllChunk, y_RD: Tensor) -> Any:
-        if self.group.rank != 2:
+        wire = self.x_RD.wire
+        if wire.group.rank != 2:
             return real(self, y_RD)
-        return start(y_RD, self.group, self.receive[::-1], self.send)
+        return start(y_RD, wire.group, wire.receive[::-1], wire.send)
 
     with mock.patch.object(AllToAllChunk, "send_back", send_back):
         rehearsal = of({})
@@ -62,9 +63,10 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
     real, runs = AllToAllChunk.send_back, []
 
     def send_back(self: AllToAllChunk, y_RD: Tensor) -> Any:
-        if self.group.rank or len(set(self.receive)) == 1:
+        wire = self.x_RD.wire
+        if wire.group.rank or len(set(wire.receive)) == 1:
             return real(self, y_RD)
-        return start(y_RD, self.group, self.receive[::-1], self.send)
+        return start(y_RD, wire.group, wire.receive[::-1], wire.send)
 
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if index_T[0] >= 7 * 16 else balanced(index_T, 2, 8)

@@ -145,10 +145,10 @@ PRIVATE = (
         "torch.ops.aten",
         tuple(
             f"_scaled_dot_product_{kernel}{direction}"
-            for kernel in ("flash_attention", "efficient_attention")
+            for kernel in ("flash_attention", "efficient_attention", "cudnn_attention")
             for direction in ("", "_backward")
         ),
-        "parallel/context.py",
+        "parallel/attention_block.py",
         "attention of one block, with its log-sum-exp",
     ),
     Private(

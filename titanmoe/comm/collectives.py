@@ -277,6 +277,12 @@ def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[
     return InFlight(_Start.apply(x, wire), wire)
 
 
+def send_back(x: Tensor, flight: InFlight) -> InFlight:
+    """`start` of as many rows as arrived by `flight`, each to the rank that sent it."""
+    wire = flight.wire
+    return InFlight(x, None) if wire is None else start(x, wire.group, wire.receive, wire.send)
+
+
 def arrive(flight: InFlight) -> Tensor:
     """The rows that `start` sent here. Once for each start."""
     if flight.wire is None:

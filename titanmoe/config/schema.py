@@ -356,6 +356,8 @@ class Parallelism:
     """zigzag gives each cp rank an early and a late piece of the sequence, so that the work of causal attention is even."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
     """Whose implementation of attention runs, with or without cp. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
+    attention_kernel: Literal["auto", "fa2", "fa3", "fa4", "cudnn"] = "auto"
+    """Which kernel computes causal attention in 16 bits on GPUs, whole or in pieces (ring, blocks between windows). auto: on Hopper FlashAttention-3 and on B200 FlashAttention-4 where its package is installed and torch is 2.13 or newer, else cuDNN's where it takes the widths of heads and training.deterministic is off, else FlashAttention-2, which other GPUs always get. Any other value: that kernel or a refusal."""
     node: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical", and to refuse symm_mem and deepep on groups that they do not serve. Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
@@ -435,7 +437,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block: attention, norms, dense layer, head, and a MoE layer as a whole if moe.pad_to_capacity makes its sizes static, else its experts and shared expert separately."""
+    """torch.compile, per part of a block: attention, dense layer, head, and a MoE layer as a whole if moe.pad_to_capacity makes its sizes static, else its experts and shared expert separately."""
 
     enable: bool = False
     """Worth its start-up (a minute or more) on long runs. The header says how the MoE layers are compiled."""

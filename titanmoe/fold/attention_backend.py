@@ -6,9 +6,12 @@ from collections.abc import Iterator
 from typing import Literal
 
 from titanmoe.config.blocks import window
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Model
 
 Backend = Literal["plain", "ring", "flex"]
+Kernel = Literal["fa2", "fa3", "fa4", "cudnn"]
+WIDEST = {"fa3": 256, "fa4": 128}
+"""Heads of FlashAttention: of 3 by its README; of 4 its backward on GPUs that are not Blackwell's."""
 
 
 def pick_backend(
@@ -37,10 +40,36 @@ def pick_backend(
     return "plain", ""  # causal alone: that is torch's scaled_dot_product_attention
 
 
+def cudnn_takes(query: int, value: int) -> bool:
+    """Whether cuDNN's attention knows heads of these widths, forward and backward (torch 2.13, sdp_utils.cpp)."""
+    return query % 8 == value % 8 == 0 and (max(query, value) <= 128 or (query, value) == (192, 128))
+
+
+def kernel_refuses(kernel: str, query: int, value: int, deterministic: bool) -> str:
+    """Why a kernel cannot train heads of these widths; "" if it can."""
+    if kernel in WIDEST and not query == value <= WIDEST[kernel]:
+        return f"queries and values must have one width, up to {WIDEST[kernel]}, and these have {query} and {value}"
+    if kernel == "cudnn" and not cudnn_takes(query, value):
+        return (
+            "widths must be multiples of 8 up to 128, or 192 for queries with 128 for values, and these are "
+            f"{query} and {value}"
+        )
+    if kernel == "cudnn" and deterministic:
+        return "torch does not count it as deterministic, and training.deterministic = true asks for that"
+    return ""
+
+
+def head_widths(model: Model) -> tuple[int, int]:
+    """Of queries, and of values."""
+    return model.head_dim, model.v_head_dim or model.head_dim
+
+
 def attention_violations(config: Config, cp: int) -> Iterator[str]:
-    """What attention_backend = "torch" requires of the device, the model and the documents; "auto" uses ours
-    instead."""
+    """What attention_kernel requires of the model; and attention_backend = "torch" of the device, the model and the
+    documents, where "auto" uses ours instead."""
     options, model, training = config.parallelism, config.model, config.training
+    if why := kernel_refuses(options.attention_kernel, *head_widths(model), training.deterministic):
+        yield f'parallelism.attention_kernel = "{options.attention_kernel}" cannot be used here: {why}; use "auto"'
     if options.attention_backend != "torch":
         return
     device, float64 = "cpu" if training.device == "cpu" else "cuda", training.mixed_precision_param == "float64"

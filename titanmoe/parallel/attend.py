@@ -10,9 +10,10 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
-from titanmoe.fold.attention_backend import pick_backend
+from titanmoe.fold.attention_backend import head_widths, pick_backend
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
+from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.context import OVER_CP, Placement, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
@@ -58,7 +59,9 @@ def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Mask
 def context_parallel(
     model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
 ) -> None:
-    """Sets every block's attention, with or without cp."""
+    """Sets every block's attention, with or without cp, and the kernel for it."""
+    widths, deterministic = head_widths(model.shape), torch.are_deterministic_algorithms_enabled()
+    attention_kernel.use(attention_kernel.pick(options.attention_kernel, *widths, deterministic))
     # After the all-to-all of ulysses a rank has the whole sequence.
     split = cp.size > 1 and options.cp_kind != "ulysses"
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)

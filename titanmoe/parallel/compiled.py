@@ -1,7 +1,8 @@
 """torch.compile, one part of a block at a time.
 
 Attention, dense layers and the head are one graph each, but of a head whose loss goes through slices of the vocabulary
-only the norm is compiled. A MoE layer with padded bins is one graph too, from router to combine and including its
+only the norm is compiled. A block's own norms are not: on GPUs they are one kernel anyway, and calling a graph takes
+the host several times as long. A MoE layer with padded bins is one graph too, from router to combine and including its
 all-to-alls: experts are an FSDP unit of their own, but their hooks run around the graph (`compile_layer`). If sizes
 depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any number of rows, including
 none and one, then runs the graph of the experts' first call. Identical layers share their graphs.
@@ -97,7 +98,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
         torch._functorch.config.donated_buffer = False
     parts = [model.head]
     for block in model.blocks().values():
-        parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
+        parts += [block.attention, block.ffn]
         if block.moe is not None and not why_in_parts(moe, splits):
             compile_layer(block.moe, options.backend)
         elif block.moe is not None:

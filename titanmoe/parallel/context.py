@@ -26,17 +26,13 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_to_all, gather, send_rows, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
-from titanmoe.ops import device
-from titanmoe.ops.cpu import flash_attention
-
-_aten = torch.ops.aten
+from titanmoe.parallel.attention_block import block, block_backward
 
 
 class Placement(NamedTuple):
@@ -80,88 +76,6 @@ class Placement(NamedTuple):
 
 def placement(options: Parallelism) -> Placement:
     return Placement(options.cp, options.cp_placement == "zigzag")
-
-
-# ---- attention of a query block to a key block: output and log-sum-exp; and its gradients, given the final ones
-
-
-def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """In plain operations; all tensors are (B, H, c, .)."""
-    scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if causal:
-        scores = scores.masked_fill(
-            ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
-        )
-    if bias is not None:
-        scores = scores + bias
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
-    return (weights @ promote(v)).to(q.dtype), lse
-
-
-def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the flash kernel can be used: 16-bit numbers, one width for keys and values, no bias."""
-    width = q.shape[-1]
-    return (
-        bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
-    )
-
-
-def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """Repeats key heads: the memory-efficient kernel needs as many as there are query heads."""
-    return [x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
-
-
-def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
-    """The bias as the memory-efficient kernel needs it: one for every head, with rows aligned to 16 bytes."""
-    if bias is None:
-        return None
-    keys = bias.shape[-1]
-    if keys % 8:
-        bias = F.pad(bias, (0, -keys % 8))[..., :keys]
-    return bias.expand(-1, heads, -1, -1)
-
-
-def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    if _can_flash(q, v, bias):
-        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    k, v = _repeated(q.shape[1], k, v)
-    aligned = _aligned(bias, q.shape[1])
-    out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
-    return out, lse[..., : q.shape[2]]  # padded to the kernel's tile
-
-
-def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    block = device.way(q, _on_gpu, cpu=flash_attention.block, compiled=True)
-    out, lse = block(q, k, v, bias, causal)
-    if bias is not None:
-        # The kernels leave the log-sum-exp undefined for a query that sees no key in this block.
-        lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
-    return out, lse
-
-
-def _block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
-    backward = device.way(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
-    return backward(grad, q, k, v, bias, out, lse, causal)
-
-
-def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
-    if _can_flash(q, v, bias):
-        state, unused = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))  # dropout's
-        return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused
-        )
-    none = torch.zeros((), dtype=torch.int64, device=q.device)
-    mask = [True, True, True, False]
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to whole tiles, as forward returned it
-    # In 16 bits the kernel ignores the output's strides and expects forward's layout, heads after positions.
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    dq, dk, dv = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, *_repeated(q.shape[1], k, v), _aligned(bias, q.shape[1]), out, lse, none, none, 0.0, mask, causal
-    )[:3]
-    if k.shape[1] < q.shape[1]:
-        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
-    return dq, dk, dv
 
 
 def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, like: Tensor) -> Tensor | None:
@@ -209,7 +123,7 @@ def _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window
     """Merge attention to the given key chunks into out (wide) and lse, both (B, H, S, .)."""
     for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
         bias = _bias(document, i, j, rows.stop - rows.start, window, q)
-        o, s = _block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
+        o, s = block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
         before = lse[:, :, rows]
         after = torch.logaddexp(before, s)
         pivot = after.masked_fill(after == -torch.inf, 0)  # no key seen yet
@@ -221,7 +135,7 @@ def _backward_pairs(grad, q, k, v, query_chunks, key_chunks, document, out, lse,
     """Add the gradients through the given key chunks to dq, dk, dv (wide)."""
     for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
         bias = _bias(document, i, j, rows.stop - rows.start, window, q)
-        gq, gk, gv = _block_backward(
+        gq, gk, gv = block_backward(
             grad[:, :, rows].contiguous(),
             q[:, :, rows],
             k[:, :, keys],

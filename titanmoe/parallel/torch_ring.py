@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group
-from titanmoe.parallel.context import Placement, _block, _block_backward, _heads_first, _sinks_grad
+from titanmoe.parallel.attention_block import block, block_backward
+from titanmoe.parallel.context import Placement, _heads_first, _sinks_grad
 
 try:
     from torch.distributed.tensor.experimental._context_parallel import _attention as _torch
@@ -62,11 +63,11 @@ def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    return _block(q, k, v, None, is_causal)
+    return block(q, k, v, None, is_causal)
 
 
 def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
-    return _block_backward(grad.contiguous(), query, key, value, None, out.contiguous(), logsumexp, is_causal)
+    return block_backward(grad.contiguous(), query, key, value, None, out.contiguous(), logsumexp, is_causal)
 
 
 class _Ring(torch.autograd.Function):

@@ -69,6 +69,12 @@ def lacking(config: Config, world: int) -> Iterator[str]:
 
         if lack := torch_ring.missing():
             yield f'parallelism.attention_backend = "torch" cannot be used here: {lack}; use "auto"'
+    if options.attention_kernel != "auto":
+        from titanmoe.parallel import attention_kernel
+
+        lack = attention_kernel.missing(options.attention_kernel, config.model.head_dim)
+        if lack := lack if on_gpu else "it runs on GPUs, and this run is on CPUs":
+            yield f'parallelism.attention_kernel = "{options.attention_kernel}" cannot be used here: {lack}; use "auto"'
     package = find_spec("wandb") if config.metrics.wandb else None
     if config.metrics.wandb and (package is None or package.origin is None):  # a mere folder of that name has no origin
         name = config.metrics.wandb

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm import turns
-from titanmoe.comm.collectives import Group, InFlight, arrive, start
+from titanmoe.comm.collectives import InFlight, arrive, send_back, start
 from titanmoe.comm.counts import Counts
 from titanmoe.moe.assign import (
     Route,
@@ -78,7 +78,7 @@ class AllToAll(Dispatcher):
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin_rows if bin_rows else sum(receive[c]), self.kernels)
             count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
-            chunks.append(AllToAllChunk(*flight, count_e, regroup, send[c], receive[c], self.group, self.kernels))
+            chunks.append(AllToAllChunk(*flight, count_e, regroup, self.kernels))
         return AllToAllExchange(chunks, route, self.kernels)
 
     def send_counts(self, count_CE: Tensor) -> Counts:
@@ -88,16 +88,15 @@ class AllToAll(Dispatcher):
 
 
 class AllToAllChunk(NamedTuple):
-    """Rows and their routing weights on their way to this rank's experts."""
+    """Rows and their routing weights on their way to this rank's experts. FSDP's hooks look at every field, and at
+    every item of its lists: how many rows go to each rank is in the flights' wires.
+    """
 
     x_RD: InFlight
     weights_R1: InFlight
     count_e: Tensor
     regroup: tuple[Tensor, Tensor] | None
     """The order (and its inverse) from by-sender to by-expert."""
-    send: list[int] | None
-    receive: list[int] | None
-    group: Group
     kernels: str
 
     @named("dispatch")
@@ -111,7 +110,7 @@ class AllToAllChunk(NamedTuple):
     def send_back(self, y_RD: Tensor) -> InFlight:
         if self.regroup is not None:
             y_RD = reorder(y_RD, *reversed(self.regroup), self.kernels)
-        return start(y_RD, self.group, self.receive, self.send)
+        return send_back(y_RD, self.x_RD)
 
 
 @dataclass

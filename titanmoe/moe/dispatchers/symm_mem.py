@@ -268,7 +268,7 @@ class Symmetric(Dispatcher):
         if self.group.size == 1:
             x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
             flights = InFlight(x_HD, None), InFlight(weights_H1, None)
-            chunk = AllToAllChunk(*flights, count_E, None, None, None, self.group, self.kernels)
+            chunk = AllToAllChunk(*flights, count_E, None, self.kernels)
             return AllToAllExchange([chunk], route, self.kernels)
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
         to_H, from_A, bin_e, fits, overflows = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)

@@ -1,0 +1,280 @@
+"""How long the host takes to launch a layer: Python and torch's dispatcher, with kernels that do almost nothing.
+
+    python scripts/bench/host.py [RECIPE] [--against DIR] [--profile N] [--set TABLE.FIELD=VALUE ...]
+
+One rank of the recipe's world takes steps in this process as on an H100: the recipe's own mapping, recomputation,
+compilation and number of experts, but two and six layers that are narrow and short, on this CPU. Messages go nowhere,
+Triton's launches end before the driver's, and what a GPU runs as one kernel and a CPU does not (norms, grouped
+products) is one small operation. So the time is that of this CPU, not of a GPU machine's; FSDP's streams and events
+cost nothing here, and a launch what an operation on a few numbers costs. Compare it with that of another checkout,
+which takes turns with this one: --against.
+
+A layer takes what six layers take longer than two, over four: CPU time of the thread, the fastest tenth of all
+microbatches, because other work on the machine only ever adds to it. Device: matrix products, attention and
+memory-bound work of one layer and microbatch of the whole recipe by the planner (docs/planner.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import json
+import pstats
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+HERE = Path(__file__).resolve()
+HARDWARE, LAYERS, ROUNDS = "h100", (2, 6), 5
+NARROW = "dim=16 num_heads=2 num_kv_heads=2 head_dim=8 expert_hidden=8 vocab_size=256 num_dense_layers=0 mtp_depth=0"
+LATENT = "head_dim=12 v_head_dim=8 kv_lora_rank=8 q_lora_rank=8 qk_nope_head_dim=8 qk_rope_head_dim=4"
+POSITIONS = 16
+"""Of a sample that a rank owns."""
+
+
+class Hopper:
+    """Triton's driver for a GPU that is not there."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def small_kernels() -> Iterator[None]:
+    """Whole numbers that Triton's kernels would write are zeros, and loads even: both have to be legal."""
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+
+    from titanmoe.comm import counts
+    from titanmoe.ops.kernels import installed, kernel_launch
+
+    def norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        return F.layer_norm(x, shape, weight)
+
+    def grouped_product(x: Tensor, w: Tensor, offs: Tensor | None = None) -> Tensor:
+        return x @ w[0] if w.dim() == 3 else x.new_zeros(len(offs), len(x), w.shape[1])
+
+    def counts_of_others(mine: Tensor, *_: Any) -> Tensor:
+        return mine.clone()
+
+    with ExitStack() as stack:
+        changes: list[tuple[Any, str, Any]] = [(F, "rms_norm", norm), (torch, "_grouped_mm", grouped_product)]
+        changes.append((counts, "send_rows", counts_of_others))
+        if installed():
+            from triton.runtime import driver
+            from triton.runtime.jit import JITFunction
+
+            launch = JITFunction.run
+
+            def run(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+                for x in args:
+                    if isinstance(x, Tensor) and not x.is_floating_point():
+                        x.zero_()
+                if kernel.__name__ == "_assign":
+                    args[4].fill_(args[5] // args[4].numel())
+                launch(kernel, *args, grid=grid, warmup=True, **options)
+
+            changes += [(driver, "_active", Hopper()), (JITFunction, "run", run)]
+            changes.append((kernel_launch, "runs", lambda x: True))
+        for change in changes:
+            stack.enter_context(mock.patch.object(*change))
+        yield
+
+
+@contextmanager
+def as_rank(world: int) -> Iterator[None]:
+    from titanmoe.ops.device import as_on
+    from titanmoe.rehearse.hardware import HARDWARE as known
+    from titanmoe.rehearse.world import fake_world
+
+    with warnings.catch_warnings(), as_on(known[HARDWARE]), fake_world(0, world), small_kernels():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def configs(recipe: str, further: list[str]) -> tuple[Any, int, dict[int, Any]]:
+    """The recipe, its number of ranks, and by number of layers the narrow model in it."""
+    from titanmoe.config.load import read_draft
+    from titanmoe.config.world_size import recipe_ranks
+    from titanmoe.parts import PARTS
+    from titanmoe.rehearse.world import recipe_to_rehearse
+
+    words = [recipe, *further]
+    world = recipe_ranks(read_draft(words, PARTS))
+    whole = recipe_to_rehearse(words, world, HARDWARE)
+    small = NARROW.split() + (LATENT.split() if whole.model.kv_lora_rank else [])
+    words += [f"--model.{word}" for word in small]
+    words.append(f"--training.seq_len={POSITIONS * whole.parallelism.tp * whole.parallelism.cp}")
+    narrow = {n: recipe_to_rehearse([*words, f"--model.num_layers={n}"], world, HARDWARE) for n in LAYERS}
+    return whole, world, narrow
+
+
+class Steps:
+    """A rank that takes steps, with the observers of the rank that reports and is watched."""
+
+    def __init__(self, config: Any, world: int):
+        import torch
+
+        from titanmoe.observe import Observer
+        from titanmoe.rehearse.samples import Samples
+        from titanmoe.train.build import build_training
+        from titanmoe.train.runtime import GarbageCollection, Runtime
+        from titanmoe.watch.heartbeat import Heartbeat
+        from titanmoe.watch.listener import HeartbeatListener
+
+        class NoCollection(GarbageCollection):
+            def __init__(self, every: int):
+                pass
+
+        class Marks(Observer):
+            """When each forward and backward begins."""
+
+            def microbatch(self, stage: int, number: int, backward: bool) -> None:
+                marks.append((backward, time.thread_time()))
+
+        self.marks = marks = []
+        runtime = Runtime(0, 0, world, torch.device("cpu"))
+        self.training = build_training(config, runtime, loader=Samples, garbage=NoCollection)
+        with tempfile.TemporaryDirectory() as folder:
+            heart = Heartbeat(Path(folder, "heart"), create=True)
+        self.observers = [Marks(), self.training.clock, HeartbeatListener(heart)]
+
+    def run(self, steps: int = 2) -> tuple[list[float], list[float]]:
+        """Seconds of each forward, and of each backward that another forward follows."""
+        from titanmoe import observe
+
+        training, forward, backward = self.training, [], []
+        with ExitStack() as stack:
+            for observer in self.observers:
+                stack.enter_context(observe.listening(observer))
+            for step in range(steps):  # without an update: the numbers mean nothing
+                self.marks.clear()
+                batches = training.loader.next_step()
+                observe.active.phase("forward_backward", step)
+                slices, totals = training.slicer.slices(batches), training.slicer.count(batches)
+                training.gradients.forward_backward(slices, totals, training.gradients.shared_buffers)
+                training.gradients.drop()
+                for (back, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
+                    (backward if back else forward).append(end - begin)
+        return forward, backward
+
+
+def seconds(runs: dict[int, Steps]) -> tuple[float, ...]:
+    """Of a layer, forward and backward."""
+    spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
+    gc.collect()
+    gc.disable()
+    for _ in range(ROUNDS):
+        for n, run in runs.items():
+            for all_of, some in zip(spans[n], run.run(), strict=True):
+                all_of.extend(some)
+    gc.enable()
+    few, many = ([statistics.quantiles(part, n=10)[0] for part in spans[n]] for n in LAYERS)
+    return tuple((b - a) / (LAYERS[1] - LAYERS[0]) for a, b in zip(few, many, strict=True))
+
+
+def device_seconds(config: Any, world: int) -> float:
+    """Of the last layer and a microbatch, forward and backward, by the planner."""
+    from titanmoe.fold.degrees import derive
+    from titanmoe.plan.devices import read_device
+    from titanmoe.plan.links import Factors
+    from titanmoe.plan.price import Pricer
+
+    fold, samples = derive(world, config.parallelism), config.training.local_batch_size
+    costs = Pricer(config, read_device(HARDWARE), Factors())
+    mode = config.activation_checkpoint.mode
+    cost = costs.block(fold, samples, config.model.num_layers - 1, config.moe.dispatcher, mode)
+    return cost.matrix + cost.attention + cost.memory
+
+
+class Side:
+    """A checkout's process, which measures when it is asked."""
+
+    def __init__(self, root: Path, words: list[str]):
+        command = [sys.executable, HERE, *words, "--root", root]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.device, self.layers, self.microbatches = self.read()
+
+    def read(self) -> list[float]:
+        for line in self.process.stdout:
+            if line.startswith("["):
+                return json.loads(line)
+        raise SystemExit("host.py: a side has failed; see above")
+
+    def measure(self) -> list[float]:
+        print(file=self.process.stdin, flush=True)
+        return self.read()
+
+
+def serve(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(args.root))
+    import torch
+
+    torch.set_num_threads(1)
+    whole, world, narrow = configs(args.recipe, [f"--{word}" for word in args.set])
+    with as_rank(world):
+        runs = {n: Steps(config, world) for n, config in narrow.items()}
+        for run in runs.values():
+            run.run()
+        if args.profile:
+            with cProfile.Profile() as profile:
+                runs[LAYERS[1]].run()
+            pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
+            return
+        microbatches = runs[LAYERS[0]].training.loader.microbatches
+        print(json.dumps([device_seconds(whole, world), whole.model.num_layers, microbatches]), flush=True)
+        for _ in sys.stdin:
+            print(json.dumps(seconds(runs)), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default=str(HERE.parents[2] / "train_configs/qwen3_30b_a3b.toml"))
+    parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--profile", type=int, default=0, help="show that many functions by their own time instead")
+    parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
+    parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.profile and args.root is None:
+        args.root = HERE.parents[2]
+    if args.root is not None:
+        return serve(args)
+    words = [args.recipe, *(["--set", *args.set] if args.set else [])]
+    roots = {"titanmoe": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
+    sides = {name: Side(root, words) for name, root in roots.items()}
+    turns = {name: [] for name in sides}
+    for _ in range(args.turns):
+        for name, side in sides.items():
+            turns[name].append(side.measure())
+    for name, side in sides.items():
+        side.process.stdin.close()
+        forward, backward = (min(part) for part in zip(*turns[name], strict=True))
+        both = forward + backward
+        print(
+            f"{name}: a layer takes the host {forward * 1e6:.0f} us forward and {backward * 1e6:.0f} us backward, "
+            f"{both * side.layers * side.microbatches:.2f} s of a step ({side.layers} layers, {side.microbatches} "
+            f"microbatches); the device {side.device * 1e6:.0f} us: {both / side.device:.0%}"
+        )
+
+
+if __name__ == "__main__":
+    main()

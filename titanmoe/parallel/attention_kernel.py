@@ -1,0 +1,66 @@
+"""Which kernel computes attention in 16 bits on GPUs, in one piece and in blocks, by torch's own switches.
+
+FlashAttention 3 and 4 take the place of 2 in torch's operations. cuDNN is an operation of its own, which torch's
+scaled_dot_product_attention takes before any other where it is switched on and knows the shapes.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+import torch.nn.attention as attention
+
+from titanmoe.fold.attention_backend import Kernel, kernel_refuses
+from titanmoe.ops import device
+
+MAJORS = {"fa2": (8, 9, 10, 11, 12), "fa3": (9,), "fa4": (9, 10), "cudnn": (9, 10)}
+"""GPU generations. Of FlashAttention those that torch's own code lets through; of cuDNN those on which torch prefers
+it."""
+PREFERRED: dict[int, tuple[Kernel, ...]] = {9: ("fa3", "cudnn"), 10: ("fa4", "cudnn")}
+PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+TORCH = "2.13"
+"""With FlashAttention 3 in 16 bits and backward (torch/nn/attention/_fa3.py); torch 2.11 has it in 8 bits, forward."""
+CUDNN, CUDNN_OF_LATENTS = 90000, 91100
+"""The oldest, and the oldest for queries of 192 with values of 128 (torch 2.13, sdp_utils.cpp)."""
+
+
+def missing(kernel: str, query: int) -> str:
+    """What the device, torch or its packages lack for a kernel with queries of this width; "" if nothing."""
+    if device.kind_for("auto") != "cuda":
+        return "it runs on GPUs, and there is none"
+    major = device.capability()[0]
+    if major not in MAJORS[kernel]:
+        return f"it does not run on GPUs of compute capability {major}.x"
+    if kernel in PACKAGES:
+        if torch.__version__ < TORCH or not hasattr(attention, "activate_flash_attention_impl"):
+            return f"it needs torch {TORCH}, and this is {torch.__version__}"
+        package = PACKAGES[kernel]
+        if find_spec(package.partition(".")[0]) is None or find_spec(package) is None:
+            return f"the package {package} is not installed"
+    if kernel == "cudnn" and not device.pretended():
+        version, oldest = torch.backends.cudnn.version() or 0, CUDNN_OF_LATENTS if query > 128 else CUDNN
+        if version < oldest:
+            return f"it needs cuDNN {oldest}, and this is {version}"
+    return ""
+
+
+def pick(setting: str, query: int, value: int, deterministic: bool) -> Kernel:
+    """query, value: the widths of heads. A setting other than "auto" has been checked."""
+    if setting != "auto":
+        return setting  # type: ignore[return-value]
+    wanted = PREFERRED.get(device.capability()[0], ()) if device.kind_for("auto") == "cuda" else ()
+    fit = (one for one in wanted if not kernel_refuses(one, query, value, deterministic) and not missing(one, query))
+    return next(fit, "fa2")
+
+
+def use(kernel: Kernel) -> None:
+    """For all attention of this process from now on."""
+    torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+    name = kernel.upper() if kernel in PACKAGES else None
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        return
+    if attention.current_flash_attention_impl() not in (None, name):
+        attention.restore_flash_attention_impl()
+    if name is not None and not device.pretended():
+        attention.activate_flash_attention_impl(name)
