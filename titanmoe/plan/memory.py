@@ -87,6 +87,12 @@ def _router(s: Widths) -> int:
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
+def _kept_for_again(s: Widths, with_rows: bool) -> int:
+    """What a MoE layer keeps if it is computed again: where rows go, the weights that arrived, and perhaps the rows."""
+    order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
+    return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
+
+
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     """What a layer keeps for one microbatch. mode: replaces the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
@@ -105,10 +111,10 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         ffn = norm + _router(s) + rows
         if model.shared_hidden:
             ffn += X * D * w + _dense(s, model.shared_hidden, selective) + model.shared_gate * T * (D + 2) * w
-    if mode == "full":
-        return KeptBytes(T * D * w, T * D * w, 0, ffn)
-    if mode == "moe":
-        return KeptBytes(attention, T * D * w, 0, ffn)
+    if mode in ("full", "full_but_rows", "moe"):
+        with_rows = mode == "full_but_rows" and experts
+        kept = T * D * w + (_kept_for_again(s, with_rows) if experts else 0)
+        return KeptBytes(attention if mode == "moe" else T * D * w, kept, 0, ffn - with_rows * s.R * D * w)
     return KeptBytes(attention, ffn, rows, 0)
 
 
