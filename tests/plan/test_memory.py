@@ -43,6 +43,7 @@ CASES = {
         f"{TP} 2 {EP} 4 --training.global_batch_size 4 --training.freeze embed.* head.* *norm* *attention* *router*",
     ),
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
+    "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

@@ -143,3 +143,17 @@ def test_a_layer_does_what_the_table_says(name: str) -> None:
         (AGAIN, "recomputed"): again,
         (AGAIN, "backward"): after,
     }
+
+
+@pytest.mark.parametrize(("samples", "copies"), [(1, 0), (2, 4)])
+def test_pieces_over_tp_of_one_sample_are_not_copied_together(samples: int, copies: int) -> None:
+    """Of two samples what is gathered and what is scattered is, in forward and in backward."""
+    changes = {"parallelism.tp": 2, "training.local_batch_size": samples, "activation_checkpoint.mode": "none"}
+    rehearsal = rehearse(config_of(BASE | changes, 4, "h100"), 4, 0, "h100")
+    moved = [n for operation, n in rehearsal.operations.items() if is_joined_over_tp(operation)]
+    assert sum(moved) == copies
+
+
+def is_joined_over_tp(operation: Any) -> bool:
+    site = operation.site
+    return operation.name == "cat" and site.layer == PLAIN and site.file == "models/attention.py"
