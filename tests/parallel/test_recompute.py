@@ -1,13 +1,16 @@
-"""Selective recomputation of latent attention: the same numbers, and queries, keys and values are not saved."""
+"""Recomputation changes no number: of latent attention, which then does not save queries, keys and values, and of rows
+that are kept, whatever lies between a forward and its backward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests import parity
 from tests.support.live_bytes import Live
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
@@ -62,3 +65,43 @@ def test_what_is_made_of_latents_is_not_kept(latent: int) -> None:
     query, key, key_value = 16, 16, 8 + 16
     forgotten = key + key_value + (query if latent else 0)
     assert whole - kept >= B * S * 8 * model.num_heads * forgotten, f"{kept} of {whole} bytes"
+
+
+KEPT = {
+    "all forwards first, in chunks, beside a shared expert": {
+        "parallelism.pp": 2,
+        "pipeline.schedule": "GPipe",
+        "parallelism.experts.ep": 2,
+        "moe.overlap_chunks": 2,
+        "model.shared_hidden": 16,
+    },
+    "backward split in two, across nodes": {
+        "parallelism.pp": 2,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "model.num_layers": 4,
+        "parallelism.experts.ep": 2,
+        "moe.dispatcher": "hierarchical",
+        "parallelism.node": 1,
+    },
+    "dropping and balance over ranks": {
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
+        "moe.dispatcher": "allgather",
+        "moe.capacity_factor": 1.0,
+        "moe.capacity_scope": "full_sequence",
+        "moe.aux_loss_global": 0.02,
+        "moe.aux_loss_sequence": 0.02,
+    },
+    "biases, unused rows": {
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "model.expert_biases": True,
+        "moe.dispatcher": "symm_mem",
+    },
+}
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda name: name.replace(" ", "_"))
+def test_kept_rows_change_no_number(case: str) -> None:
+    few: dict[str, Any] = {"training.global_batch_size": 8 if "pp" in str(KEPT[case]) else 4}
+    parity.check(4, few | KEPT[case] | {"activation_checkpoint.mode": "full_but_rows"}, steps=1)

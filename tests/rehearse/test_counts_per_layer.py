@@ -38,23 +38,22 @@ NONE = Counts(0, 0, 0, 0, 0)
 # weights. Products: 3, and for each of them 2 gradients. FSDP gathers the block and its experts (2 messages), each with
 # a cast, a copy into the message and a copy out of it.
 #
-# A recomputed layer sends, waits and multiplies everything once more, the rows' way back (1 of the 4 messages) in vain:
-# checkpoint stops at the last tensor that backward saved, and `permute` saves indices after the way back. One of FSDP's
-# copies, of the experts' gathered weights, is made in forward again instead of in backward.
+# A recomputed layer only sends its rows once more, in one message for each way there: numbers, places and weights are
+# kept, and it stops before the experts' last product. Where rows are kept too, it sends nothing.
 TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
     "alltoall": (
         {},
         Counts(4, 3, 1, 2, 6),
         Counts(3, 6, 0, 2, 6),
-        Counts(4, 3, 1, 0, 1),
-        Counts(3, 6, 0, 2, 5),
+        Counts(1, 2, 0, 0, 0),
+        Counts(3, 6, 0, 2, 6),
     ),
     "alltoall, moe again": (
         {"activation_checkpoint.mode": "moe"},
         Counts(4, 3, 1, 2, 6),
         Counts(3, 6, 0, 2, 6),
-        Counts(4, 3, 1, 0, 1),
-        Counts(3, 6, 0, 2, 5),
+        Counts(1, 2, 0, 0, 0),
+        Counts(3, 6, 0, 2, 6),
     ),
     "alltoall, selective": (  # nothing here is computed again
         {"activation_checkpoint.mode": "selective"},
@@ -67,47 +66,49 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         {"moe.overlap_chunks": 2},
         Counts(7, 6, 1, 2, 6),
         Counts(6, 12, 0, 2, 6),
-        Counts(7, 6, 1, 0, 1),
-        Counts(6, 12, 0, 2, 5),
+        Counts(2, 4, 0, 0, 0),
+        Counts(6, 12, 0, 2, 6),
     ),
     "padded bins": (  # no counts
         {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
         Counts(3, 3, 0, 2, 6),
         Counts(3, 6, 0, 2, 6),
-        Counts(3, 3, 0, 0, 1),
-        Counts(3, 6, 0, 2, 5),
+        Counts(1, 2, 0, 0, 0),
+        Counts(3, 6, 0, 2, 6),
     ),
     "alltoall, edp = 1": (  # there is nothing to gather: the step has made copies of all experts' weights before
         {"parallelism.experts.ep": 4},
         Counts(4, 3, 1, 1, 3),
         Counts(3, 6, 0, 1, 3),
-        Counts(4, 3, 1, 0, 0),
+        Counts(1, 2, 0, 0, 0),
         Counts(3, 6, 0, 1, 3),
     ),
     "hierarchical, edp = 1": (  # both ways across nodes too, where choices travel with the rows
         {"moe.dispatcher": "hierarchical", "parallelism.experts.ep": 4, "parallelism.node": 2},
         Counts(9, 3, 2, 1, 3),
         Counts(6, 6, 0, 1, 3),
-        Counts(9, 3, 2, 0, 0),
+        Counts(2, 2, 0, 0, 0),
         Counts(6, 6, 0, 1, 3),
     ),
-    # Choices, rows and weights are gathered, sums scattered, which saves nothing: recomputation stops before. The sums
-    # are made inside the experts' module, so backward has copied its weights out by then.
-    "allgather": (
+    "allgather": (  # choices, rows and weights are gathered, sums scattered
         {"moe.dispatcher": "allgather"},
         Counts(4, 3, 1, 2, 6),
         Counts(3, 6, 0, 2, 6),
-        Counts(3, 3, 1, 0, 0),
+        Counts(1, 2, 0, 0, 0),
         Counts(3, 6, 0, 2, 6),
     ),
-    "symm_mem": (  # an all-reduce of counts, which stay on the device
+    "symm_mem": (  # an all-gather of counts, which stay on the device; weights are sent again with the rows
         {"moe.dispatcher": "symm_mem"},
         Counts(4, 3, 0, 2, 6),
         Counts(3, 6, 0, 2, 6),
-        Counts(4, 3, 0, 0, 1),
-        Counts(3, 6, 0, 2, 5),
+        Counts(2, 2, 0, 0, 0),
+        Counts(3, 6, 0, 2, 6),
     ),
 }
+for name in ("two chunks", "hierarchical, edp = 1", "allgather"):
+    changes, forward, backward, again, after = TABLE[name]
+    changes = changes | {"activation_checkpoint.mode": "full_but_rows"}
+    TABLE[f"{name}, rows kept"] = changes, forward, backward, again._replace(rows=0), after
 
 
 def counts(rehearsal: Rehearsal, layer: str, phase: str) -> Counts:
@@ -142,3 +143,17 @@ def test_a_layer_does_what_the_table_says(name: str) -> None:
         (AGAIN, "recomputed"): again,
         (AGAIN, "backward"): after,
     }
+
+
+@pytest.mark.parametrize(("samples", "copies"), [(1, 0), (2, 4)])
+def test_pieces_over_tp_of_one_sample_are_not_copied_together(samples: int, copies: int) -> None:
+    """Of two samples what is gathered and what is scattered is, in forward and in backward."""
+    changes = {"parallelism.tp": 2, "training.local_batch_size": samples, "activation_checkpoint.mode": "none"}
+    rehearsal = rehearse(config_of(BASE | changes, 4, "h100"), 4, 0, "h100")
+    moved = [n for operation, n in rehearsal.operations.items() if is_joined_over_tp(operation)]
+    assert sum(moved) == copies
+
+
+def is_joined_over_tp(operation: Any) -> bool:
+    site = operation.site
+    return operation.name == "cat" and site.layer == PLAIN and site.file == "models/attention.py"

@@ -7,6 +7,7 @@ silently wrong gradients in torch 2.13. The one exception is `start`, whose resu
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -126,11 +127,23 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
         return x
     x = x.contiguous()
     out = wait(_ops.all_gather_into_tensor(x, group.size, group.name), group)
-    return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
+    return _move_pieces(out, 0, dim, group.size)
+
+
+def _move_pieces(x: Tensor, old: int, new: int, pieces: int) -> Tensor:
+    """The equal pieces that lie along dim `old`, along dim `new`: a copy, unless all dims from one to the other have a
+    single element in each piece, as the samples of a microbatch of one."""
+    first, last = sorted((old, new))
+    shape = list(x.shape)
+    shape[old] //= pieces
+    if first == last or math.prod(shape[first:last]) != 1:
+        return x.contiguous() if first == last else torch.cat(x.chunk(pieces, old), new)
+    shape[new] *= pieces
+    return x.contiguous().view(shape)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim))
+    x = _move_pieces(x, dim, 0, group.size)
     return wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), group)
 
 

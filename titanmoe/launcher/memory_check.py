@@ -96,7 +96,8 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
     """Alternatives that can be combined, from mild to hard."""
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
-    modes = {"none": ["moe", "full"], "selective": ["moe", "full"], "moe": ["full"]}.get(options.mode, [])
+    modes = ["moe", "full_but_rows", "full"]
+    modes = modes[modes.index(options.mode) + 1 :] if options.mode in modes else modes
     modes = [mode for mode in modes if mode == "full" or moe_layers(config.model)]
     every = {"activation_checkpoint.every": 1} if options.every > 1 else {}
     yield [{}, *({"activation_checkpoint.mode": mode} | every for mode in modes)]

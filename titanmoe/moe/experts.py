@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.comm.collectives import local
+from titanmoe.comm.recomputation import again, keep, keep_rows, keep_saved
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.protocol import Chunk
@@ -58,12 +59,21 @@ class Experts(nn.Module):
 
         One call per layer, so that the hooks around it, such as FSDP's that gather weights, run once.
         """
-        return [chunk.send_back(self.run(*chunk.rows())) for chunk in chunks]
+        back = []
+        for chunk in chunks:
+            with keep_saved():
+                rows = chunk.rows()
+            keep_rows(rows)
+            y_RD = self.run(*rows)
+            with keep_saved():
+                back.append(y_RD if again() else chunk.send_back(y_RD))
+        return back
 
     @named("experts")
     def run(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         y_RD = (self.graph or self.products)(x_RD, weight_R1, count_e)
-        observe.products(self, (x_RD, weight_R1), y_RD)
+        if not again():
+            observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
 
     def adapters(self, grouped: bool) -> dict[str, tuple[Tensor, Tensor]]:
@@ -99,7 +109,7 @@ class Experts(nn.Module):
             def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
                 return tuple(product(rows, w, count) for w in weights)
         else:
-            count = Groups(count_e)
+            count = keep("groups", lambda: Groups(count_e))
 
             def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
                 return products(rows, count, grouped, self.kernels, self.rounded, *weights)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import Group, all_reduce
+from titanmoe.comm.recomputation import again, keep, keep_saved, kept_rows
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import ROUTING, Balance
 from titanmoe.moe.capacity import Capacity
+from titanmoe.moe.dispatchers.protocol import KeptChunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
@@ -54,10 +56,20 @@ class MoE(nn.Module):
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
-        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows leave
+        if (kept := kept_rows()) is not None:
+            self.run_shared(x_BsD)
+            self.experts([KeptChunk(*rows) for rows in kept])
+            return x_BsD
+        with keep_saved():
+            exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows leave
         shared_BsD = self.run_shared(x_BsD)  # while rows are in flight
-        back = self.experts(exchange.chunks())
-        y_BsD = exchange.combine(back).view_as(x_BsD)
+        with keep_saved():
+            chunks = exchange.chunks()
+        back = self.experts(chunks)
+        if again():
+            return x_BsD
+        with keep_saved():
+            y_BsD = exchange.combine(back).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
@@ -67,7 +79,7 @@ class MoE(nn.Module):
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
+        within_TK = keep("choices within capacity", lambda: self.capacity(chosen_TK, weights_TK, tokens, samples))
         self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 

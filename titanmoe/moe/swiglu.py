@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.comm.recomputation import again
 from titanmoe.moe.fp8 import Rounded
 from titanmoe.moe.grouped import Groups, grouped_gradient, groups_of, loop_gradient, product_of, total
 from titanmoe.ops import device
@@ -73,16 +74,21 @@ def plain_down(
 
 
 class _Down(torch.autograd.Function):
-    """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
+    """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation.
+
+    Where all this is computed again, nothing uses the first product, the experts' output: its memory is left as it is.
+    """
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, groups, grouped, clamped, kernels, rounded, *weights):
+    def forward(ctx, gate_RF, up_RF, weight_R1, groups, grouped, clamped, kernels, rounded, again, *weights):
         ctx.save_for_backward(gate_RF, up_RF, weight_R1, *weights)
         ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.rounded = groups, grouped, clamped, kernels, rounded
         make, _ = activation(gate_RF, clamped, kernels)
         product = product_of(grouped, rounded.dtype, kernels=kernels)
-        h_RF = make(gate_RF, up_RF, weight_R1)
-        return tuple(product(h_RF, rounded(_name(i), w), groups) for i, w in enumerate(weights))
+        unused = [gate_RF.new_empty(gate_RF.shape[0], weights[0].shape[1])] if again else []
+        needed = list(enumerate(weights))[len(unused) :]
+        h_RF = make(gate_RF, up_RF, weight_R1) if needed else None
+        return *unused, *(product(h_RF, rounded(_name(i), w), groups) for i, w in needed)
 
     @staticmethod
     def backward(ctx, *grads_out):
@@ -102,7 +108,7 @@ class _Down(torch.autograd.Function):
             h_RF = make(*arguments)
         wanted = [gradient_wanted(ctx, 3 + i) for i in range(len(weights))]
         grad_weights = [gradient(g, h_RF, ctx.groups) if w else None for g, w in zip(grads_out, wanted, strict=True)]
-        return *grads, None, None, None, None, None, *grad_weights
+        return *grads, None, None, None, None, None, None, *grad_weights
 
 
 def _name(number: int) -> str:
@@ -125,5 +131,5 @@ def down(
     """The products of the activation with each of the weights."""
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
         return plain_down(gate_RF, up_RF, weight_R1, weights, count, grouped, clamped, even)
-    how = groups_of(count), grouped, clamped, kernels, rounded or Rounded()
+    how = groups_of(count), grouped, clamped, kernels, rounded or Rounded(), again()
     return _Down.apply(gate_RF, up_RF, weight_R1, *how, *map(with_own_node, weights))

@@ -1,12 +1,14 @@
 """Activation recomputation: what is dropped after forward and computed again in backward.
 
-full        whole blocks, in two halves
-moe         the MoE half of a block: router, dispatch and experts, which have most of the activations
-selective   what is cheap for its size: the activation up to the input of each down projection, and the queries, keys
-            and values of all heads that latent attention computes from its latents. Norms only keep their input.
-            Recomputation stops before the down projection and does not include attention itself, so no collective runs
-            twice, and the only matrix products that do are those of the latents.
+full            whole blocks, in two halves
+full_but_rows   the same, but the rows that experts got are kept, and none is sent again
+moe             the MoE half of a block: router, dispatch and experts, which have most of the activations
+selective       what is cheap for its size: the activation up to the input of each down projection, and the queries,
+                keys and values of all heads that latent attention computes from its latents. Norms only keep their
+                input. Recomputation stops before the down projection and does not include attention itself, so no
+                collective runs twice, and the only matrix products that do are those of the latents.
 
+Recomputation of the MoE half sends rows a second time at most, and nothing else: titanmoe.comm.recomputation.
 Every mode recomputes the activation of routed experts: `titanmoe.moe.swiglu`.
 """
 
@@ -14,20 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from titanmoe.comm.recomputation import contexts
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.layers import FeedForward
 from titanmoe.models.transformer import Block, Transformer
 
 
-def _checkpointed(owner: nn.Module, name: str) -> None:
+def _checkpointed(owner: nn.Module, name: str, **more: Any) -> None:
     # Randomness is counted, so there is no generator state to restore.
     function = getattr(owner, name)
-    setattr(owner, name, partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False))
+    setattr(owner, name, partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, **more))
+
+
+def _feed_again(block: Block, with_rows: bool = False) -> None:
+    _checkpointed(block, "feed", context_fn=partial(contexts, with_rows))
 
 
 class _Recomputed:
@@ -85,8 +93,8 @@ def recompute(model: Transformer, options: ActivationCheckpoint) -> None:
             continue
         if options.mode == "selective":
             _selective(block)
-        elif options.mode == "full":
+        elif options.mode in ("full", "full_but_rows"):
             _checkpointed(block, "attend")
-            _checkpointed(block, "feed")
+            _feed_again(block, options.mode == "full_but_rows")
         elif block.moe is not None:
-            _checkpointed(block, "feed")
+            _feed_again(block)

@@ -90,6 +90,12 @@ def _router(s: Widths, trained: bool) -> int:
     return T * model.dim * s.W * trained + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
+def _kept_for_again(s: Widths, with_rows: bool) -> int:
+    """What a MoE layer keeps if it is computed again: where rows go, the weights that arrived, and perhaps the rows."""
+    order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
+    return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
+
+
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     """What a layer keeps for one microbatch. mode: replaces the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
@@ -113,10 +119,11 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         if model.shared_hidden:
             ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
-    if mode == "full":
-        return KeptBytes(T * D * w * flow.attention, T * D * w * flow.out_of_ffn, 0, ffn)
-    if mode == "moe":
-        return KeptBytes(attention, T * D * w * flow.out_of_ffn, 0, ffn)
+    if mode in ("full", "full_but_rows", "moe"):
+        with_rows = mode == "full_but_rows" and experts
+        kept = (T * D * w + (_kept_for_again(s, with_rows) if experts else 0)) * flow.out_of_ffn
+        recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
+        return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
     return KeptBytes(attention, ffn, rows, 0)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
+from titanmoe.comm.recomputation import keep, keep_tensor
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.protocol import Dispatcher, OneChunk
 from titanmoe.moe.permute import to_tokens
@@ -25,20 +26,29 @@ from titanmoe.observe import named
 class AllGather(Dispatcher):
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
-        # Numbered from this rank's first expert; all other experts become "no expert".
+        bin_rows *= self.group.size
+        chosen_NK, order, count_e, number = keep("choices", lambda: self.sort_choices(chosen_TK, bin_rows))
+        # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
+        x_ND = gather(x_TD, 0, self.group)
+        weights_NK = keep_tensor("weights", lambda: gather(weights_TK, 0, self.group))
+
+        def assign() -> tuple[Tensor, Tensor]:
+            rows = self.local_experts * bin_rows if number is None else number.read()  # the layer's only host sync
+            return assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
+
+        entry_R, slot = keep("places", assign)
+        x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
+        count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
+        return OneChunk(GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels))
+
+    def sort_choices(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
+        """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
+        expert"; their order; each expert's count; and the number of rows on its way to the host."""
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(local, self.local_experts)
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
-        bin_rows *= self.group.size
-        number = None if bin_rows else ToHost(count_e.sum())
-        # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
-        x_ND, weights_NK = gather(x_TD, 0, self.group), gather(weights_TK, 0, self.group)
-        rows = self.local_experts * bin_rows if number is None else number.read()  # the layer's only host sync
-        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
-        x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
-        count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
-        return OneChunk(GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels))
+        return chosen_NK, order, count_e, None if bin_rows else ToHost(count_e.sum())
 
 
 class GatheredRows(NamedTuple):

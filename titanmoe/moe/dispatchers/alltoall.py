@@ -6,6 +6,7 @@ Shapes as in titanmoe.moe.dispatchers.protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, send_back, start
 from titanmoe.comm.counts import Counts
+from titanmoe.comm.recomputation import again, keep, keep_tensor
 from titanmoe.moe.assign import (
     Route,
     assign_all_rows,
@@ -46,16 +48,7 @@ class AllToAll(Dispatcher):
         """
         C, G, e = self.chunks, self.group.size, self.local_experts
         bin_rows = -(-bin_rows // C)
-        counts = None
-        if C == 1 and not bin_rows:
-            entry_R, slot, count_CE = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-            counts = self.send_counts(count_CE)
-        else:
-            chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
-            if not bin_rows:
-                counts = self.send_counts(count_CE)
-            most = (C * self.num_experts * bin_rows or chosen_TK.numel()) * self.etp
-            entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, most)
+        entry_R, slot, count_CE, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         if counts is None:
             send = receive = [None] * C
@@ -63,11 +56,11 @@ class AllToAll(Dispatcher):
             count_GCe = count_CE.new_full((G, C, e), bin_rows)
         else:
             turns.give_up_in_backward(x_RD)
-            count_GCe, send, receive = counts.read()  # the layer's only host sync
+            count_GCe, send, receive = keep("counts", counts.read)  # the layer's only host sync
             sizes = [sum(to) for to in send]
             route = cut(route, sum(sizes))
         flights = [
-            (start(x, self.group, *split), start(weights, self.group, *split))
+            (start(x, self.group, *split), InFlight(weights, None) if again() else start(weights, self.group, *split))
             for x, weights, split in zip(
                 pieces(x_RD, sizes), pieces(weights_R1, sizes), zip(send, receive, strict=True), strict=True
             )
@@ -76,10 +69,23 @@ class AllToAll(Dispatcher):
         for c, flight in enumerate(flights):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
-                regroup = by_expert(count_Ge, G * e * bin_rows if bin_rows else sum(receive[c]), self.kernels)
+                rows = G * e * bin_rows if bin_rows else sum(receive[c])
+                regroup = keep("order", partial(by_expert, count_Ge, rows, self.kernels))
             count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
             chunks.append(AllToAllChunk(*flight, count_e, regroup, self.kernels))
         return AllToAllExchange(chunks, route, self.kernels)
+
+    def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, Counts | None]:
+        """The choice of each row and the rows of each choice; each expert's count, by chunk; and the counts on their
+        way, unless bins are padded."""
+        C = self.chunks
+        if C == 1 and not bin_rows:
+            entry_R, slot, count_CE = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+            return entry_R, slot, count_CE, self.send_counts(count_CE)
+        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
+        counts = None if bin_rows else self.send_counts(count_CE)
+        most = (C * self.num_experts * bin_rows or chosen_TK.numel()) * self.etp
+        return *assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, most), count_CE, counts
 
     def send_counts(self, count_CE: Tensor) -> Counts:
         C, e = self.chunks, self.local_experts
@@ -101,7 +107,8 @@ class AllToAllChunk(NamedTuple):
 
     @named("dispatch")
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        x_RD, weights_R1 = arrive(self.x_RD), arrive(self.weights_R1)
+        x_RD = arrive(self.x_RD)
+        weights_R1 = keep_tensor("weights", lambda: arrive(self.weights_R1))
         if self.regroup is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.regroup, self.kernels)
         return x_RD, weights_R1, self.count_e

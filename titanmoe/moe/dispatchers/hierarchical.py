@@ -20,6 +20,7 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, start
 from titanmoe.comm.counts import Counts
+from titanmoe.comm.recomputation import again, keep, keep_tensor
 from titanmoe.moe.assign import Route, assign_rows, cut, pieces, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk
 from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
@@ -42,38 +43,42 @@ class Hierarchical(Dispatcher):
         T, N = x_TD.shape[0], across.size
         if N == 1:
             return self.inner.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-        # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
-        visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
-        visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
-        node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
-        order, count_N = sort_by_expert(node_TN, N)
-        counts = None if bin_rows else Counts(count_N.view(N, 1, 1), across, device.kind(x_TD) == "cuda")
-        # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
-        most = T * N if bin_rows else T * min(N, chosen_TK.shape[1])
-        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, most)
+        entry_R, slot, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
         route = Route(entry_R // N, slot.view(T, N))
-        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
-        rows = (
-            to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels),
-            to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
-            choices_RK.to(torch.int32),
-        )
+        rows = [to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels)]
+        if not again():  # else the others, which are small, have been kept
+            choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
+            rows += [to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels), choices_RK.to(torch.int32)]
         if counts is None:
             send = receive = [T] * N
         else:
             turns.give_up_in_backward(rows[0])
-            _, (send,), (receive,) = counts.read()  # the first of two host syncs
+            _, (send,), (receive,) = keep("counts", counts.read)  # the first of two host syncs
             route = cut(route, sum(send))
-        relay = (start(*pieces(row, [sum(send)]), across, send, receive) for row in rows)
-        return HierarchicalExchange(self, *relay, bin_rows * N, route, send, receive)
+        x_VD, *others = (start(*pieces(row, [sum(send)]), across, send, receive) for row in rows)
+        return HierarchicalExchange(self, x_VD, others, bin_rows * N, route, send, receive)
+
+    def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Counts | None]:
+        """The visit of each row and the row of each visit, numbered token * N + node; and the counts on their way."""
+        T, N = chosen_TK.shape[0], self.ranks.across.size
+        # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
+        visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=chosen_TK.device)
+        visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
+        node_TN = torch.arange(N, device=chosen_TK.device).where(visits_TN, N)
+        order, count_N = sort_by_expert(node_TN, N)
+        on_gpu = device.kind(chosen_TK) == "cuda"
+        counts = None if bin_rows else Counts(count_N.view(N, 1, 1), self.ranks.across, on_gpu)
+        # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
+        most = T * N if bin_rows else T * min(N, chosen_TK.shape[1])
+        return *assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, most), counts
 
 
 @dataclass
 class HierarchicalExchange:
     dispatcher: Hierarchical
     x_VD: InFlight
-    weights_VK: InFlight
-    chosen_VK: InFlight
+    others: list[InFlight]
+    """Routing weights (V, K) and choices (V, K); none in a layer that is computed again."""
     bin_rows: int
     route: Route
     send: list[int]
@@ -82,13 +87,17 @@ class HierarchicalExchange:
     @named("dispatch")
     def chunks(self) -> list[AllToAllChunk]:
         """Waits for the tokens that cross to this rank, and dispatches them inside the node."""
-        across, node_experts = self.dispatcher.ranks.across, self.dispatcher.node_experts
-        x_VD, weights_VK = arrive(self.x_VD), arrive(self.weights_VK)
-        chosen_VK = arrive(self.chosen_VK).long() - across.rank * node_experts
-        here = (chosen_VK >= 0) & (chosen_VK < node_experts)
-        chosen_VK = chosen_VK.where(here, node_experts)
+        x_VD = arrive(self.x_VD)
+        weights_VK = keep_tensor("weights across", lambda: arrive(self.others[0]))
+        chosen_VK = keep("choices across", lambda: self.choices_here(arrive(self.others[1])))
         self.inside = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.bin_rows)
         return self.inside.chunks()
+
+    def choices_here(self, chosen_VK: Tensor) -> Tensor:
+        """Numbered from this node's first expert; others become "no expert"."""
+        node_experts = self.dispatcher.node_experts
+        chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
+        return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
 
     @named("combine")
     def combine(self, back: list[InFlight]) -> Tensor:

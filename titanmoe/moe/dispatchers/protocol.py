@@ -8,6 +8,10 @@
         back.append(chunk.send_back(experts(rows, weights, counts)))    while the next chunks are in flight
     y = exchange.combine(back)                                          waits, and sums the rows of each token
 
+Backward may compute a layer again (titanmoe.comm.recomputation): up to the experts, or from rows that were kept. So
+what a dispatcher sends or waits for to learn sizes and places, it wraps in `keep`; and what autograd saves in it is
+kept, so that it had better be small.
+
 A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, classes with the methods of
 `Exchange` and `Chunk`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
 
@@ -21,7 +25,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -143,6 +147,17 @@ class Dispatcher:
         tokens: how many a rank owns in a microbatch. dtype: that of the rows that are sent.
         """
         return None
+
+
+class KeptChunk(NamedTuple):
+    """A chunk that arrived in forward, for a layer that is computed again."""
+
+    x_RD: Tensor
+    weights_R1: Tensor
+    count_e: Tensor
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(self)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titanmoe.comm.collectives import InFlight, all_gather
+from titanmoe.comm.recomputation import keep
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -264,19 +265,24 @@ class Symmetric(Dispatcher):
         if memory is None:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         rows = chosen_TK.numel() * self.etp
-        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        where = (chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        entry_H, slot, count_E = keep("places", lambda: assign_all_rows(*where))
         if self.group.size == 1:
             x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
             flights = InFlight(x_HD, None), InFlight(weights_H1, None)
             chunk = AllToAllChunk(*flights, count_E, None, self.kernels)
             return AllToAllExchange([chunk], route, self.kernels)
-        count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
-        to_H, from_A, bin_e, fits, overflows = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)
-        memory.overflowed.logical_or_(overflows)
+        to_H, from_A, bin_e, fits, _ = keep("places in buffers", lambda: self.places_of(count_E, memory, rows))
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         x_AD, weights_A1 = _Exchange.apply(memory, to_H, from_A, x_HD, weights_H1)
         return AllToAllExchange([SymmetricChunk(x_AD, weights_A1, bin_e, memory, to_H, from_A)], route, self.kernels)
+
+    def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
+        count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
+        out = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)
+        memory.overflowed.logical_or_(out.overflows)
+        return out
 
 
 class SymmetricChunk(NamedTuple):
