@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
@@ -61,7 +62,8 @@ as scripts/bench/roofline.py counts both."""
 
 
 class TorchTitan(Pricer):
-    """Prices TorchTitan's layers under titanmoe's mapping, schedule and rules: its messages and copies are alike."""
+    """Prices TorchTitan's layers under titanmoe's mapping, schedule and rules, with the same messages; FSDP2 has its
+    experts, and recomputation goes through the combine."""
 
     def __init__(self, recipe: str, config: Config):
         super().__init__(config, H100, Factors())
@@ -76,6 +78,12 @@ class TorchTitan(Pricer):
             )
             for half in halves
         )
+
+    def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
+        return False
+
+    def _experts_again(self, forward: Cost, mode: str, *degrees: Any) -> Cost:
+        return forward
 
 
 def degrees(config: Config, fold: Fold) -> str:

@@ -287,6 +287,9 @@ class RunPricer(Pricer):
         themselves (gradient_accumulation_fusion), and its weights are computed with where they are gathered."""
         return WeightCopies(2, 2, 2, False, True, m) if self.run.fsdp2 else None
 
+    def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
+        return False
+
     def _norms(self, elements: float, part: int) -> float:
         return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
@@ -324,7 +327,7 @@ class RunPricer(Pricer):
         )
         return forward, backward
 
-    def _covering(self, matrix: float) -> float:
+    def covering(self, matrix: float) -> float:
         return 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:

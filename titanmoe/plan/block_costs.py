@@ -58,7 +58,7 @@ WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
 
-MODES = ("none", "selective", "moe", "full")
+MODES = ("none", "selective", "moe", "full_but_rows", "full")
 SecondsByMode = tuple[float, ...]
 """In the order of MODES."""
 
@@ -87,15 +87,14 @@ class Cost(NamedTuple):
 
 
 def _add_half(
-    totals: list[float], count: int, forward: Cost, backward: Cost, recomputed_in: str = "full"
+    totals: list[float], count: int, forward: Cost, backward: Cost, again: dict[str, Cost] | None = None
 ) -> list[float]:
-    """The totals by mode of recomputation, with this half of `count` blocks added. recomputed_in: the modes that
-    compute it twice."""
+    """The totals by mode of recomputation, with this half of `count` blocks added. again: what those modes compute
+    twice of it; full recomputation all, if nothing is said."""
     once = sum(forward) + sum(backward)
-    recompute = {mode: sum(forward) * (mode in recomputed_in.split()) for mode in MODES} | {
-        "selective": forward.memory / 2
-    }
-    return [x + count * (once + recompute[mode]) for x, mode in zip(totals, MODES, strict=True)]
+    again = again or {"full": forward, "full_but_rows": forward}
+    recompute = {mode: sum(cost) for mode, cost in again.items()} | {"selective": forward.memory / 2}
+    return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 
 
 class BackwardFactors(NamedTuple):
@@ -320,7 +319,7 @@ class BlockCosts(RowMessages):
             if chunks > 1:
                 cost = cost + self._chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
-            covering = self._covering(shared_cost.matrix)
+            covering = self.covering(shared_cost.matrix)
             cost = cost._replace(rows=self.rows(way, T * self.imbalance, ep, etp, products * times, covering))
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
@@ -340,6 +339,17 @@ class BlockCosts(RowMessages):
             self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak)
         )
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
+
+    def _experts_again(
+        self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay
+    ) -> Cost:
+        """What backward computes again of the experts' half: all but the down product, a third of the products. Rows
+        are sent there at most, not back."""
+        chunks = way.chunks if ep * etp > 1 else 1
+        R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
+        down = chunks * self._expert_products(R / chunks, ep, etp) / 3
+        rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
+        return forward._replace(matrix=forward.matrix - down, rows=rows)
 
     def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
         """What chunks add, apart from their products and messages."""
@@ -368,10 +378,12 @@ class BlockCosts(RowMessages):
         if way.hidden:
             hidden = min(way.hidden * total.rows, total.matrix + total.attention)
             total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
-        if mode == "full":
-            return total + attention[0] + ffn[0]
-        if mode == "moe" and has_experts(self.model, layer):
-            return total + ffn[0]
+        again = Cost() if mode == "moe" else attention[0]
+        if mode in ("moe", "full", "full_but_rows") and has_experts(self.model, layer):
+            degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
+            return total + again + self._experts_again(ffn[0], mode, *degrees, way)
+        if mode in ("full", "full_but_rows"):
+            return total + again + ffn[0]
         if mode == "selective":
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
         return total
@@ -383,7 +395,7 @@ class BlockCosts(RowMessages):
             totals = _add_half(totals, count, *self.attention(tp, cp, samples, like))
             if not experts:
                 dense = self.dense(tp, cp, samples, self.model.dense_hidden, self.backward[like].ffn)
-                totals = _add_half(totals, count, *dense, recomputed_in="full")
+                totals = _add_half(totals, count, *dense)
         return tuple(totals)
 
     def best_ways(self, dispatcher: str, *experts: int) -> list[tuple[RowsWay, float]]:
@@ -412,6 +424,8 @@ class BlockCosts(RowMessages):
         totals = [0.0] * len(MODES)
         for backward, count in counts.items():
             if count:
-                halves = self.experts(share, samples, tp, ep, etp, way, backward)
-                totals = _add_half(totals, count, *halves, recomputed_in="moe full")
+                degrees = share, samples, tp, ep, etp
+                forward, backward_cost = self.experts(*degrees, way, backward)
+                again = {mode: self._experts_again(forward, mode, *degrees, way) for mode in MODES[2:]}
+                totals = _add_half(totals, count, forward, backward_cost, again)
         return tuple(totals)

@@ -141,11 +141,15 @@ class Pricer(BlockCosts):
         moved = [copies.moved(sizes.block(layer), fsdp(fold))]
         if has_experts(self.model, layer):
             experts = sizes.experts_of(layer)
-            if experts_are_unsharded(config.parallelism, config.training, fold.edp):
+            if self.leaves_out_experts(config, fold):
                 moved.append(copies.moved_unsharded(experts, fold.edp_replicate))
             else:
                 moved.append(copies.moved(experts, fold.edp))
         return self._copy_seconds(*moved)
+
+    def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
+        """Whether FSDP has not got the experts."""
+        return experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
         """The same of the embedding or the head."""

@@ -90,7 +90,7 @@ class RowMessages:
         pays = way.chunks == 1 and not rules.whole and NEAR * (seconds - saved) < seconds
         return (way._replace(hidden=hidden), seconds - saved) if pays else (way, seconds)
 
-    def _covering(self, matrix: float) -> float:
+    def covering(self, matrix: float) -> float:
         """Seconds of the shared expert's products in which rows travel."""
         return matrix
 
