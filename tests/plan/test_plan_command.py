@@ -22,7 +22,8 @@ from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.plan_table import ERROR
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.search import MODES, _candidates, evaluate, is_unfolded, search
+from titanmoe.plan.search import _candidates, evaluate, is_unfolded, search
+from titanmoe.plan.totals_by_mode import MODES
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 RECIPE = "train_configs/debug.toml"

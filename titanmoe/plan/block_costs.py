@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from itertools import pairwise
 from operator import add
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
@@ -21,11 +20,10 @@ from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.models.tensors import Tuning
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR, RowMessages, RowsWay, fewest
+from titanmoe.plan.rows_on_their_way import RowMessages, RowsWay
 
 BACKWARD = 2.0
 """Matrix products in backward, relative to forward."""
@@ -58,10 +56,6 @@ WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
 
-MODES = ("none", "selective", "moe", "full_but_rows", "full")
-SecondsByMode = tuple[float, ...]
-"""In the order of MODES."""
-
 
 class Cost(NamedTuple):
     """Seconds of one microbatch."""
@@ -84,17 +78,6 @@ class Cost(NamedTuple):
     @property
     def seconds(self) -> float:
         return sum(self)
-
-
-def _add_half(
-    totals: list[float], count: int, forward: Cost, backward: Cost, again: dict[str, Cost] | None = None
-) -> list[float]:
-    """The totals by mode of recomputation, with this half of `count` blocks added. again: what those modes compute
-    twice of it; full recomputation all, if nothing is said."""
-    once = sum(forward) + sum(backward)
-    again = again or {"full": forward, "full_but_rows": forward}
-    recompute = {mode: sum(cost) for mode, cost in again.items()} | {"selective": forward.memory / 2}
-    return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 
 
 class BackwardFactors(NamedTuple):
@@ -340,7 +323,7 @@ class BlockCosts(RowMessages):
         )
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
-    def _experts_again(
+    def experts_again(
         self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay
     ) -> Cost:
         """What backward computes again of the experts' half: all but the down product, a third of the products. Rows
@@ -381,51 +364,9 @@ class BlockCosts(RowMessages):
         again = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_but_rows") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return total + again + self._experts_again(ffn[0], mode, *degrees, way)
+            return total + again + self.experts_again(ffn[0], mode, *degrees, way)
         if mode in ("full", "full_but_rows"):
             return total + again + ffn[0]
         if mode == "selective":
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
         return total
-
-    def non_expert_seconds(self, tp: int, cp: int, samples: int) -> SecondsByMode:
-        """Seconds of everything that the experts' mapping does not touch, added up, by mode of recomputation."""
-        totals = [sum(self.head(tp, cp, samples))] * len(MODES)
-        for (experts, like), count in self.kinds.items():
-            totals = _add_half(totals, count, *self.attention(tp, cp, samples, like))
-            if not experts:
-                dense = self.dense(tp, cp, samples, self.model.dense_hidden, self.backward[like].ffn)
-                totals = _add_half(totals, count, *dense)
-        return tuple(totals)
-
-    def best_ways(self, dispatcher: str, *experts: int) -> list[tuple[RowsWay, float]]:
-        """By mode of recomputation: with as few chunks as pay, and the seconds of all experts. experts: the arguments
-        of `expert_seconds` before the last."""
-        seconds = {1: self.expert_seconds(*experts, RowsWay(dispatcher))}
-        travel = self.row_seconds(*experts, RowsWay(dispatcher))
-        if not DISPATCHERS.look_up(dispatcher).whole and travel > (1 - 1 / NEAR) * seconds[1][0]:
-            for before, n in pairwise(CHUNKS):
-                seconds[n] = self.expert_seconds(*experts, RowsWay(dispatcher, n))
-                if seconds[n][0] > seconds[before][0]:
-                    break
-        best = [fewest({n: by_mode[i] for n, by_mode in seconds.items()}) for i in range(len(MODES))]
-        return [(RowsWay(dispatcher, n), seconds[n][i]) for i, n in enumerate(best)]
-
-    def row_seconds(self, *experts: Any) -> float:
-        """Of `expert_seconds`, those of the rows' messages, if nothing is recomputed."""
-        halves = self.experts(*experts)
-        return sum(count * has for (has, _), count in self.kinds.items()) * sum(half.rows for half in halves)
-
-    def expert_seconds(self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay) -> SecondsByMode:
-        """The same for all experts. share: ranks that share a sample, tp x cp."""
-        counts: Counter[float] = Counter()
-        for (experts, like), count in self.kinds.items():
-            counts[self.backward[like].ffn] += count * experts
-        totals = [0.0] * len(MODES)
-        for backward, count in counts.items():
-            if count:
-                degrees = share, samples, tp, ep, etp
-                forward, backward_cost = self.experts(*degrees, way, backward)
-                again = {mode: self._experts_again(forward, mode, *degrees, way) for mode in MODES[2:]}
-                totals = _add_half(totals, count, forward, backward_cost, again)
-        return tuple(totals)

@@ -26,7 +26,6 @@ from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.plan.block_costs import MODES
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors
@@ -35,6 +34,7 @@ from titanmoe.plan.planned_chunks import planned_chunks
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
+from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -236,7 +236,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                         sum(count * kept_bytes(widths, like, mode).attention for like, count in ways.items()) / layers
                         for mode in MODES
                     ]
-                    attention[tp, cp, samples] = attention_bytes, pricer.non_expert_seconds(tp, cp, samples)
+                    attention[tp, cp, samples] = attention_bytes, non_expert_seconds(pricer, tp, cp, samples)
                 experts_key = tp * cp, samples, tp if local else 1, ep, etp
                 if experts_key not in experts:
                     ffn_key = *experts_key[:3], ep * etp > 1, etp
@@ -246,7 +246,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                     experts[experts_key] = (
                         ffns[ffn_key],
                         [
-                            (pricer.best_ways(name, *experts_key), pricer.row_seconds(*experts_key, RowsWay(name)))
+                            (best_ways(pricer, name, *experts_key), row_seconds(pricer, *experts_key, RowsWay(name)))
                             for name in dispatchers
                         ],
                     )
