@@ -12,6 +12,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint.runs import LAST, SAVED
 from tests.support.case_features import MODELS
+from titanmoe.checkpoint.layout import name_of, read_manifest
 
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}
@@ -59,6 +60,8 @@ CASES = {
         (4, mapping(pp=2, tp=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
         (2, mapping(ep=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
     ),
+    "whole experts to sharded ones": ((2, mapping(ep=2) | ONE), (4, mapping(ep=2) | ONE)),
+    "sharded experts to whole ones": ((4, mapping(ep=2) | ONE), (2, mapping(ep=2) | ONE)),
     "more data ranks": ((1, mapping()), (4, mapping(ep=2) | {"parallelism.dp_replicate": 2})),
     "fewer ranks": ((4, mapping(tp=2, cp=2, ep=4)), (1, mapping())),
     "tied ends of a pipeline to one": (
@@ -136,6 +139,18 @@ def test_float32_agrees_at_the_first_step(tmp_path: Path) -> None:
     resumed = go(8, tmp_path, mapping(tp=2, etp=4) | single | {"checkpoint.load": str(SAVED)}, until=SAVED + 1)
     assert resumed.loss[SAVED + 1] == pytest.approx(straight.loss[SAVED + 1], rel=1e-5)
     assert resumed.norm[SAVED + 1] == pytest.approx(straight.norm[SAVED + 1], rel=1e-4)
+
+
+def test_whole_experts_are_in_the_files_as_fsdp_would_put_them(tmp_path: Path) -> None:
+    """edp = 1, with a replica; "always" leaves them to FSDP."""
+    sums = []
+    for choice in ("auto", "always"):
+        mixed = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
+        mixed |= {"parallelism.dp_replicate": 2, "parallelism.reshard_after_forward": choice}
+        go(4, tmp_path / choice, mapping(ep=2) | ONE | mixed | {"training.steps": 1}, until=1)
+        files = read_manifest(tmp_path / choice / f"run/checkpoints/{name_of(1)}").files
+        sums.append({name: (file.bytes, name == "tensors.json" and file.crc32) for name, file in files.items()})
+    assert sums[0] == sums[1]
 
 
 def test_without_its_moments_a_run_would_diverge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
