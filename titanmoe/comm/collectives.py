@@ -118,8 +118,8 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _move_pieces(x: Tensor, old: int, new: int, pieces: int) -> Tensor:
-    """The equal pieces that lie along dim `old`, along dim `new`: a copy, unless the dims from the one to the other have
-    a single element, as the samples of a microbatch of one."""
+    """Lays the equal pieces along dim `old` along dim `new`: a copy, unless the dims from the one to the other have a
+    single element, as the samples of a microbatch of one."""
     first, last = sorted((old, new))
     shape = list(x.shape)
     shape[old] //= pieces
