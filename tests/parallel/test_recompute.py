@@ -3,6 +3,7 @@ that are kept, whatever lies between a forward and its backward."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from tests import parity
 from tests.support.live_bytes import Live
+from titanmoe.comm import recomputation
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.recompute import recompute
+from titanmoe.tokens import Tokens
 
 B, S = 2, 16
 MODEL = Model(
@@ -65,6 +68,33 @@ def test_what_is_made_of_latents_is_not_kept(latent: int) -> None:
     query, key, key_value = 16, 16, 8 + 16
     forgotten = key + key_value + (query if latent else 0)
     assert whole - kept >= B * S * 8 * model.num_heads * forgotten, f"{kept} of {whole} bytes"
+
+
+@pytest.mark.parametrize("mode", ["full", "full_but_rows"])
+def test_backward_frees_what_a_layer_kept(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although pipelines hold every output, and with it the nodes of its graph, until a step ends."""
+    stores = []
+    init = recomputation._Store.__init__
+
+    def noted(self: Any, with_rows: bool) -> None:
+        init(self, with_rows)
+        stores.append(weakref.ref(self))
+
+    monkeypatch.setattr(recomputation._Store, "__init__", noted)
+    model = Model(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, vocab_size=32)
+    model = replace(model, num_experts=4, top_k=2, expert_hidden=16)
+    made = Transformer(replace(Config(), model=model), 1, torch.float32, last=False)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    recompute(made, ActivationCheckpoint(mode=mode))
+    index = torch.arange(B * S)
+    ids = index.view(B, S) % model.vocab_size
+    tokens = Tokens(index.view(B, S) % S, index, index // S, index >= 0, torch.tensor(0))
+    outputs = [made(ids, tokens) for _ in range(2)]
+    assert len(stores) == 4 and all(store() is not None for store in stores)
+    for output in outputs:
+        output.sum().backward()
+    assert [store() for store in stores] == [None] * 4
 
 
 KEPT = {
