@@ -298,6 +298,28 @@ class Optimizer:
     """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
     skip_limit: Annotated[int, COUNT] = 10
     """With skip_spikes: this many skips in a row end the run, because bad batches do not come in such numbers."""
+    momentum: Annotated[float, BELOW_ONE] = 0.95
+    """muon only: decay of the running mean of gradients. 0.95 is usual."""
+    nesterov: bool = True
+    """muon only: a matrix moves by its momentum as it would be after one more such gradient. Nearly always."""
+    ns_coefficients: Literal["classic", "polar_express"] = "classic"
+    """muon only: classic steps leave singular values between 0.68 and 1.13, whatever their number; polar_express steps come closer to 1 with each, and amplify rounding more: 6 of them are within 0.3 %."""
+    ns_steps: Annotated[int, Range(1, 20)] = 5
+    """muon only: Newton-Schulz steps. 5 is usual."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """muon only: what Newton-Schulz steps compute in, and matrices are sent in. They are in float64 where gradients are."""
+    ns_eps: Annotated[float, NOT_NEGATIVE] = 1e-7
+    """muon only: this times the norm of the whole model's gradient is added to the norm that a matrix is divided by. A gradient that is only rounding then stays small."""
+    adjust_lr: Literal["original", "match_rms"] = "match_rms"
+    """muon only: by what to multiply the rate of a matrix. match_rms: 0.2 sqrt(larger dim), with which weights move as far as with AdamW, so that rates of AdamW fit; original: sqrt(rows / columns), at least 1."""
+    by_head: bool = False
+    """muon only: every head's queries, keys and values are matrices of their own. By default those of all heads are one."""
+    router_matrix: bool = False
+    """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
+    adamw_lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE, derived=True)] = -1.0
+    """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
+    groups: list[dict] = field(default_factory=list)
+    """Parameters with a peak rate or a weight decay of their own: a table `[[optimizer.groups]]` for each group, with `match`, a list of patterns of names as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False

@@ -92,7 +92,7 @@ def build_training(
         device,
     )
     weights = gradients.parameters
-    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(gradients.trained, config.optimizer)
+    optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
     if config.validation.interval:
@@ -143,7 +143,7 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        set_up=set_up(config, fold.pp, batches.microbatches, engine, device),
+        set_up=set_up(config, fold.pp, batches.microbatches, engine, device) | optimizer.notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,

@@ -27,6 +27,13 @@ def elements(tensors: list[Split]) -> int:
     return sum(prod(shape) for shape, _ in tensors)
 
 
+class Rows(NamedTuple):
+    """How the rows of a weight are divided into matrices: each head has `parts`, one below the other, and the same part
+    of all heads is one matrix. Without parts all rows are one."""
+
+    parts: tuple[int, ...]
+
+
 class Product(NamedTuple):
     """A matrix product of one rank, for each position."""
 
@@ -91,6 +98,11 @@ class MixerRules(Rules, ABC):
         """Of its parameters within a block: of matrices, then vectors, then norms. Without them training.freeze is
         refused."""
         return []
+
+    def rows(self, model: Model) -> dict[str, Rows]:
+        """Of those parameters, by name, that an optimizer may take for matrices (titanmoe.models.matrices). The others
+        it takes for vectors."""
+        return {}
 
     after_scores: tuple[str, ...] = ()
     """Of these, those whose input is what its tokens have seen of each other."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.norm import local_grad
+from titanmoe.train.optimizers.groups import Group, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
 
@@ -21,16 +24,26 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 
 
 class AdamW(Optimizer):
-    def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        options: Options,
+        groups: Mapping[str, Group] | None = None,
+        lr: float | None = None,
+    ):
+        """groups: of the parameters that have one. lr: the others' peak rate, if it is not the recipe's."""
         super().__init__(parameters, options)
-        decayed = [n for n, p in parameters.items() if options.decay_all or decays(n, p)]
-        groups = [
-            {"params": [self.local_shards[n] for n in decayed], "weight_decay": options.weight_decay},
-            {"params": [p for n, p in self.local_shards.items() if n not in set(decayed)], "weight_decay": 0.0},
-        ]
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, p in parameters.items():
+            group = (groups or {}).get(name, Group())
+            usual = options.weight_decay if options.decay_all or decays(name, p) else 0.0
+            decay = usual if group.weight_decay is None else group.weight_decay
+            rate = share(lr if group.lr is None else group.lr, options)
+            alike.setdefault((rate, decay), []).append(self.local_shards[name])
+        groups_of_torch = [{"params": ps, "weight_decay": decay, "rate": rate} for (rate, decay), ps in alike.items()]
         # Its own groups: torch refuses an optimizer without any, which a stage that trains nothing has.
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.empty(0)]}],
+            groups_of_torch or [{"params": [torch.empty(0)], "rate": 1.0}],
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
@@ -39,7 +52,11 @@ class AdamW(Optimizer):
         )
         self.offload = Offload(self.local_shards) if options.offload and self.local_shards else None
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+    @classmethod
+    def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> AdamW:
+        return cls(parameters, config.optimizer, groups_of(parameters, config))
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
         """Its running means; zeros before the first step."""
         states = self._states()
         if self.offload is not None:
@@ -47,15 +64,15 @@ class AdamW(Optimizer):
         return {name: {key: state[key] for key in MOMENTS} for name, state in states.items()}
 
     @property
-    def on_device(self) -> list[torch.Tensor]:
+    def on_device(self) -> list[Tensor]:
         states = [x for state in self.adamw.state.values() for x in state.values()]
         return states if self.offload is None else [*states, *self.offload.buffers]
 
     @property
-    def on_host(self) -> list[torch.Tensor]:
+    def on_host(self) -> list[Tensor]:
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
-    def _states(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _states(self) -> dict[str, dict[str, Tensor]]:
         out = {}
         for name, part in self.local_shards.items():
             state = self.adamw.state[part]
@@ -72,9 +89,9 @@ class AdamW(Optimizer):
             state["step"].fill_(updates)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, norm: Tensor | None = None) -> None:
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["rate"]
         if self.offload is None:
             self._update(self.parameters)
             return

@@ -5,6 +5,7 @@ A new optimizer is a file, with its rules in it, and a line in OPTIMIZERS.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -13,6 +14,8 @@ from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.models.matrices import declared
+from titanmoe.train.optimizers import groups
 
 SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
 """Fields of [optimizer] that a step reads whatever the optimizer is."""
@@ -27,6 +30,12 @@ class OptimizerRules(Rules):
     """How many numbers it keeps for each weight, in the weight's dtype."""
     bytes_per_tensor = 0
     """What it keeps on the device for each tensor besides, such as a count of its updates."""
+    numbers_per_matrix_weight = 0
+    """How many numbers, and no more, it keeps for each weight of `matrices`."""
+
+    def matrices(self, config: Config) -> tuple[str, ...]:
+        """Patterns of the names of weights that it treats otherwise."""
+        return ()
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         name, usual = config.optimizer.name, asdict(Options())
@@ -43,15 +52,41 @@ class OptimizerRules(Rules):
 class AdamWRules(OptimizerRules):
     help = "adamw is AdamW, with decoupled weight decay."
     implementation = "titanmoe.train.optimizers.adamw:AdamW"
-    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "implementation", "offload")
+    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "groups", "implementation", "offload")
     numbers_per_weight = 2
     bytes_per_tensor = 4
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        yield from groups.contradictions(config)
+
+
+class MuonRules(AdamWRules):
+    help = "muon makes all singular values of a matrix's update alike, and leaves embeddings and vectors to adamw."
+    implementation = "titanmoe.train.optimizers.muon:Muon"
+    of_matrices = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "ns_eps", "adjust_lr", "by_head")
+    reads = (*AdamWRules.reads, *of_matrices, "router_matrix", "adamw_lr")
+    numbers_per_matrix_weight = 1
+
+    def matrices(self, config: Config) -> tuple[str, ...]:
+        names = declared(config.model, config.optimizer.router_matrix)
+        return tuple({re.sub(r"^layers\.\d+", "layers.*", name): None for name in names})
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        if config.lora.rank:
+            yield Violation(
+                ("optimizer.name", "lora.rank"),
+                f'optimizer.name = "muon" trains whole matrices, and with lora.rank = {config.lora.rank} only adapters '
+                'are trained, which adamw would do: use name = "adamw"',
+            )
 
 
 OPTIMIZERS = Kind(
     "optimizer.name",
     {
         "adamw": AdamWRules(),
+        "muon": MuonRules(),
     },
     OptimizerRules,
     ("step", "moments", "resume", "on_device", "on_host"),
