@@ -318,6 +318,10 @@ class Optimizer:
     """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
     adamw_lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE, derived=True)] = -1.0
     """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
+    qk_clip: Annotated[float, NOT_NEGATIVE] = 0.0
+    """QK-Clip: after a step in which an attention logit was above this, the weights that make the head's queries and keys are scaled down so far that it would not have been. Kimi-K2 used 100, with Muon, whose logits can grow without end. 0: none. Refused with model.qk_norm, which undoes the scaling."""
+    qk_clip_every: Annotated[int, COUNT] = 1
+    """With qk_clip: only in every so many steps are logits measured and clipped. Measuring costs about half a forward pass of attention's scores, and with cp a message of the keys."""
     groups: list[dict] = field(default_factory=list)
     """Parameters with a peak rate or a weight decay of their own: a table `[[optimizer.groups]]` for each group, with `match`, a list of patterns of names as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
@@ -475,6 +479,8 @@ class Metrics:
     """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
     experts_every: Annotated[int, Range(0, derived=True)] = -1
     """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
+    max_logit_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs a product of queries and keys for itself. 0: none. With optimizer.qk_clip it is reported whenever it is measured."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str = ""

@@ -118,6 +118,8 @@ class Trainer:
                 norm = clip(training.gradients.trained.values(), norm, training.max_grad_norm)
             with observe.region("optimizer"):
                 training.optimizer.step(rate, norm)
+                if training.qk_clip and verdict.sums.logits is not None:
+                    training.qk_clip(verdict.sums.logits)
             num_experts = training.gradients.num_experts
             move_biases(training.moe_layers, verdict.sums.experts, num_experts, training.bias_update_rate)
             state.tokens += scalars.tokens

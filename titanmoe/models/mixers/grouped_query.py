@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Rows, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MixerRules, MixerWork, Product, Rows, Split
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
@@ -49,6 +49,14 @@ class GroupedQuery(MixerRules):
 
     def rows(self, model: Model) -> dict[str, Rows]:
         return {f"{w}.weight": Rows((model.head_dim,)) for w in ("wq", "wk", "wv")} | {"wo.weight": Rows(())}
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        if model.qk_norm != "none":
+            return {}
+        heads, keys, root = model.num_heads, model.num_kv_heads, ((model.head_dim, 0.5),)
+        kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
+        both = {"wq": ClippedRows(heads, keys, root), "wk": ClippedRows(keys, keys, root)}
+        return {f"{name}.{kind}": rows for name, rows in both.items() for kind in kinds}
 
     def pair_flops(self, model: Model) -> int:
         return 4 * model.num_heads * model.head_dim

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Rows, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MixerRules, MixerWork, Product, Rows, Split
 
 
 class Latent(MixerRules):
@@ -39,6 +39,12 @@ class Latent(MixerRules):
         rows |= {"wkv_a": Rows((model.kv_lora_rank, model.qk_rope_head_dim))}
         rows |= {"wkv_b": Rows((model.qk_nope_head_dim, model.v_head_dim)), "wo": whole}
         return {f"{name}.weight": value for name, value in rows.items()}
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        heads, nope = model.num_heads, (model.qk_nope_head_dim, 0.5)
+        query = ClippedRows(heads, heads, (nope, (model.qk_rope_head_dim, 1.0)))
+        key = ClippedRows(heads, heads, (nope, (model.v_head_dim, 0.0)))
+        return {"wq_b.weight" if model.q_lora_rank else "wq.weight": query, "wkv_b.weight": key}
 
     def pair_flops(self, model: Model) -> int:
         return 2 * model.num_heads * (model.head_dim + model.v_head_dim)

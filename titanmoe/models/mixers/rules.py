@@ -34,6 +34,16 @@ class Rows(NamedTuple):
     parts: tuple[int, ...]
 
 
+class ClippedRows(NamedTuple):
+    """The rows of a weight or bias that makes queries or keys, for QK-Clip."""
+
+    heads: int
+    key_heads: int
+    """Heads of the layer that share a factor are those of one key head."""
+    parts: tuple[tuple[int, float], ...]
+    """Of each head: how many rows, and the power of the factor that scales them."""
+
+
 class Product(NamedTuple):
     """A matrix product of one rank, for each position."""
 
@@ -102,6 +112,10 @@ class MixerRules(Rules, ABC):
     def rows(self, model: Model) -> dict[str, Rows]:
         """Of those parameters, by name, that an optimizer may take for matrices (titanmoe.models.matrices). The others
         it takes for vectors."""
+        return {}
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        """Of those parameters, by name, that QK-Clip scales. None: it has no effect, and is refused."""
         return {}
 
     after_scores: tuple[str, ...] = ()

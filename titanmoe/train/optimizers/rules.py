@@ -15,9 +15,9 @@ from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.matrices import declared
-from titanmoe.train.optimizers import groups
+from titanmoe.train.optimizers import groups, qk_clip_rules
 
-SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
+SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit", "qk_clip", "qk_clip_every")
 """Fields of [optimizer] that a step reads whatever the optimizer is."""
 
 
@@ -38,6 +38,7 @@ class OptimizerRules(Rules):
         return ()
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from qk_clip_rules.contradictions(config)
         name, usual = config.optimizer.name, asdict(Options())
         for field, value in asdict(config.optimizer).items():
             if field not in (*SHARED, *self.reads) and value != usual[field]:
