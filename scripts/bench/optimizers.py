@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs" / "optimizers.jsonl"
-OPTIMIZERS, RATES, SEEDS = ("adamw", "muon"), (1e-3, 2.5e-3, 5e-3, 1e-2, 2e-2), (0, 1, 2)
+OPTIMIZERS, RATES, SEEDS = ("adamw", "muon"), (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2), (0, 1, 2)
 STEPS, BATCH, LENGTH = 60, 8, 256
 COMMON = f"--training.steps {STEPS} --training.global_batch_size {BATCH} --training.device cpu --parallelism.tp 1"
 COMMON += " --parallelism.experts.ep 1 --checkpoint.enable false --validation.interval 0 --metrics.tensorboard false"

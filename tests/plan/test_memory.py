@@ -43,6 +43,8 @@ CASES = {
         f"{TP} 2 {EP} 4 --training.global_batch_size 4 --training.freeze embed.* head.* *norm* *attention* *router*",
     ),
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
+    "muon": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4 --optimizer.name muon"),
+    "moments in bfloat16": (2, 0, f"{EP} 2 --optimizer.name muon --optimizer.moments_dtype bfloat16"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

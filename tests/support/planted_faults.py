@@ -247,7 +247,7 @@ def muon_of_two_experts_as_one() -> Callable[[], None]:
         def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
             if x.dim() == 2:
                 return orthogonalize(x, *args)
-            return orthogonalize(x.reshape(len(x) // 2, -1, x.shape[-1]), *args).view_as(x)
+            return orthogonalize(x.reshape(len(x) // 2, -1, x.shape[-1]), *args).reshape(x.shape)
 
         return run
 

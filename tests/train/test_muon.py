@@ -16,6 +16,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.models.mixers.rules import Rows
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
+from titanmoe.parallel import whole_matrices
 from titanmoe.parallel.whole_matrices import ALONE, Piecewise, box_of, owners
 from titanmoe.train.optimizers.muon import Muon
 
@@ -109,6 +110,27 @@ def test_the_header_says_which_way_is_taken() -> None:
     shown = world.run(4, notes, MUON | ETP | {"model.expert_hidden": 64})[0]
     assert shown["muon"].startswith("0 whole matrices here, 8 in pieces") and "24 by the sum" in shown["muon"]
     assert shown["adamw"].startswith("embed.weight, layers.*.attention_norm.weight")
+
+
+def stepped(offload: bool) -> list[torch.Tensor]:
+    """Weights and state after three steps of several rounds."""
+    config = Config(optimizer=Options(name="muon", offload=offload))
+    names = {f"layers.{i}.attention.wq.weight": (64, 64) for i in range(4)} | {"embed.weight": (320, 64)}
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: nn.Parameter(torch.randn(s, generator=generator)) for name, s in names.items()}
+    muon = Muon.build(parameters, config)
+    assert len(muon.rounds) == 4 and (muon.offload is not None) == offload
+    for _ in range(3):
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        muon.step(0.02, 1.0)
+    state = [x.clone() for tensors in muon.moments().values() for x in tensors.values()]
+    return [*(p.detach() for p in parameters.values()), *state]
+
+
+def test_momentum_in_host_memory_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_matrices, "ROUND", 5000)
+    assert all(torch.equal(a, b) for a, b in zip(stepped(False), stepped(True), strict=True))
 
 
 def test_groups_have_rates_and_decay_of_their_own() -> None:

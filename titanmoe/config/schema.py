@@ -318,6 +318,10 @@ class Optimizer:
     """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
     adamw_lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE, derived=True)] = -1.0
     """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
+    moments_dtype: Literal["as_weights", "bfloat16"] = "as_weights"
+    """bfloat16 halves the memory of moments and momentum, which are then updated in float32 and rounded."""
+    stochastic_rounding: bool = False
+    """Round what is kept in bfloat16 (weights with training.dtype = "bfloat16", moments with moments_dtype) up or down at random, so that the mean is right. To the nearest, updates below 1/512 of a weight are lost. Every mapping and a resumed run round alike."""
     qk_clip: Annotated[float, NOT_NEGATIVE] = 0.0
     """QK-Clip: after a step in which an attention logit was above this, the weights that make the head's queries and keys are scaled down so far that it would not have been. Kimi-K2 used 100, with Muon, whose logits can grow without end. 0: none. Refused with model.qk_norm, which undoes the scaling."""
     qk_clip_every: Annotated[int, COUNT] = 1

@@ -281,9 +281,12 @@ def _moments(
     s: Widths, parts: list[tuple[WeightUnit, int]], stages: list[tuple[range, bool, bool]], blocks: list[int]
 ) -> int:
     """Bytes of the optimizer's state."""
-    optimizer, width = OPTIMIZERS.look_up(s.config.optimizer.name), WIDTHS[s.config.training.dtype]
+    optimizer = OPTIMIZERS.look_up(s.config.optimizer.name)
+    as_weights, width = WIDTHS[s.config.training.dtype], optimizer.moment_width(s.config)
 
     def stored(parts: list[tuple[WeightUnit, int]]) -> int:
+        if width < as_weights:
+            return sum(unit.trained.piece(n) for unit, n in parts) * width
         return sum(_stored(unit.trained, n, width) for unit, n in parts)
 
     matrices, out = optimizer.matrices(s.config), 0

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
@@ -14,6 +15,7 @@ from titanmoe.parallel.norm import local_grad
 from titanmoe.train.optimizers.groups import Group, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.rounding import Rounding, widened
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -23,6 +25,11 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
+def moment_dtype(options: Options) -> torch.dtype | None:
+    """None: that of each weight."""
+    return torch.bfloat16 if options.moments_dtype == "bfloat16" else None
+
+
 class AdamW(Optimizer):
     def __init__(
         self,
@@ -30,9 +37,13 @@ class AdamW(Optimizer):
         options: Options,
         groups: Mapping[str, Group] | None = None,
         lr: float | None = None,
+        rounding: Rounding | None = None,
     ):
         """groups: of the parameters that have one. lr: the others' peak rate, if it is not the recipe's."""
         super().__init__(parameters, options)
+        self.rounding, self.options = rounding or Rounding(parameters), options
+        # Otherwise torch's own update is left alone, which takes all parameters at once.
+        self.narrow = options.moments_dtype == "bfloat16" or options.stochastic_rounding
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, p in parameters.items():
             group = (groups or {}).get(name, Group())
@@ -50,11 +61,13 @@ class AdamW(Optimizer):
             fused=options.implementation == "fused",
             foreach=options.implementation == "foreach",
         )
-        self.offload = Offload(self.local_shards) if options.offload and self.local_shards else None
+        self.offload = (
+            Offload(self.local_shards, dtype=moment_dtype(options)) if options.offload and self.local_shards else None
+        )
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> AdamW:
-        return cls(parameters, config.optimizer, groups_of(parameters, config))
+        return cls(parameters, config.optimizer, groups_of(parameters, config), None, Rounding.of(parameters, config))
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Its running means; zeros before the first step."""
@@ -80,11 +93,13 @@ class AdamW(Optimizer):
                 fused = self.adamw.defaults["fused"]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device if fused else "cpu")
                 for key in MOMENTS if self.offload is None else ():
-                    state[key] = torch.zeros_like(part, memory_format=torch.preserve_format)
+                    dtype = moment_dtype(self.options)
+                    state[key] = torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format)
             out[name] = state
         return out
 
     def resume(self, updates: int) -> None:
+        self.rounding.update = updates
         for state in self._states().values():
             state["step"].fill_(updates)
 
@@ -92,10 +107,11 @@ class AdamW(Optimizer):
     def step(self, lr: float, norm: Tensor | None = None) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr * group["rate"]
+        self.rounding.update += 1
+        states = self._states() if self.narrow or self.offload is not None else {}
         if self.offload is None:
             self._update(self.parameters)
             return
-        states = self._states()
         for bucket in self.offload.visits():
             for name, both in bucket.items():
                 states[name].update(zip(MOMENTS, both, strict=True))
@@ -106,8 +122,38 @@ class AdamW(Optimizer):
 
     def _update(self, names: Iterable[str]) -> None:
         """AdamW passes over parameters without a gradient."""
+        if self.narrow:
+            for name in names:
+                self._update_narrow(name)
+            return
         for name in names:
             self.local_shards[name].grad = local_grad(self.parameters[name])
         self.adamw.step()
         for name in names:
             self.local_shards[name].grad = self.parameters[name].grad = None
+
+    def _update_narrow(self, name: str) -> None:
+        """In float32, a parameter at a time."""
+        shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
+        group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
+        state, grad = self.adamw.state[shard], widened(local_grad(parameter))
+        tensors = {"weight": shard.data} | {key: state[key] for key in MOMENTS}
+        wide = {what: widened(x) for what, x in tensors.items()}
+        adamw(
+            [wide["weight"]],
+            [grad],
+            *([wide[key]] for key in MOMENTS),
+            [],
+            [state["step"]],
+            fused=options.implementation == "fused",
+            amsgrad=False,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=options.eps,
+            maximize=False,
+        )
+        for what, x in tensors.items():
+            self.rounding.store(x, wide[what], name, what)
+        parameter.grad = None

@@ -24,9 +24,11 @@ from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
 from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
 from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, rounds_of, sum_grams
-from titanmoe.train.optimizers.adamw import AdamW, decays
+from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
 from titanmoe.train.optimizers.groups import Group, groups_of, share
+from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.rounding import Rounding, widened
 
 BATCH = 1 << 27
 """Numbers of a stack of matrices that are worked on at once."""
@@ -59,6 +61,7 @@ class Muon(Optimizer):
         options: Options,
         weights: Sequence[Piecewise] = (),
         groups: Mapping[str, Group] | None = None,
+        rounding: Rounding | None = None,
     ):
         """weights: those of the parameters that are made of matrices. groups: of the parameters that have one."""
         super().__init__(parameters, options)
@@ -66,15 +69,30 @@ class Muon(Optimizer):
         self.steps = coefficients(options.ns_coefficients, options.ns_steps)
         others = {name: p for name, p in parameters.items() if name not in names}
         self.groups, rate = groups or {}, options.adamw_lr
-        self.rest = AdamW(others, options, self.groups, rate if rate >= 0 else None)
-        self.momentum = {name: torch.zeros_like(self.local_shards[name]) for name in names}
+        self.rounding = rounding or Rounding(parameters)
+        self.rest = AdamW(others, options, self.groups, rate if rate >= 0 else None, self.rounding)
+        shards = {weight.name: self.local_shards[weight.name] for weight in weights}
         wide = any(shard.dtype == torch.float64 for shard in self.local_shards.values())
         self.dtype = torch.float64 if wide else getattr(torch, options.ns_dtype)
-        self.rounds = rounds_of(list(weights), self.dtype.itemsize)
+        self.rounds = rounds_of(list(weights), self.dtype.itemsize) if weights else []
+        self.momentum: dict[str, Tensor] = {}
+        self.offload: Offload | None = None
+        if options.offload and shards:
+            together = [[weight.name for weight in turn.weights] for turn in self.rounds]
+            self.offload = Offload(shards, None, 1, moment_dtype(options), together)
+        else:
+            dtype = moment_dtype(options)
+            self.momentum = {name: torch.zeros_like(shard, dtype=dtype) for name, shard in shards.items()}
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> Muon:
-        return cls(parameters, config.optimizer, pieces_of(parameters, config, meshes), groups_of(parameters, config))
+        return cls(
+            parameters,
+            config.optimizer,
+            pieces_of(parameters, config, meshes),
+            groups_of(parameters, config),
+            Rounding.of(parameters, config),
+        )
 
     @property
     def notes(self) -> dict[str, str]:
@@ -92,18 +110,23 @@ class Muon(Optimizer):
         }
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        return {name: {"momentum": mean} for name, mean in self.momentum.items()} | self.rest.moments()
+        own = {name: {"momentum": mean} for name, mean in self.momentum.items()}
+        if self.offload is not None:
+            own = {name: {"momentum": mean} for name, (mean,) in self.offload.moments().items()}
+        return own | self.rest.moments()
 
     def resume(self, updates: int) -> None:
         self.rest.resume(updates)
 
     @property
     def on_device(self) -> list[Tensor]:
-        return [*self.momentum.values(), *self.rest.on_device]
+        buffers = [] if self.offload is None else self.offload.buffers
+        return [*self.momentum.values(), *buffers, *self.rest.on_device]
 
     @property
     def on_host(self) -> list[Tensor]:
-        return self.rest.on_host
+        own = [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
+        return [*own, *self.rest.on_host]
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor | float = 0.0) -> None:
@@ -112,8 +135,11 @@ class Muon(Optimizer):
         def work(x: Tensor) -> Tensor:
             return orthogonalize(x, self.steps, eps_norm)
 
+        self.rest.step(lr)  # which counts the update
+        visits = iter(()) if self.offload is None else self.offload.visits()
         for turn in self.rounds:
-            pieces = {weight.name: self._direction(weight.name) for weight in turn.weights}
+            own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in turn.weights}
+            pieces = {name: self._direction(name, mean) for name, (mean,) in own.items()}
             updates = {name: torch.empty_like(piece) for name, piece in pieces.items()}
             for weight in turn.local:
                 self._local(weight, pieces[weight.name], updates[weight.name], eps_norm)
@@ -123,14 +149,16 @@ class Muon(Optimizer):
                 exchange.run(pieces, updates, work, self.scale, self.dtype)
             for name, update in updates.items():
                 self._move(name, update, lr)
-        self.rest.step(lr)
+        next(visits, None)  # the last bucket's copy to the host
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, Group())
         usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
         lr *= share(group.lr, options)
-        shard.mul_(1 - lr * decay).sub_(update, alpha=lr)
+        weight = shard.data
+        wide = widened(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
+        self.rounding.store(weight, wide, name, "weight")
 
     def scale(self, matrix: Matrix) -> float:
         """By the shape of the whole matrix."""
@@ -139,12 +167,14 @@ class Muon(Optimizer):
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
-    def _direction(self, name: str) -> Tensor:
+    def _direction(self, name: str, momentum: Tensor) -> Tensor:
         """Adds the gradient to the momentum, and frees it."""
-        parameter, mean = self.parameters[name], self.momentum[name]
-        grad, parameter.grad = local_grad(parameter), None
-        mean.lerp_(grad, 1 - self.options.momentum)
-        return grad.lerp(mean, self.options.momentum) if self.options.nesterov else mean.clone()
+        parameter, mean, mu = self.parameters[name], widened(momentum), self.options.momentum
+        grad, parameter.grad = widened(local_grad(parameter)), None
+        mean.lerp_(grad, 1 - mu)
+        direction = grad.lerp(mean, mu) if self.options.nesterov else mean.clone()
+        self.rounding.store(momentum, mean, name, "momentum")
+        return direction
 
     def _local(self, weight: Piecewise, piece: Tensor, update: Tensor, eps_norm: Tensor | float) -> None:
         if weight.whole_experts:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from titanmoe.config.fields import toml_value
+from titanmoe.config.laws import WIDTHS
 from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
@@ -27,7 +28,7 @@ class OptimizerRules(Rules):
     reads: tuple[str, ...] = ()
     """Fields of [optimizer] that it reads itself. Another that a recipe sets is refused: it would do nothing."""
     numbers_per_weight = 1
-    """How many numbers it keeps for each weight, in the weight's dtype."""
+    """How many numbers it keeps for each weight."""
     bytes_per_tensor = 0
     """What it keeps on the device for each tensor besides, such as a count of its updates."""
     numbers_per_matrix_weight = 0
@@ -36,6 +37,10 @@ class OptimizerRules(Rules):
     def matrices(self, config: Config) -> tuple[str, ...]:
         """Patterns of the names of weights that it treats otherwise."""
         return ()
+
+    def moment_width(self, config: Config) -> int:
+        """Bytes of each of these numbers."""
+        return WIDTHS[config.training.dtype]
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         yield from qk_clip_rules.contradictions(config)
@@ -53,13 +58,31 @@ class OptimizerRules(Rules):
 class AdamWRules(OptimizerRules):
     help = "adamw is AdamW, with decoupled weight decay."
     implementation = "titanmoe.train.optimizers.adamw:AdamW"
-    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "groups", "implementation", "offload")
+    of_state = ("offload", "moments_dtype", "stochastic_rounding")
+    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "groups", "implementation", *of_state)
     numbers_per_weight = 2
     bytes_per_tensor = 4
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         yield from super().contradictions(config)
         yield from groups.contradictions(config)
+        options, dtype = config.optimizer, config.training.dtype
+        if options.stochastic_rounding and "bfloat16" not in (options.moments_dtype, dtype):
+            yield Violation(
+                ("optimizer.stochastic_rounding", "training.dtype", "optimizer.moments_dtype"),
+                f'optimizer.stochastic_rounding = true rounds to bfloat16, and training.dtype = "{dtype}" and '
+                f'optimizer.moments_dtype = "{options.moments_dtype}" keep nothing in it: set one of them to '
+                '"bfloat16", or leave it out',
+            )
+        if options.moments_dtype == "bfloat16" and dtype == "float64":
+            yield Violation(
+                ("optimizer.moments_dtype", "training.dtype"),
+                'optimizer.moments_dtype = "bfloat16" goes with weights in float32 or bfloat16, and training.dtype = '
+                '"float64": leave one out',
+            )
+
+    def moment_width(self, config: Config) -> int:
+        return 2 if config.optimizer.moments_dtype == "bfloat16" else super().moment_width(config)
 
 
 class MuonRules(AdamWRules):
