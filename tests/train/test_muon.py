@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,32 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_every_mapping_agrees_with_the_plain_model(case: str) -> None:
     ranks, changes = CASES[case]
     parity.check(ranks, MUON | changes, steps=3)
+
+
+def resumed(folder: str, changes: dict[str, Any], until: int) -> list[float]:
+    """Losses of the steps up to `until`, from the folder's checkpoint on if there is one; saved after the last."""
+    trainer = parity.make_trainer(
+        parity.SAVING | MUON | {"job.dump_folder": folder, "checkpoint.interval": 0} | changes
+    )
+    losses = []
+    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
+        checkpoints.begin()
+        while trainer.step < until:
+            losses.append(trainer.train_step()["loss"])
+        checkpoints.finish()
+    return losses
+
+
+def test_a_checkpoint_goes_on_under_another_mapping_and_not_with_another_optimizer(tmp_path: Path) -> None:
+    (want,) = world.run(1, resumed, str(tmp_path / "alone"), {}, 4)
+    folded = str(tmp_path / "folded")
+    first = world.run(4, resumed, folded, ETP | {"optimizer.offload": True}, 2)[0]
+    with pytest.raises(world.RankError, match=r'optimizer\.name = "adamw" cannot go on from the moments of "muon"'):
+        world.run(1, resumed, folded, {"optimizer.name": "adamw"}, 4)
+    with pytest.raises(world.RankError, match=r"optimizer\.router_matrix = true keeps another state of routers"):
+        world.run(1, resumed, folded, {"optimizer.router_matrix": True}, 4)
+    (rest,) = world.run(1, resumed, folded, {}, 4)
+    assert first + rest == pytest.approx(want, rel=1e-10) and len(set(want)) == 4
 
 
 def notes(changes: dict[str, Any]) -> dict[str, str]:

@@ -70,6 +70,7 @@ def test_a_clipped_head_reaches_the_limit_in_the_first_block(model: str) -> None
     for alone, there in zip((before, after), folded, strict=True):
         for name in [name for name in alone if name.endswith("max_logit")]:
             assert there[name] == pytest.approx(alone[name], rel=1e-12), name
+    whole.pop("embed_copy.weight", None)
     assert parity.error(whole, weights)[0] < 1e-12
 
 
