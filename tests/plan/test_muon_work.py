@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,17 @@ import pytest
 from tests.rehearse.small import config_of
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
+from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
 from titanmoe.models.matrices import flops
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.muon_work import muon_work
+from titanmoe.plan.price import Pricer
 from titanmoe.rehearse.order import HOST_ORDER, check
 from titanmoe.rehearse.roles import check_ranks, programs, rehearse_ranks
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.world import Rehearsal, recipe_to_rehearse, rehearse
 
 TP_ETP = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 CASES: dict[str, dict[str, Any]] = {
@@ -75,3 +81,38 @@ def test_qwen3() -> None:
     assert work.flops * 64 == pytest.approx(flops(model, by_head=False, router=False, steps=5))
     # Of attention's 0.9 G weights in bfloat16, 63 in 64 leave a rank, there and back.
     assert work.expert_bytes == 0 and work.attention_bytes == pytest.approx(2 * 2 * 0.906e9 / 64 * 63 / 64, rel=0.01)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+TOKENS = 2**20
+
+
+def row(recipe: str, world: int, mapping: str) -> str:
+    """Of docs/optimizers.md: what Muon costs in a step of 1 M tokens."""
+    moments = []
+    for optimizer in ("adamw", "muon"):
+        words = [f"--optimizer.name={optimizer}", *mapping.split()]
+        config = recipe_to_rehearse([f"train_configs/{recipe}.toml", *words], world, "h100")
+        fold = derive(world, config.parallelism)
+        moments.append(max(memory.moments for memory in rank_memories(config, fold)) / 2**30)
+    work = muon_work(config, fold)
+    share = work.flops / (TOKENS / world * flops_per_token(config.model, config.training.seq_len))
+    cells = f"{moments[0]:.2f} | {moments[1]:.2f} | {work.flops / 1e12:.2f} | {share:.1%}"
+    sent = f"{work.attention_bytes / 2**20:.0f} | {work.expert_bytes / 2**20:.0f}"
+    seconds = Pricer(config, read_device("h100"), Factors()).matrices(config, fold)
+    return f"| {recipe} | {world:,} | {cells} | {sent} | {seconds * 1e3:.0f} |"
+
+
+ROWS = (
+    ("qwen3_30b_a3b", 64, "--training.local_batch_size=1"),
+    ("qwen3_30b_a3b", 1024, "--training.local_batch_size=1 --training.global_batch_size=1024"),
+    ("mixtral_8x22b", 64, "--parallelism.pp=4"),
+    ("mixtral_8x22b", 1024, ""),
+    ("deepseek_671b", 1024, ""),
+)
+
+
+def test_the_page_has_these_figures() -> None:
+    """If this fails: these are the rows that docs/optimizers.md has to have."""
+    rows = [row(*case) for case in ROWS]
+    assert "\n".join(rows) in PAGE.read_text(), "\n".join(rows)

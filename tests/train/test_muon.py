@@ -15,7 +15,7 @@ from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.matrices import Matrix, declared, matrices_of
-from titanmoe.models.mixers.rules import Rows
+from titanmoe.models.mixers.rules import MatrixRows
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
 from titanmoe.parallel.whole_matrices import ALONE, Piecewise, box_of, owners
@@ -68,10 +68,10 @@ def test_gain_and_what_is_only_rounding() -> None:
 
 
 def test_units_of_latents_heads_and_stacks() -> None:
-    assert [m.shape for m in matrices_of((12, 5), Rows((4, 2)), by_head=False)] == [(8, 5), (4, 5)]
-    assert [m.spans for m in matrices_of((12, 5), Rows((4, 2)), by_head=True)][2:] == [((4, 6),), ((10, 12),)]
-    assert [m.shape for m in matrices_of((12, 5), Rows((4,)), by_head=False)] == [(12, 5)]
-    assert [m.expert for m in matrices_of((3, 12, 5), Rows(()), by_head=True)] == [0, 1, 2]
+    assert [m.shape for m in matrices_of((12, 5), MatrixRows((4, 2)), by_head=False)] == [(8, 5), (4, 5)]
+    assert [m.spans for m in matrices_of((12, 5), MatrixRows((4, 2)), by_head=True)][2:] == [((4, 6),), ((10, 12),)]
+    assert [m.shape for m in matrices_of((12, 5), MatrixRows((4,)), by_head=False)] == [(12, 5)]
+    assert [m.expert for m in matrices_of((3, 12, 5), MatrixRows(()), by_head=True)] == [0, 1, 2]
     names = declared(Config().model, router=False)
     assert "layers.0.moe.experts.w2" in names and not [n for n in names if "router" in n or "embed" in n or "head" in n]
 

@@ -14,7 +14,7 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import Rows, Shape
+from titanmoe.models.mixers.rules import MatrixRows, Shape
 
 Span = tuple[int, int]
 """First row, and the one after the last."""
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
         return 4 * small * small * large + 2 * small**3
 
 
-def matrices_of(shape: Shape, rows: Rows, by_head: bool) -> list[Matrix]:
+def matrices_of(shape: Shape, rows: MatrixRows, by_head: bool) -> list[Matrix]:
     """Of a parameter of that shape, whose rows are divided so."""
     if len(shape) == 3:
         return [Matrix(shape[1:], ((0, shape[1]),), expert) for expert in range(shape[0])]
@@ -52,11 +52,11 @@ def matrices_of(shape: Shape, rows: Rows, by_head: bool) -> list[Matrix]:
     return out
 
 
-def declared(model: Model, router: bool) -> dict[str, tuple[Shape, Rows]]:
+def declared(model: Model, router: bool) -> dict[str, tuple[Shape, MatrixRows]]:
     """The parameters that declare what matrices they are made of, by their names in checkpoints: projections of
     attention, of dense networks and of experts. Embeddings, the head, norms, biases and gates do not; routers do if
     asked for."""
-    whole, out = Rows(()), {}
+    whole, out = MatrixRows(()), {}
     for layer, mixer in enumerate(mixers(model)):
         block, experts = tensors.block_name(model, layer), has_experts(model, layer)
         parts = tensors.of_block(model, mixer, experts)

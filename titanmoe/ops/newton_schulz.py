@@ -2,7 +2,7 @@
 
 classic: Keller Jordan's coefficients, alike in every step; singular values end between 0.68 and 1.13, if they began
 above 0.01 of the norm. polar_express: those of arXiv 2505.16932, each step's the best for what the one before leaves,
-with its divisors against rounding. `GAIN` says how much rounding the steps amplify at most.
+with its divisors against rounding. `gain` says how much rounding the steps amplify at most.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def owners(costs: list[int], loads: list[int]) -> list[int]:
 
 
 @dataclass
-class Exchange:
+class OwnerExchange:
     """Sends matrices of a team to their owners, and what these make of them back."""
 
     team: Team
@@ -298,7 +298,7 @@ class Round:
     weights: list[Piecewise] = field(default_factory=list)
     grams: dict[Group, list[Piecewise]] = field(default_factory=dict)
     """Those whose gram matrices are summed, by the group to sum over."""
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[OwnerExchange] = field(default_factory=list)
 
     @property
     def local(self) -> list[Piecewise]:
@@ -334,7 +334,7 @@ def rounds_of(weights: list[Piecewise], width: int) -> list[Round]:
             team = parts[0][0].team
             costs = [weight.matrices[i].flops_per_step for weight, i in parts]
             load = loads.setdefault(group, [0] * len(team.places))
-            turn.exchanges.append(Exchange(team, parts, owners(costs, load)))
+            turn.exchanges.append(OwnerExchange(team, parts, owners(costs, load)))
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MixerRules, MixerWork, Product, Rows, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
@@ -47,8 +47,10 @@ class GroupedQuery(MixerRules):
         names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
         return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
 
-    def rows(self, model: Model) -> dict[str, Rows]:
-        return {f"{w}.weight": Rows((model.head_dim,)) for w in ("wq", "wk", "wv")} | {"wo.weight": Rows(())}
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
+        return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in ("wq", "wk", "wv")} | {
+            "wo.weight": MatrixRows(())
+        }
 
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
         if model.qk_norm != "none":

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MixerRules, MixerWork, Product, Rows, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 
 
 class Latent(MixerRules):
@@ -32,12 +32,12 @@ class Latent(MixerRules):
         norms = ["q_norm", "kv_norm"] if model.q_lora_rank else ["kv_norm"]
         return [f"{name}.weight" for name in (*to_query, "wkv_a", "wkv_b", "wo", *norms)]
 
-    def rows(self, model: Model) -> dict[str, Rows]:
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
         """Latents and the turned key, and keys and values of all heads, are matrices of their own."""
-        query, whole = Rows((model.head_dim,)), Rows(())
+        query, whole = MatrixRows((model.head_dim,)), MatrixRows(())
         rows = {"wq_a": whole, "wq_b": query} if model.q_lora_rank else {"wq": query}
-        rows |= {"wkv_a": Rows((model.kv_lora_rank, model.qk_rope_head_dim))}
-        rows |= {"wkv_b": Rows((model.qk_nope_head_dim, model.v_head_dim)), "wo": whole}
+        rows |= {"wkv_a": MatrixRows((model.kv_lora_rank, model.qk_rope_head_dim))}
+        rows |= {"wkv_b": MatrixRows((model.qk_nope_head_dim, model.v_head_dim)), "wo": whole}
         return {f"{name}.weight": value for name, value in rows.items()}
 
     def clipped(self, model: Model) -> dict[str, ClippedRows]:

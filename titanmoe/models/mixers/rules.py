@@ -27,7 +27,7 @@ def elements(tensors: list[Split]) -> int:
     return sum(prod(shape) for shape, _ in tensors)
 
 
-class Rows(NamedTuple):
+class MatrixRows(NamedTuple):
     """How the rows of a weight are divided into matrices: each head has `parts`, one below the other, and the same part
     of all heads is one matrix. Without parts all rows are one."""
 
@@ -109,7 +109,7 @@ class MixerRules(Rules, ABC):
         refused."""
         return []
 
-    def rows(self, model: Model) -> dict[str, Rows]:
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
         """Of those parameters, by name, that an optimizer may take for matrices (titanmoe.models.matrices). The others
         it takes for vectors."""
         return {}

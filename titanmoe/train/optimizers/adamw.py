@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.optimizers.groups import Group, groups_of, share
+from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.optimizers.rounding import Rounding, widened
@@ -35,7 +35,7 @@ class AdamW(Optimizer):
         self,
         parameters: dict[str, nn.Parameter],
         options: Options,
-        groups: Mapping[str, Group] | None = None,
+        groups: Mapping[str, OwnRates] | None = None,
         lr: float | None = None,
         rounding: Rounding | None = None,
     ):
@@ -46,7 +46,7 @@ class AdamW(Optimizer):
         self.narrow = options.moments_dtype == "bfloat16" or options.stochastic_rounding
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, p in parameters.items():
-            group = (groups or {}).get(name, Group())
+            group = (groups or {}).get(name, OwnRates())
             usual = options.weight_decay if options.decay_all or decays(name, p) else 0.0
             decay = usual if group.weight_decay is None else group.weight_decay
             rate = share(lr if group.lr is None else group.lr, options)

@@ -15,20 +15,20 @@ from titanmoe.models.tensors import matches, names, stored_name, unmatched
 FIELD = "optimizer.groups"
 
 
-class Group(NamedTuple):
+class OwnRates(NamedTuple):
     lr: float | None = None
     """Its peak rate; None for that of parameters in no group."""
     weight_decay: float | None = None
     """None for the usual one."""
 
 
-def groups_of(parameters: Iterable[str], config: Config) -> dict[str, Group]:
+def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
     """Of the parameters of a rank that are in a group."""
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
             if matches(stored_name(name, tied), tuple(table["match"])):
-                out[name] = Group(table.get("lr"), table.get("weight_decay"))
+                out[name] = OwnRates(table.get("lr"), table.get("weight_decay"))
     return out
 
 

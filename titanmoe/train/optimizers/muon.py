@@ -25,7 +25,7 @@ from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
 from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, rounds_of, sum_grams
 from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
-from titanmoe.train.optimizers.groups import Group, groups_of, share
+from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
 from titanmoe.train.optimizers.rounding import Rounding, widened
@@ -60,7 +60,7 @@ class Muon(Optimizer):
         parameters: dict[str, nn.Parameter],
         options: Options,
         weights: Sequence[Piecewise] = (),
-        groups: Mapping[str, Group] | None = None,
+        groups: Mapping[str, OwnRates] | None = None,
         rounding: Rounding | None = None,
     ):
         """weights: those of the parameters that are made of matrices. groups: of the parameters that have one."""
@@ -152,7 +152,7 @@ class Muon(Optimizer):
         next(visits, None)  # the last bucket's copy to the host
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
-        shard, options, group = self.local_shards[name], self.options, self.groups.get(name, Group())
+        shard, options, group = self.local_shards[name], self.options, self.groups.get(name, OwnRates())
         usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
         lr *= share(group.lr, options)
