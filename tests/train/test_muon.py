@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests import parity, world
+from tests import parity, sweep, world
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.matrices import Matrix, declared, matrices_of
+from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.rules import MatrixRows
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
@@ -76,6 +77,12 @@ def test_units_of_latents_heads_and_stacks() -> None:
     assert "layers.0.moe.experts.w2" in names and not [n for n in names if "router" in n or "embed" in n or "head" in n]
 
 
+def test_rows_that_do_not_divide_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupedQuery, "rows", lambda self, model: {"wq.weight": MatrixRows((3, 4))})
+    with pytest.raises(ConfigError, match=r"layers.0.attention.wq.weight has 32 rows, and matrices of 3 \+ 4 rows"):
+        parity.read(MUON, 1)
+
+
 def test_boxes_are_torchs_and_owners_have_equal_work() -> None:
     axes = (("fsdp", 4, 0), ("tp", 2, 0))
     boxes = [box_of((10, 3), axes, {"fsdp": f, "tp": t}) for f in range(4) for t in range(2)]
@@ -101,6 +108,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_every_mapping_agrees_with_the_plain_model(case: str) -> None:
     ranks, changes = CASES[case]
     parity.check(ranks, MUON | changes, steps=3)
+
+
+@pytest.mark.sweep
+def test_every_legal_mapping_agrees() -> None:
+    """Those of docs/parity.md, each with the family, schedule and other choices that it has there."""
+    worst = 0.0
+    for name, case in sweep.cases().items():
+        documents = case.choices.get("documents") == "yes"
+        errors = parity.check(case.fold.world, case.changes | MUON, documents, timeout=sweep.TIMEOUT_S, steps=3)
+        worst = max(worst, errors["weights"])
+        print(f"{name:<60} weights {errors['weights']:.1e}, worst {worst:.1e}", flush=True)
 
 
 def resumed(folder: str, changes: dict[str, Any], until: int) -> list[float]:

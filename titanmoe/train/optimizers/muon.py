@@ -72,7 +72,7 @@ class Muon(Optimizer):
         self.rounding = rounding or Rounding(parameters)
         self.rest = AdamW(others, options, self.groups, rate if rate >= 0 else None, self.rounding)
         shards = {weight.name: self.local_shards[weight.name] for weight in weights}
-        wide = any(shard.dtype == torch.float64 for shard in self.local_shards.values())
+        wide = weights and shards[weights[0].name].dtype == torch.float64
         self.dtype = torch.float64 if wide else getattr(torch, options.ns_dtype)
         self.rounds = rounds_of(list(weights), self.dtype.itemsize) if weights else []
         self.momentum: dict[str, Tensor] = {}

@@ -104,6 +104,15 @@ class MuonRules(AdamWRules):
                 f'optimizer.name = "muon" trains whole matrices, and with lora.rank = {config.lora.rank} only adapters '
                 'are trained, which adamw would do: use name = "adamw"',
             )
+        for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items():
+            if rows.parts and shape[-2] % sum(rows.parts):
+                yield Violation(
+                    ("optimizer.name", "model.family"),
+                    f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.parts))} rows for each "
+                    f'head do not divide them: correct `rows` in the rules of model.family = "{config.model.family}" '
+                    "(docs/extending.md)",
+                )
+                return
 
 
 OPTIMIZERS = Kind(
