@@ -21,9 +21,9 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
+from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
-from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -140,13 +140,20 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     weight_width, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
     data, pipelined = fsdp(fold), fold.pp > 1
+    units: list[WeightUnit] = []
+    moe = 0
+    for layers, first, last in stages:
+        more, experts = units_of_stage(config, sizes, layers, first, last)
+        units += more
+        moe += experts
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
-    units, moe, parts = _parts(s, sizes, stages, blocks)
+    parts = [(unit, data) for unit in units]
+    parts += [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
     trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
     weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
-    moments = _moments(s, parts, stages, blocks)
+    moments = state_bytes(config, fold, parts, stages, blocks, _stored)
     kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
@@ -260,43 +267,6 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
-
-
-def _parts(
-    s: Widths, sizes: Sizes, stages: list[tuple[range, bool, bool]], blocks: list[int]
-) -> tuple[list[WeightUnit], int, list[tuple[WeightUnit, int]]]:
-    """The units that are sharded over attention's data ranks, how many blocks have experts, and all units, each with
-    the number of its data ranks."""
-    units: list[WeightUnit] = []
-    moe = 0
-    for layers, first, last in stages:
-        more, experts = units_of_stage(s.config, sizes, layers, first, last)
-        units += more
-        moe += experts
-    parts = [(unit, fsdp(s.fold)) for unit in units]
-    return units, moe, parts + [(sizes.experts_of(i), s.fold.edp) for i in blocks if has_experts(s.model, i)]
-
-
-def _moments(
-    s: Widths, parts: list[tuple[WeightUnit, int]], stages: list[tuple[range, bool, bool]], blocks: list[int]
-) -> int:
-    """Bytes of the optimizer's state."""
-    optimizer = OPTIMIZERS.look_up(s.config.optimizer.name)
-    as_weights, width = WIDTHS[s.config.training.dtype], optimizer.moment_width(s.config)
-
-    def stored(parts: list[tuple[WeightUnit, int]]) -> int:
-        if width < as_weights:
-            return sum(unit.trained.piece(n) for unit, n in parts) * width
-        return sum(_stored(unit.trained, n, width) for unit, n in parts)
-
-    matrices, out = optimizer.matrices(s.config), 0
-    if matrices:
-        tuning = Tuning((*s.config.training.freeze, *matrices))
-        rest = Sizes(s.model, s.fold.tp, s.fold.ep, s.fold.etp, s.fold.edp, tuning)
-        every, parts = parts, _parts(s, rest, stages, blocks)[2]
-        out = optimizer.numbers_per_matrix_weight * (stored(every) - stored(parts))
-    tensors = sum(len(unit.trained) for unit, _ in parts)
-    return out + optimizer.numbers_per_weight * stored(parts) + optimizer.bytes_per_tensor * tensors
 
 
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:
