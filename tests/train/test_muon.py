@@ -19,7 +19,7 @@ from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.rules import MatrixRows
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
-from titanmoe.parallel.whole_matrices import ALONE, Piecewise, box_of, owners
+from titanmoe.parallel.whole_matrices import ALONE, box_of, owners, piecewise
 from titanmoe.train.optimizers.muon import Muon
 
 MUON = {"optimizer.name": "muon"}
@@ -37,7 +37,7 @@ def test_it_is_torchs_on_plain_weights(shape: tuple[int, int], adjust: str) -> N
     ours = nn.Parameter(torch.randn(shape))
     theirs = nn.Parameter(ours.detach().clone())
     options = Options(name="muon", ns_eps=0.0, adjust_lr=adjust, ns_dtype="bfloat16")
-    muon = Muon({"w": ours}, options, [Piecewise("w", ours, [Matrix(shape, ((0, shape[0]),))], ALONE)])
+    muon = Muon({"w": ours}, options, piecewise({"w": ours}, {"w": [Matrix(shape, ((0, shape[0]),))]}, lambda _: ALONE))
     names = {"original": "original", "match_rms": "match_rms_adamw"}
     torchs = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, eps=1e-30, adjust_lr_fn=names[adjust])
     for _ in range(3):

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_reduce, send_rows, wait
@@ -145,15 +145,15 @@ class Team:
 ALONE = Team(NO_GROUP, ({},))
 
 
-class Piecewise:
-    """A weight of a team, and the matrices in it."""
+class WeightCut:
+    """How a team has cut a weight and the matrices in it; weights that are alike share one."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, matrices: list[Matrix], team: Team):
-        self.name, self.team = name, team
-        shape, axes = tuple(parameter.shape), axes_of(parameter)
+    def __init__(self, shape: tuple[int, ...], axes: Axes, matrices: list[Matrix], team: Team):
+        self.team = team
         self.boxes = [box_of(shape, axes, place) for place in team.places]
         self.box = self.boxes[team.group.rank]
-        self.senders = [self.boxes.index(box) == rank for rank, box in enumerate(self.boxes)]
+        first_with: dict[Box, int] = {}
+        self.senders = [first_with.setdefault(box, rank) == rank for rank, box in enumerate(self.boxes)]
         """Who of the ranks with the same piece sends it."""
         if len(shape) == 3:  # of all experts, the team's
             first = min(box.begin[0] for box in self.boxes)
@@ -197,13 +197,36 @@ class Piecewise:
         pairs = zip(self.matrices, self.overlaps, strict=True)
         return ((m, owns[rank]) for m, owns in pairs if owns[rank] is not NOTHING)
 
-    def sent_bytes(self, width: int) -> tuple[int, int]:
-        """What the team sends for it: to owners and back; for the sum of gram matrices, of 4 bytes at least."""
+    @cached_property
+    def sent_numbers(self) -> tuple[int, int]:
+        """What the team sends for it: to owners and back; for the sum of gram matrices."""
         others = len(self.boxes) - 1
         there = sum(prod(m.shape) for m in self.matrices)
         back = sum(prod(own.shape) for owns in self.overlaps for own in owns)
         gram = sum(2 * others * min(m.shape) ** 2 for m in self.matrices)
-        return (there + back) * others // len(self.boxes) * width, gram * max(width, 4)
+        return (there + back) * others // len(self.boxes), gram
+
+
+class Piecewise(NamedTuple):
+    """A weight of this rank that is made of matrices."""
+
+    name: str
+    cut: WeightCut
+
+
+def piecewise(
+    parameters: Mapping[str, Tensor], matrices: Mapping[str, list[Matrix]], team_of: Callable[[str], Team]
+) -> list[Piecewise]:
+    """matrices: of each of the parameters."""
+    cuts: dict[tuple, WeightCut] = {}
+    out = []
+    for name, its in matrices.items():
+        team, shape, axes = team_of(name), tuple(parameters[name].shape), axes_of(parameters[name])
+        key = id(team), shape, axes, tuple(its)
+        if key not in cuts:
+            cuts[key] = WeightCut(shape, axes, its, team)
+        out.append(Piecewise(name, cuts[key]))
+    return out
 
 
 def owners(costs: list[int], loads: list[int]) -> list[int]:
@@ -246,7 +269,7 @@ class OwnerExchange:
     @staticmethod
     def _numbers(part: tuple[Piecewise, int], rank: int, sent: bool = False) -> int:
         weight, index = part
-        return prod(weight.overlaps[index][rank].shape) * (weight.senders[rank] or not sent)
+        return prod(weight.cut.overlaps[index][rank].shape) * (weight.cut.senders[rank] or not sent)
 
     def run(
         self,
@@ -259,25 +282,25 @@ class OwnerExchange:
         """pieces, out: this rank's, by name. scale: of what comes out, once it has the dtype of `out`. dtype: in which
         matrices travel."""
         group, rank = self.team.group, self.team.group.rank
-        own = [(weight, weight.matrices[i], weight.overlaps[i][rank]) for weight, i in self.by_owner]
-        sent = [lap.take(pieces[w.name]).flatten().to(dtype) for w, _, lap in own if w.senders[rank] and lap.rows]
+        own = [(weight, weight.cut.matrices[i], weight.cut.overlaps[i][rank]) for weight, i in self.by_owner]
+        sent = [lap.take(pieces[w.name]).flatten().to(dtype) for w, _, lap in own if w.cut.senders[rank] and lap.rows]
         like = next(iter(pieces.values()))
         received = wait(send_rows(_joined(sent, like, dtype), *self.there, group), group)
-        wholes = [received.new_empty(weight.matrices[i].shape) for weight, i in self.mine]
+        wholes = [received.new_empty(weight.cut.matrices[i].shape) for weight, i in self.mine]
         for r, message in enumerate(received.split(self.there[1])):
             begin = 0
             for (weight, i), whole in zip(self.mine, wholes, strict=True):
-                lap = weight.overlaps[i][r]
-                if lap.rows and weight.senders[r]:
+                lap = weight.cut.overlaps[i][r]
+                if lap.rows and weight.cut.senders[r]:
                     end = begin + prod(lap.shape)
                     lap.into_whole(whole, message[begin:end].view(lap.shape))
                     begin = end
         done = [work(whole) for whole in wholes]
         answers = [
-            weight.overlaps[i][r].of_whole(whole).flatten()
+            weight.cut.overlaps[i][r].of_whole(whole).flatten()
             for r in range(len(self.team.places))
             for (weight, i), whole in zip(self.mine, done, strict=True)
-            if weight.overlaps[i][r].rows
+            if weight.cut.overlaps[i][r].rows
         ]
         returned, begin = wait(send_rows(_joined(answers, like, dtype), *self.back, group), group), 0
         for weight, matrix, lap in own:
@@ -302,37 +325,37 @@ class Round:
 
     @property
     def local(self) -> list[Piecewise]:
-        return [weight for weight in self.weights if weight.local]
+        return [weight for weight in self.weights if weight.cut.local]
 
 
 def rounds_of(weights: list[Piecewise], width: int) -> list[Round]:
     """width: bytes of a number that travels. Every rank of a team makes the same rounds."""
     out, size, loads = [Round()], 0, {}
     for weight in weights:
-        more = max(prod(box.shape) for box in weight.boxes)
+        more = max(prod(box.shape) for box in weight.cut.boxes)
         if size and size + more > ROUND:
             out.append(Round())
             size = 0
         out[-1].weights.append(weight)
         size += more
-        if weight.local:
-            load = loads.setdefault(weight.team.group, [0] * len(weight.boxes))
-            cost = weight.matrices[0].flops_per_step if weight.matrices else 0
-            for rank, box in enumerate(weight.boxes):
-                load[rank] += cost * (box.shape[0] if weight.whole_experts else 1)
+        if weight.cut.local:
+            load = loads.setdefault(weight.cut.team.group, [0] * len(weight.cut.boxes))
+            cost = weight.cut.matrices[0].flops_per_step if weight.cut.matrices else 0
+            for rank, box in enumerate(weight.cut.boxes):
+                load[rank] += cost * (box.shape[0] if weight.cut.whole_experts else 1)
     for turn in out:
         cut: dict[Group, list[tuple[Piecewise, int]]] = {}
         for weight in turn.weights:
-            if weight.local:
+            if weight.cut.local:
                 continue
-            sent, gram = weight.sent_bytes(width)
-            if weight.sums_gram and gram < sent:
-                turn.grams.setdefault(weight.team.group, []).append(weight)
+            sent, gram = weight.cut.sent_numbers
+            if weight.cut.sums_gram and gram * max(width, 4) < sent * width:
+                turn.grams.setdefault(weight.cut.team.group, []).append(weight)
             else:
-                cut.setdefault(weight.team.group, []).extend((weight, i) for i in range(len(weight.matrices)))
+                cut.setdefault(weight.cut.team.group, []).extend((weight, i) for i in range(len(weight.cut.matrices)))
         for group, parts in cut.items():
-            team = parts[0][0].team
-            costs = [weight.matrices[i].flops_per_step for weight, i in parts]
+            team = parts[0][0].cut.team
+            costs = [weight.cut.matrices[i].flops_per_step for weight, i in parts]
             load = loads.setdefault(group, [0] * len(team.places))
             turn.exchanges.append(OwnerExchange(team, parts, owners(costs, load)))
     return out
@@ -342,12 +365,12 @@ def sum_grams(weights: list[Piecewise], pieces: Mapping[str, Tensor], group: Gro
     """X X' of each matrix of the weights, with X wide: in float32 at least, summed over the group."""
     own = []
     for weight in weights:
-        rank = weight.team.group.rank
-        for i, matrix in enumerate(weight.matrices):
-            lap, small = weight.overlaps[i][rank], min(matrix.shape)
+        rank = weight.cut.team.group.rank
+        for i, matrix in enumerate(weight.cut.matrices):
+            lap, small = weight.cut.overlaps[i][rank], min(matrix.shape)
             piece = pieces[weight.name]
             dtype = torch.promote_types(piece.dtype, torch.float32)
-            if weight.senders[rank] and lap.rows:
+            if weight.cut.senders[rank] and lap.rows:
                 x = lap.take(piece).to(dtype)
                 x = x if matrix.shape[0] == small else x.mT
                 own.append(x @ x.mT)

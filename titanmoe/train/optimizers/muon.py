@@ -23,7 +23,7 @@ from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
 from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
-from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, rounds_of, sum_grams
+from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, piecewise, rounds_of, sum_grams
 from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
 from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
@@ -42,16 +42,12 @@ def pieces_of(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshe
         attention = Team.of(meshes, "attention", cuts=True)
         sliced = shard_experts_on_model_dim(config.model.num_experts, fold.ep, fold.edp)
         experts = Team.of(meshes, "experts", cuts=fold.etp > 1 or sliced)
-    return [
-        Piecewise(
-            name,
-            parameters[name],
-            matrices_of(shape, rows, config.optimizer.by_head),
-            experts if ".experts." in name else attention,
-        )
+    matrices = {
+        name: matrices_of(shape, rows, config.optimizer.by_head)
         for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items()
         if name in parameters
-    ]
+    }
+    return piecewise(parameters, matrices, lambda name: experts if ".experts." in name else attention)
 
 
 class Muon(Optimizer):
@@ -99,9 +95,9 @@ class Muon(Optimizer):
         """How the matrices of this rank are worked on, and what AdamW trains."""
         owned = sum(len(exchange.parts) for turn in self.rounds for exchange in turn.exchanges)
         grams = [weight for turn in self.rounds for weights in turn.grams.values() for weight in weights]
-        summed, width = sum(len(weight.matrices) for weight in grams), self.dtype.itemsize
+        summed, width = sum(len(weight.cut.matrices) for weight in grams), self.dtype.itemsize
         sent = sum(exchange.numbers for turn in self.rounds for exchange in turn.exchanges) * width
-        local = sum(sum(1 for _ in weight.own()) for turn in self.rounds for weight in turn.local)
+        local = sum(sum(1 for _ in weight.cut.own()) for turn in self.rounds for weight in turn.local)
         names = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.*", name) for name in self.rest.parameters)
         return {
             "muon": f"{local:,} whole matrices here, {owned:,} in pieces that are sent to owners ({sent / 2**20:,.1f} "
@@ -177,13 +173,13 @@ class Muon(Optimizer):
         return direction
 
     def _local(self, weight: Piecewise, piece: Tensor, update: Tensor, eps_norm: Tensor | float) -> None:
-        if weight.whole_experts:
+        if weight.cut.whole_experts:
             each = max(1, BATCH // max(1, piece[:1].numel()))
             for some, out in zip(piece.split(each), update.split(each), strict=True):
                 out.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
-            update.mul_(self.scale(weight.matrices[0]))
+            update.mul_(self.scale(weight.cut.matrices[0]))
             return
-        for matrix, own in weight.own():
+        for matrix, own in weight.cut.own():
             out = orthogonalize(own.take(piece).to(self.dtype), self.steps, eps_norm)
             own.put(update, out.to(update.dtype) * self.scale(matrix))
 
@@ -195,9 +191,9 @@ class Muon(Optimizer):
         grams: list[Tensor],
         eps_norm: Tensor | float,
     ) -> None:
-        every = ((weight, i) for weight in weights for i in range(len(weight.matrices)))
+        every = ((weight, i) for weight in weights for i in range(len(weight.cut.matrices)))
         for (weight, i), gram in zip(every, grams, strict=True):
-            own, matrix = weight.overlaps[i][weight.team.group.rank], weight.matrices[i]
+            own, matrix = weight.cut.overlaps[i][weight.cut.team.group.rank], weight.cut.matrices[i]
             if not own.rows:
                 continue
             left, piece = factor(gram, self.steps, eps_norm), own.take(pieces[weight.name]).to(gram.dtype)
