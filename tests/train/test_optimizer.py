@@ -73,7 +73,7 @@ def test_rules_are_true(name: str) -> None:
         assert sum(x.nbytes for x in optimizer.on_device) == state and optimizer.on_host == []
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
-        optimizer.step(0.1)
+        optimizer.step(0.1, torch.ones(()))
         assert all(p.grad is None and not torch.equal(p, torch.ones_like(p)) for p in parameters.values())
     assert options.fields - set(SHARED) == set(rules.reads)
 

@@ -54,7 +54,7 @@ def moved(optimizer: str, dtype: torch.dtype, steps: int = 100, **options: objec
     return (parameters[NAME].detach().float() - 1) * -direction.sign()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.table)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_small_updates_of_bfloat16_weights_are_lost_or_not(optimizer: str) -> None:
     want = moved(optimizer, torch.float32).mean().item()
     assert want > 1e-3
@@ -63,7 +63,7 @@ def test_small_updates_of_bfloat16_weights_are_lost_or_not(optimizer: str) -> No
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS.table)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_moments_in_bfloat16_change_a_little(optimizer: str, offload: bool) -> None:
     want = moved(optimizer, torch.float32)
     narrow = {"moments_dtype": "bfloat16", "stochastic_rounding": True, "offload": offload}
