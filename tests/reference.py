@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.support import reference_muon
 from titanmoe.config.schema import Config, LRSchedule, Model
 from titanmoe.ops import counter_rng
 
@@ -955,7 +956,11 @@ def train(
     for step_number, step_batches in enumerate(batches_per_step, start=1):
         result = step(config, weights, step_batches, step_number, bias, slices)
         grads = clipped(result.grads, result.grad_norm, config.optimizer.max_grad_norm)
-        weights, moments = adamw(config, weights, grads, moments, step_number)
+        if config.optimizer.name == "muon":
+            norm = grad_norm(grads)
+            weights, moments = reference_muon.muon(config, weights, grads, moments, step_number, norm)
+        else:
+            weights, moments = adamw(config, weights, grads, moments, step_number)
         bias = moved_bias(config, bias, result.counts)
         results.append(result)
     return Run(results, weights, bias)

@@ -353,6 +353,7 @@ def agrees(case: tuple[tuple[str, Any], ...]) -> None:
     parity.check(2, dict(case), steps=1)
 
 
+MUON = {"optimizer.name": "muon", "parallelism.tp": 2}
 REPORTED = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth": 1}
 
 
@@ -381,6 +382,10 @@ REPORTED = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth"
         ("nan_in_a_load", REPORTED),
         ("nan_in_an_aux_term", REPORTED),
         ("nan_in_the_mtp_loss", REPORTED),
+        ("muon_of_two_experts_as_one", MUON),
+        ("muon_of_padded_rows", MUON),
+        ("muon_scaled_by_local_shapes", MUON),
+        ("muon_owners_that_rank_1_sees_otherwise", MUON),
     ],
 )
 def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Still(Optimizer):
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: {} for name in self.local_shards}
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, norm: torch.Tensor) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 

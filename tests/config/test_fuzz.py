@@ -48,6 +48,7 @@ def value(rng: random.Random, field=None) -> object:
             float: lambda: rng.choice(FLOATS if rng.random() < 0.3 else FLOATS[:3]),
             bool: lambda: rng.random() < 0.5,
             str: lambda: rng.choice(TEXTS),
+            dict: lambda: {"match": [rng.choice(TEXTS)], rng.choice(["lr", "x"]): rng.choice([*FLOATS, *TEXTS])},
         }[kind]
         return [one() for _ in range(count)] if field.item else one()
     return rng.choice([rng.choice(NUMBERS), rng.choice(FLOATS), rng.choice(TEXTS), True, [1, "a"], [[]], {"a": 1}])

@@ -45,6 +45,8 @@ CASES = {
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
     "first half frozen": (2, 0, "--training.freeze embed.* layers.0.* layers.1.*"),
     "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
+    "muon": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4 --optimizer.name muon"),
+    "moments in bfloat16": (2, 0, f"{EP} 2 --optimizer.name muon --optimizer.moments_dtype bfloat16"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

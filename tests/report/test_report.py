@@ -215,6 +215,12 @@ def test_every_curve_is_on_its_sheet(tmp_path):
                 assert min(xs) >= 0 and max(xs) <= sheet.width and min(ys) >= 0 and max(ys) <= sheet.height, name
 
 
+def test_the_largest_logit_is_drawn_if_it_was_measured(tmp_path):
+    measured = read_runs([make_run(tmp_path / "measured", max_logit=30.0)])
+    for runs, drawn in ((measured, True), (read_runs([make_run(tmp_path / "other")]), False)):
+        assert (sheets(runs)["max_logit"] is not None) == drawn
+
+
 def test_what_happened_is_marked_with_what_changed(tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run")])
     two_ranks, one_rank = ENVIRONMENT | {"ranks": 2}, ENVIRONMENT | {"ranks": 1}

@@ -240,6 +240,58 @@ def nan_in_the_mtp_loss() -> Callable[[], None]:
     return _spoiled_report(lambda report: report.update(mtp_loss=float("nan")))
 
 
+def muon_of_two_experts_as_one() -> Callable[[], None]:
+    from titanmoe.train.optimizers import muon
+
+    def pairs(orthogonalize: Any) -> Any:
+        def run(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            if x.dim() == 2:
+                return orthogonalize(x, *args)
+            return orthogonalize(x.reshape(len(x) // 2, -1, x.shape[-1]), *args).reshape(x.shape)
+
+        return run
+
+    return _patch(muon, "orthogonalize", pairs)
+
+
+def muon_of_padded_rows() -> Callable[[], None]:
+    """Whatever lies below the last row, if a rank has fewer than others, is worked on too."""
+    from titanmoe.train.optimizers import muon
+
+    def padded(orthogonalize: Any) -> Any:
+        return lambda x, *args: orthogonalize(torch.cat((x, x[..., -2:, :]), -2), *args)[..., : x.shape[-2], :]
+
+    return _patch(muon, "orthogonalize", padded)
+
+
+def muon_scaled_by_local_shapes() -> Callable[[], None]:
+    from titanmoe.train.optimizers.muon import Muon
+
+    def scaled(move: Any) -> Any:
+        def run(self: Any, name: str, update: torch.Tensor, lr: float) -> None:
+            ratio = max(update.shape[-2:]) / max(self.parameters[name].shape[-2:])
+            move(self, name, update * ratio**0.5, lr)
+
+        return run
+
+    return _patch(Muon, "_move", scaled)
+
+
+def muon_owners_that_rank_1_sees_otherwise() -> Callable[[], None]:
+    from titanmoe.parallel import whole_matrices
+
+    def swapped(owners: Any) -> Any:
+        def run(costs: list[int], loads: list[int]) -> list[int]:
+            out = owners(costs, loads)
+            if torch.distributed.get_rank() == 1:
+                out[0], out[1] = out[1], out[0]
+            return out
+
+        return run
+
+    return _patch(whole_matrices, "owners", swapped)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -261,5 +313,9 @@ FAULTS = {
         nan_in_a_load,
         nan_in_an_aux_term,
         nan_in_the_mtp_loss,
+        muon_of_two_experts_as_one,
+        muon_of_padded_rows,
+        muon_scaled_by_local_shapes,
+        muon_owners_that_rank_1_sees_otherwise,
     )
 }

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
 from titanmoe.config import ConfigError, load
+from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.models.tensors import matches
 from titanmoe.parts import PARTS
 from titanmoe.train.optimizers.adamw import AdamW
 from titanmoe.train.optimizers.rules import OPTIMIZERS, SHARED, OptimizerRules
@@ -33,6 +35,15 @@ def test_decay_spares_norms_biases_and_gates_unless_told_otherwise(decay_all: bo
         assert parameter.unique().tolist() == pytest.approx([want]), name
 
 
+OF_MIXTRAL = {
+    "embed.weight": (320, 64),
+    "layers.1.attention_norm.weight": (64,),
+    "layers.1.attention.wq.weight": (64, 64),
+    "layers.1.moe.experts.w1": (8, 128, 64),
+}
+"""Some parameters of the default model."""
+
+
 class Asked:
     """The defaults, and which of them were asked for."""
 
@@ -48,17 +59,21 @@ class Asked:
 def test_rules_are_true(name: str) -> None:
     """What it reads, and the size of its state, before a step and after."""
     rules, options = OPTIMIZERS.look_up(name), Asked()
-    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHRUNK.items()}
-    optimizer = OPTIMIZERS.implementation(name)(parameters, options)
-    weights = sum(p.numel() for p in parameters.values())
+    parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in OF_MIXTRAL.items()}
+    config = replace(Config(), optimizer=cast(Options, options))
+    optimizer = OPTIMIZERS.implementation(name).build(parameters, config, None)
+    matrices = [name for name in parameters if matches(name, rules.matrices(config))]
+    of_matrices = sum(parameters[name].numel() for name in matrices)
+    others = sum(p.numel() for p in parameters.values()) - of_matrices
+    numbers = rules.numbers_per_weight * others + rules.numbers_per_matrix_weight * of_matrices
     for _ in range(2):
         moments = [x for tensors in optimizer.moments().values() for x in tensors.values()]
-        assert sum(x.numel() for x in moments) == rules.numbers_per_weight * weights
-        state = rules.numbers_per_weight * 4 * weights + rules.bytes_per_tensor * len(parameters)
+        assert sum(x.numel() for x in moments) == numbers
+        state = 4 * numbers + rules.bytes_per_tensor * (len(parameters) - len(matrices))
         assert sum(x.nbytes for x in optimizer.on_device) == state and optimizer.on_host == []
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
-        optimizer.step(0.1)
+        optimizer.step(0.1, torch.ones(()))
         assert all(p.grad is None and not torch.equal(p, torch.ones_like(p)) for p in parameters.values())
     assert options.fields - set(SHARED) == set(rules.reads)
 

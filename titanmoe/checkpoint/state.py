@@ -3,6 +3,7 @@
     model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
     optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have names of its own); its step is the run's
     optimizer.exp_avg_sq.NAME
+    optimizer.momentum.NAME     Muon's, of weights that are made of matrices
 
 All else is numbers, kept in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions
 of (seed, step, index), so seed and step are the whole state of every generator.
@@ -134,6 +135,13 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
     """What to say if the moments are another optimizer's. path: of the checkpoint."""
     before, now = old.get("optimizer.name", ONLY), new["optimizer.name"]
+    routers = "optimizer.router_matrix"
+    if before == now and old.get(routers, new[routers]) != new[routers]:
+        return [
+            f"{routers} = {toml_value(new[routers])} keeps another state of routers than the checkpoint has: set it to "
+            f"{toml_value(old[routers])}, or begin a run of another job.name from its weights, with checkpoint.load = "
+            f"{toml_value(str(path))} and checkpoint.model_only = true"
+        ]
     if before == now:
         return []
     return [

@@ -11,6 +11,8 @@ from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
 from titanmoe.config.recipe import parsed
 
+SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], dict: [{"match": ["a"]}]}
+
 
 class WrongType(NamedTuple):
     """Stands for a value of the wrong type."""
@@ -53,6 +55,8 @@ def fit_texts(texts: list[str], target: Field) -> Any:
 
 def parse(text: str, kind: Any) -> Any:
     """A value of that kind from its text; None if it is not one."""
+    if kind is dict:
+        return None
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower())
     try:
@@ -74,9 +78,7 @@ def _correction(value: Any, target: Field) -> str:
         near = closest(value if isinstance(value, str) else toml_value(value), target.choices)
         return f": did you mean {near}?" if near else ""
     if target.item:
-        sample = (
-            [value] if type(value) is target.item else {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"]}[target.item]
-        )
+        sample = [value] if type(value) is target.item else SAMPLES[target.item]
         return f": write it as {value_text(sample)}"
     if isinstance(value, str) and parse(value, target.kind) is not None:
         return f": write {toml_value(parse(value, target.kind))}, without quotes"

@@ -23,7 +23,7 @@ class Field(NamedTuple):
     table: str
     name: str
     kind: Any
-    """int, float, bool, str, list[int], list[float], list[str] or a Literal of strings."""
+    """int, float, bool, str, a list of int, float, str or dict (tables), or a Literal of strings."""
     default: Any
 
     @property
@@ -41,7 +41,8 @@ class Field(NamedTuple):
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.item:
-            return {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}[self.item]
+            kinds = {int: "integers", float: "numbers", str: "strings", dict: "tables"}
+            return f"a list of {kinds[self.item]}"
         return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[self.kind]
 
 

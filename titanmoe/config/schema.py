@@ -298,6 +298,36 @@ class Optimizer:
     """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
     skip_limit: Annotated[int, COUNT] = 10
     """With skip_spikes: this many skips in a row end the run, because bad batches do not come in such numbers."""
+    momentum: Annotated[float, BELOW_ONE] = 0.95
+    """muon only: decay of the running mean of gradients. 0.95 is usual."""
+    nesterov: bool = True
+    """muon only: a matrix moves by its momentum as it would be after one more such gradient. Nearly always."""
+    ns_coefficients: Literal["classic", "polar_express"] = "classic"
+    """muon only: classic steps leave singular values between 0.68 and 1.13, whatever their number; polar_express steps come closer to 1 with each, and amplify rounding more: 6 of them are within 0.3 %."""
+    ns_steps: Annotated[int, Range(1, 20)] = 5
+    """muon only: Newton-Schulz steps. 5 is usual."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """muon only: what Newton-Schulz steps compute in, and matrices are sent in. They are in float64 where gradients are."""
+    ns_eps: Annotated[float, NOT_NEGATIVE] = 1e-7
+    """muon only: this times the norm of the whole model's gradient is added to the norm that a matrix is divided by. A gradient that is only rounding then stays small."""
+    adjust_lr: Literal["original", "match_rms"] = "match_rms"
+    """muon only: by what to multiply the rate of a matrix. match_rms: 0.2 sqrt(larger dim), with which weights move as far as with AdamW, so that rates of AdamW fit; original: sqrt(rows / columns), at least 1."""
+    by_head: bool = False
+    """muon only: every head's queries, keys and values are matrices of their own. By default those of all heads are one."""
+    router_matrix: bool = False
+    """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
+    adamw_lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE, derived=True)] = -1.0
+    """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
+    moments_dtype: Literal["as_weights", "bfloat16"] = "as_weights"
+    """bfloat16 halves the memory of moments and momentum, which are then updated in float32 and rounded."""
+    stochastic_rounding: bool = False
+    """Round what is kept in bfloat16 (weights with training.dtype = "bfloat16", moments with moments_dtype) up or down at random, so that the mean is right. To the nearest, updates below 1/512 of a weight are lost. Every mapping and a resumed run round alike."""
+    qk_clip: Annotated[float, NOT_NEGATIVE] = 0.0
+    """QK-Clip: after a step in which an attention logit was above this, the weights that make the head's queries and keys are scaled down so far that it would not have been. Kimi-K2 used 100, with Muon, whose logits can grow without end. 0: none. Refused with model.qk_norm, which undoes the scaling."""
+    qk_clip_every: Annotated[int, COUNT] = 1
+    """With qk_clip: only in every so many steps are logits measured and clipped. Measuring costs about half a forward pass of attention's scores, and with cp a message of the keys."""
+    groups: list[dict] = field(default_factory=list)
+    """Parameters with a peak rate or a weight decay of their own: a table `[[optimizer.groups]]` for each group, with `match`, a list of patterns of names as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
@@ -455,6 +485,8 @@ class Metrics:
     """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
     experts_every: Annotated[int, Range(0, derived=True)] = -1
     """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
+    max_logit_every: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs a product of queries and keys for itself. 0: none. With optimizer.qk_clip it is reported whenever it is measured."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str = ""

@@ -21,6 +21,8 @@ LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
         ("attention", ("cp",)),
         ("attention", ("dp",)),
         ("attention", ("cp", "tp")),
+        ("attention", ("dp_shard", "cp", "tp")),
+        ("experts", ("edp", "etp")),
     ),
     "rows": (("experts", ("ep", "etp")),),
     "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),

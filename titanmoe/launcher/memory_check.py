@@ -116,8 +116,11 @@ def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> s
     the number, and leaves a margin for what CUDA keeps from tensors."""
     training, device = config.training, _similar_device(machine)
     usable = device.memory - device.reserved
-    numbers = 2 + OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight  # of a weight, its gradient among them
-    state = numbers * WIDTHS[training.dtype] * parameters(config.model).total
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    each = 2 * WIDTHS[training.dtype] + optimizer.numbers_per_weight * optimizer.moment_width(
+        config
+    )  # with its gradient
+    state = each * parameters(config.model).total
     count = world if machine.gpus else 1
     while state / count > usable:
         count *= 2

@@ -194,7 +194,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
         )
         return
     everything = names(config.model)
-    yield from _unmatched("training.freeze", patterns, everything)
+    yield from unmatched("training.freeze", patterns, everything)
     if lora.rank:
         yield from _lora(config, [name for name in everything if is_adaptable(name)])
     elif all(matches(name, tuple(patterns)) for name in everything):
@@ -204,7 +204,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
         )
 
 
-def _unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator[Violation]:
+def unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator[Violation]:
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
         some = next(name for name in reversed(known) if name.startswith("layers.")).split(".")[1]
         own = f"layers.{some}."
@@ -219,7 +219,7 @@ def _unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterato
 
 def _lora(config: Config, adaptable: list[str]) -> Iterator[Violation]:
     lora, freeze = config.lora, config.training.freeze
-    yield from _unmatched("lora.targets", lora.targets, adaptable)
+    yield from unmatched("lora.targets", lora.targets, adaptable)
     if freeze:
         yield Violation(
             ("training.freeze", "lora.rank"),

@@ -59,10 +59,11 @@ def grad_norm(
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the norm that all gradients then have."""
     grads = [local_grad(p) for p in parameters]
-    if not grads:
-        return
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # On GPUs this is one kernel only if both have the same dtype.
-    torch._foreach_mul_(grads, scale.to(torch.promote_types(grads[0].dtype, torch.float32)))
+    if grads:
+        # On GPUs this is one kernel only if both have the same dtype.
+        torch._foreach_mul_(grads, scale.to(torch.promote_types(grads[0].dtype, torch.float32)))
+    return norm * scale

@@ -23,9 +23,9 @@ from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.gradient_flow import flow_of_blocks
+from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
-from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -166,9 +166,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     parts += expert_parts
     trained = sum(_stored(unit.trained, n, weight_width) for unit, n in parts)
     weights = trained + sum(_frozen_stored(unit, n, w) for unit, n in parts)
-    tensors = sum(len(unit.trained) for unit, _ in parts)
-    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    moments = optimizer.numbers_per_weight * trained + optimizer.bytes_per_tensor * tensors
+    moments = state_bytes(config, fold, parts, stages, blocks, _stored)
     kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w

@@ -19,6 +19,7 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
+from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
@@ -216,6 +217,7 @@ class Pricer(BlockCosts):
         edges = (sizes.embedding.trained.piece(data) + sizes.head.trained.piece(data)) // (1 if fold.pp == 1 else 2)
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
+        optimizer += self.matrices(config, fold)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
         components[NAMES["copies"]] += copies_per_step
         components |= {
@@ -233,6 +235,17 @@ class Pricer(BlockCosts):
         if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
         return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, hidden)
+
+    def matrices(self, config: Config, fold: Fold) -> float:
+        """Seconds of an update that works on whole matrices, apart from moving numbers."""
+        if not OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
+            return 0.0
+        work = muon_work(config, fold)
+        rate = self.device.peak(config.optimizer.ns_dtype) * self.factors.matrix
+        attention = LinkGroup(fold.dp_shard * fold.cp * fold.tp, 1), work.attention_bytes
+        experts = LinkGroup(fold.edp * fold.etp, 1 if fold.etp > 1 else fold.ep), work.expert_bytes
+        # All that a rank sends goes there and back, in an all-to-all each.
+        return work.flops / rate + sum(2 * self.links.exchange(group, sent / 2) for group, sent in (attention, experts))
 
     def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
         """A microbatch's hidden states to the next stage."""

@@ -47,6 +47,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "loss_narrow": curves_chart(**loss),
         "val_loss": curves_chart("Validation loss", "nats per token", curves("val_loss")),
         "grad_norm": curves_chart("Gradient norm", "before clipping", curves("grad_norm")),
+        "max_logit": curves_chart("Largest attention logit", "worst layer", curves("max_logit")),
         "lr": curves_chart("Learning rate", "", curves("lr")),
         "tokens_per_s": curves_chart("Throughput", "tokens/s, all ranks", curves("tokens_per_s"), smoothed=True),
         "mfu": curves_chart("MFU", "", curves("mfu"), percent, smoothed=True),

@@ -26,6 +26,7 @@ from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
+from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
@@ -40,6 +41,7 @@ from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -81,6 +83,8 @@ def build_training(
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
     objective = OBJECTIVES.implementation(training.objective)(meshes)
+    every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
+    logits = LargestLogits(config.model, stages, place, meshes, every) if every else None
     gradients = Gradients(
         stages,
         engine,
@@ -92,9 +96,10 @@ def build_training(
         statistics(config.moe),
         state,
         device,
+        logits,
     )
     weights = gradients.parameters
-    optimizer = OPTIMIZERS.implementation(config.optimizer.name)(gradients.trained, config.optimizer)
+    optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
     if config.validation.interval:
@@ -134,6 +139,7 @@ def build_training(
         gradients=gradients,
         guard=guard,
         optimizer=optimizer,
+        qk_clip=QKClip(config.optimizer.qk_clip, config.model, weights) if config.optimizer.qk_clip else None,
         rate=rate,
         report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
         max_grad_norm=config.optimizer.max_grad_norm,
@@ -145,7 +151,7 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        set_up=set_up(config, fold.pp, batches.microbatches, engine, device),
+        set_up=set_up(config, fold.pp, batches.microbatches, engine, device) | optimizer.notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,

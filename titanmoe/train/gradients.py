@@ -22,6 +22,7 @@ from titanmoe.moe.layer import MoE, sum_statistics
 from titanmoe.observe import named
 from titanmoe.parallel.batch_slice import Slice, take_slice, to_device
 from titanmoe.parallel.context import Placement
+from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.norm import grad_norm
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.tensor import sum_replicated
@@ -60,6 +61,8 @@ class StepScalars:
     tokens: float
     layers: dict[int, list[float]]
     """Of each MoE layer: rows per expert, then its statistics."""
+    max_logits: list[float]
+    """Of each block, in a step that measures them."""
 
 
 class Sums(NamedTuple):
@@ -69,6 +72,8 @@ class Sums(NamedTuple):
     """Each MoE layer's row of statistics."""
     own_losses: Tensor
     """What this rank added to the losses."""
+    logits: Tensor | None
+    """The largest of each block and head, in a step that measures them."""
 
 
 class Slicer:
@@ -106,6 +111,7 @@ class Gradients:
     """Names of what MoE layers count besides rows per expert."""
     state: RunState
     device: torch.device
+    logits: LargestLogits | None = None
     wants_to_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants to stop; all stop together once one does."""
     overflow_reruns: int = 0
@@ -138,17 +144,21 @@ class Gradients:
         experts = sum_statistics(
             self.moe_layers, self.blocks, self.num_experts, self.statistics, self.meshes.world, self.device
         )
+        logits = self.logits.over_ranks(self.device) if self.logits else None
+        by_block = norm.new_empty(0) if logits is None else logits.amax(1)
         loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
-            (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten())
+            (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten(), by_block)
         ).tolist()
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
-        scalars = StepScalars(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
-        return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own)
+        scalars = StepScalars(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers, rest[experts.numel() :])
+        return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own, logits)
 
     def begin_step(self, totals: Totals) -> None:
+        if self.logits:
+            self.logits.begin_step(self.state.step)
         for moe in self.moe_layers.values():
             moe.begin_step(self.state.step, totals.tokens, totals.samples)
 

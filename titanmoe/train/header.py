@@ -54,7 +54,8 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         count += f"; {trained:,} are trained" + ", in adapters" * bool(tuning.rank)
     # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
     frozen = 0 if tuning.rank else parameters.total - trained
-    saved = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    saved = optimizer.numbers_per_weight * optimizer.moment_width(config)
     balance = unbalanced(model, config.moe)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
@@ -73,7 +74,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
-        trained * (1 + saved) * stored + frozen * getattr(torch, training.mixed_precision_param).itemsize,
+        trained * (stored + saved) + frozen * getattr(torch, training.mixed_precision_param).itemsize,
     )
 
 

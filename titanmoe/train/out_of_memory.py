@@ -73,8 +73,9 @@ def _weights(training: Training) -> tuple[int, int]:
 
 def _state(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
     """Bytes that a step needs, given the bytes of the weights, and of those that are trained."""
-    numbers = OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
-    moments = 0 if config.optimizer.offload and device.type == "cuda" else numbers * trained
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    state = optimizer.numbers_per_weight * optimizer.moment_width(config) * trained // WIDTHS[config.training.dtype]
+    moments = 0 if config.optimizer.offload and device.type == "cuda" else state
     return {"weights": weights, "gradients": trained, "optimizer state": moments}
 
 

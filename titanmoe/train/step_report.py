@@ -35,6 +35,9 @@ class StepReport:
             values["imbalance"] = max(layer["imbalance"] for layer in layers.values())
             for name in ("router_entropy", "dropped_fraction"):
                 values[name] = sum(layer[name] for layer in layers.values()) / len(layers)
+        if scalars.max_logits:
+            values["max_logit"] = max(scalars.max_logits)
+            values |= {f"layers.{number}.max_logit": value for number, value in enumerate(scalars.max_logits)}
         for number, layer in layers.items():
             values |= {f"layers.{number}.{name}": value for name, value in layer.items()}
         return values

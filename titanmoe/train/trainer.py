@@ -113,10 +113,13 @@ class Trainer:
         rate, scalars = training.rate(state.step), verdict.sums.scalars
         if verdict.update:
             observe.active.gradients(state.step, work, training.gradients.trained)
+            norm = verdict.sums.norm
             if training.max_grad_norm > 0:
-                clip(training.gradients.trained.values(), verdict.sums.norm, training.max_grad_norm)
+                norm = clip(training.gradients.trained.values(), norm, training.max_grad_norm)
             with observe.region("optimizer"):
-                training.optimizer.step(rate)
+                training.optimizer.step(rate, norm)
+                if training.qk_clip and verdict.sums.logits is not None:
+                    training.qk_clip(verdict.sums.logits)
             num_experts = training.gradients.num_experts
             move_biases(training.moe_layers, verdict.sums.experts, num_experts, training.bias_update_rate)
             state.tokens += scalars.tokens

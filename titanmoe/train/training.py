@@ -20,6 +20,7 @@ from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -45,6 +46,7 @@ class Training:
     gradients: Gradients
     guard: Guard
     optimizer: Optimizer
+    qk_clip: QKClip | None
     rate: LearningRate
     report: StepReport
     max_grad_norm: float

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
@@ -46,6 +46,19 @@ class GroupedQuery(MixerRules):
         names = [f"{w}.weight" for w in (*projections, "wo")] + [f"{w}.bias" for w in projections if model.qkv_bias]
         names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
         return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
+
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
+        return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in ("wq", "wk", "wv")} | {
+            "wo.weight": MatrixRows(())
+        }
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        if model.qk_norm != "none":
+            return {}
+        heads, keys, root = model.num_heads, model.num_kv_heads, ((model.head_dim, 0.5),)
+        kinds = ("weight", "bias") if model.qkv_bias else ("weight",)
+        both = {"wq": ClippedRows(heads, keys, root), "wk": ClippedRows(keys, keys, root)}
+        return {f"{name}.{kind}": rows for name, rows in both.items() for kind in kinds}
 
     def pair_flops(self, model: Model) -> int:
         return 4 * model.num_heads * model.head_dim

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 
 
 class Latent(MixerRules):
@@ -31,6 +31,20 @@ class Latent(MixerRules):
         to_query = ["wq_a", "wq_b"] if model.q_lora_rank else ["wq"]
         norms = ["q_norm", "kv_norm"] if model.q_lora_rank else ["kv_norm"]
         return [f"{name}.weight" for name in (*to_query, "wkv_a", "wkv_b", "wo", *norms)]
+
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
+        """Latents and the turned key, and keys and values of all heads, are matrices of their own."""
+        query, whole = MatrixRows((model.head_dim,)), MatrixRows(())
+        rows = {"wq_a": whole, "wq_b": query} if model.q_lora_rank else {"wq": query}
+        rows |= {"wkv_a": MatrixRows((model.kv_lora_rank, model.qk_rope_head_dim))}
+        rows |= {"wkv_b": MatrixRows((model.qk_nope_head_dim, model.v_head_dim)), "wo": whole}
+        return {f"{name}.weight": value for name, value in rows.items()}
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        heads, nope = model.num_heads, (model.qk_nope_head_dim, 0.5)
+        query = ClippedRows(heads, heads, (nope, (model.qk_rope_head_dim, 1.0)))
+        key = ClippedRows(heads, heads, (nope, (model.v_head_dim, 0.0)))
+        return {"wq_b.weight" if model.q_lora_rank else "wq.weight": query, "wkv_b.weight": key}
 
     def pair_flops(self, model: Model) -> int:
         return 2 * model.num_heads * (model.head_dim + model.v_head_dim)

@@ -27,6 +27,23 @@ def elements(tensors: list[Split]) -> int:
     return sum(prod(shape) for shape, _ in tensors)
 
 
+class MatrixRows(NamedTuple):
+    """How the rows of a weight are divided into matrices: each head has `parts`, one below the other, and the same part
+    of all heads is one matrix. Without parts all rows are one."""
+
+    parts: tuple[int, ...]
+
+
+class ClippedRows(NamedTuple):
+    """The rows of a weight or bias that makes queries or keys, for QK-Clip."""
+
+    heads: int
+    key_heads: int
+    """Heads of the layer that share a factor are those of one key head."""
+    parts: tuple[tuple[int, float], ...]
+    """Of each head: how many rows, and the power of the factor that scales them."""
+
+
 class Product(NamedTuple):
     """A matrix product of one rank, for each position."""
 
@@ -91,6 +108,15 @@ class MixerRules(Rules, ABC):
         """Of its parameters within a block: of matrices, then vectors, then norms. Without them training.freeze is
         refused."""
         return []
+
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
+        """Of those parameters, by name, that an optimizer may take for matrices (titanmoe.models.matrices). The others
+        it takes for vectors."""
+        return {}
+
+    def clipped(self, model: Model) -> dict[str, ClippedRows]:
+        """Of those parameters, by name, that QK-Clip scales. None: it has no effect, and is refused."""
+        return {}
 
     after_scores: tuple[str, ...] = ()
     """Of these, those whose input is what its tokens have seen of each other."""

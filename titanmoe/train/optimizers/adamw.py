@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
+from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.norm import local_grad
+from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.rounding import Rounding, widened
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 
@@ -20,26 +25,51 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
+def moment_dtype(options: Options) -> torch.dtype | None:
+    """None: that of each weight."""
+    return torch.bfloat16 if options.moments_dtype == "bfloat16" else None
+
+
 class AdamW(Optimizer):
-    def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        options: Options,
+        groups: Mapping[str, OwnRates] | None = None,
+        lr: float | None = None,
+        rounding: Rounding | None = None,
+    ):
+        """groups: of the parameters that have one. lr: the others' peak rate, if it is not the recipe's."""
         super().__init__(parameters, options)
-        decayed = [n for n, p in parameters.items() if options.decay_all or decays(n, p)]
-        groups = [
-            {"params": [self.local_shards[n] for n in decayed], "weight_decay": options.weight_decay},
-            {"params": [p for n, p in self.local_shards.items() if n not in set(decayed)], "weight_decay": 0.0},
-        ]
+        self.rounding, self.options = rounding or Rounding(parameters), options
+        # Otherwise torch's own update is left alone, which takes all parameters at once.
+        self.narrow = options.moments_dtype == "bfloat16" or options.stochastic_rounding
+        alike: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, p in parameters.items():
+            group = (groups or {}).get(name, OwnRates())
+            usual = options.weight_decay if options.decay_all or decays(name, p) else 0.0
+            decay = usual if group.weight_decay is None else group.weight_decay
+            rate = share(lr if group.lr is None else group.lr, options)
+            alike.setdefault((rate, decay), []).append(self.local_shards[name])
+        groups_of_torch = [{"params": ps, "weight_decay": decay, "rate": rate} for (rate, decay), ps in alike.items()]
         # Its own groups: torch refuses an optimizer without any, which a stage that trains nothing has.
         self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.empty(0)]}],
+            groups_of_torch or [{"params": [torch.empty(0)], "rate": 1.0}],
             lr=options.lr,
             betas=(options.beta1, options.beta2),
             eps=options.eps,
             fused=options.implementation == "fused",
             foreach=options.implementation == "foreach",
         )
-        self.offload = Offload(self.local_shards) if options.offload and self.local_shards else None
+        self.offload = (
+            Offload(self.local_shards, dtype=moment_dtype(options)) if options.offload and self.local_shards else None
+        )
 
-    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+    @classmethod
+    def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> AdamW:
+        return cls(parameters, config.optimizer, groups_of(parameters, config), None, Rounding.of(parameters, config))
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
         """Its running means; zeros before the first step."""
         states = self._states()
         if self.offload is not None:
@@ -47,15 +77,15 @@ class AdamW(Optimizer):
         return {name: {key: state[key] for key in MOMENTS} for name, state in states.items()}
 
     @property
-    def on_device(self) -> list[torch.Tensor]:
+    def on_device(self) -> list[Tensor]:
         states = [x for state in self.adamw.state.values() for x in state.values()]
         return states if self.offload is None else [*states, *self.offload.buffers]
 
     @property
-    def on_host(self) -> list[torch.Tensor]:
+    def on_host(self) -> list[Tensor]:
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
-    def _states(self) -> dict[str, dict[str, torch.Tensor]]:
+    def _states(self) -> dict[str, dict[str, Tensor]]:
         out = {}
         for name, part in self.local_shards.items():
             state = self.adamw.state[part]
@@ -63,22 +93,25 @@ class AdamW(Optimizer):
                 fused = self.adamw.defaults["fused"]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device if fused else "cpu")
                 for key in MOMENTS if self.offload is None else ():
-                    state[key] = torch.zeros_like(part, memory_format=torch.preserve_format)
+                    dtype = moment_dtype(self.options)
+                    state[key] = torch.zeros_like(part, dtype=dtype, memory_format=torch.preserve_format)
             out[name] = state
         return out
 
     def resume(self, updates: int) -> None:
+        self.rounding.update = updates
         for state in self._states().values():
             state["step"].fill_(updates)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, norm: Tensor | None = None) -> None:
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["rate"]
+        self.rounding.update += 1
+        states = self._states() if self.narrow or self.offload is not None else {}
         if self.offload is None:
             self._update(self.parameters)
             return
-        states = self._states()
         for bucket in self.offload.visits():
             for name, both in bucket.items():
                 states[name].update(zip(MOMENTS, both, strict=True))
@@ -89,8 +122,38 @@ class AdamW(Optimizer):
 
     def _update(self, names: Iterable[str]) -> None:
         """AdamW passes over parameters without a gradient."""
+        if self.narrow:
+            for name in names:
+                self._update_narrow(name)
+            return
         for name in names:
             self.local_shards[name].grad = local_grad(self.parameters[name])
         self.adamw.step()
         for name in names:
             self.local_shards[name].grad = self.parameters[name].grad = None
+
+    def _update_narrow(self, name: str) -> None:
+        """In float32, a parameter at a time."""
+        shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
+        group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
+        state, grad = self.adamw.state[shard], widened(local_grad(parameter))
+        tensors = {"weight": shard.data} | {key: state[key] for key in MOMENTS}
+        wide = {what: widened(x) for what, x in tensors.items()}
+        adamw(
+            [wide["weight"]],
+            [grad],
+            *([wide[key]] for key in MOMENTS),
+            [],
+            [state["step"]],
+            fused=options.implementation == "fused",
+            amsgrad=False,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=options.eps,
+            maximize=False,
+        )
+        for what, x in tensors.items():
+            self.rounding.store(x, wide[what], name, what)
+        parameter.grad = None

@@ -1,4 +1,4 @@
-"""AdamW's moments in host memory, copied to the device for the update, a few parameters at a time.
+"""An optimizer's moments in host memory, copied to the device for the update, a few parameters at a time.
 
 While the parameters of one bucket are updated, the moments of the next are copied in and those of the one before are
 copied out: the device has room for three buckets, used in rotation. The operations are those of an optimizer that
@@ -7,7 +7,7 @@ keeps its moments on the device, on the same numbers, so every result is equal t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 TURN = 1 << 26
-"""Bytes of both moments, unless a single parameter has more. Page-locked memory comes in powers of two."""
+"""Bytes of all moments, unless a single parameter has more. Page-locked memory comes in powers of two."""
 BUFFERS = 3
 ALIGNED = 64
 """Numbers: every tensor begins at a multiple of them."""
 
-Moments = tuple[Tensor, Tensor]
+Moments = tuple[Tensor, ...]
 
 
 class Copies:
@@ -72,15 +72,16 @@ class Bucket:
     shapes: dict[str, torch.Size]
     numbers: int
     """Of one moment, alignment included."""
+    count: int
+    """Of moments of a parameter."""
     host: Tensor
     copied_out: Any = None
     """The event that ends their last copy to the host."""
 
-    def unpack(self, both: Tensor) -> dict[str, Moments]:
+    def unpack(self, every: Tensor) -> dict[str, Moments]:
         out, begin = {}, 0
         for name, shape in self.shapes.items():
-            mean, square = (x[begin : begin + shape.numel()].view(shape) for x in both.view(2, -1))
-            out[name] = mean, square
+            out[name] = tuple(x[begin : begin + shape.numel()].view(shape) for x in every.view(self.count, -1))
             begin += _aligned(shape.numel())
         return out
 
@@ -90,35 +91,48 @@ def _aligned(numbers: int) -> int:
 
 
 class Offload:
-    def __init__(self, local_shards: dict[str, nn.Parameter], copies: Copies | None = None):
-        """local_shards: this rank's shard of every weight, all in one dtype."""
+    def __init__(
+        self,
+        local_shards: dict[str, nn.Parameter],
+        copies: Copies | None = None,
+        count: int = 2,
+        dtype: torch.dtype | None = None,
+        together: Iterable[Iterable[str]] | None = None,
+    ):
+        """local_shards: this rank's shard of every weight, all in one dtype. count: moments of each. dtype: theirs, if
+        not that of the weights. together: names for each bucket, if it is not for this class to choose."""
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
+        self.count, like = count, first.new_empty(0, dtype=dtype)
         self.buckets: list[Bucket] = []
-        shapes: dict[str, torch.Size] = {}
-        for name, part in local_shards.items():
-            if shapes and _size((*shapes.values(), part.shape)) * 2 * first.element_size() > TURN:
-                self._add(shapes, first)
-                shapes = {}
-            shapes[name] = part.shape
-        self._add(shapes, first)
+        if together is not None:
+            for names in together:
+                self._add({name: local_shards[name].shape for name in names}, like)
+        else:
+            shapes: dict[str, torch.Size] = {}
+            for name, part in local_shards.items():
+                if shapes and _size((*shapes.values(), part.shape)) * count * like.element_size() > TURN:
+                    self._add(shapes, like)
+                    shapes = {}
+                shapes[name] = part.shape
+            self._add(shapes, like)
         most = max(bucket.numbers for bucket in self.buckets)
-        self.buffers = [first.new_empty(2 * most) for _ in range(min(BUFFERS, len(self.buckets)))]
+        self.buffers = [like.new_empty(count * most) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Where moments are on the device."""
         self.free: list[Any] = [None] * len(self.buffers)
         """The event after which each buffer may be overwritten."""
 
     def _add(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
         numbers = _size(shapes.values())
-        host = like.new_zeros(2 * numbers, device="cpu", pin_memory=self.copies.page_locked)
-        self.buckets.append(Bucket(shapes, numbers, host))
+        host = like.new_zeros(self.count * numbers, device="cpu", pin_memory=self.copies.page_locked)
+        self.buckets.append(Bucket(shapes, numbers, self.count, host))
 
     def moments(self) -> dict[str, Moments]:
         """On the host, once every copy to it is done."""
         for bucket in self.buckets:
             if bucket.copied_out is not None:
                 self.copies.wait(bucket.copied_out)
-        return {name: both for bucket in self.buckets for name, both in bucket.unpack(bucket.host).items()}
+        return {name: every for bucket in self.buckets for name, every in bucket.unpack(bucket.host).items()}
 
     def visits(self) -> Iterator[dict[str, Moments]]:
         """The moments of each bucket on the device, to be updated before the next are asked for."""
@@ -129,13 +143,13 @@ class Offload:
                 arrived = self._fetch(number + 1)
             self.copies.hold(here)
             slot = number % len(self.buffers)
-            both = self.buffers[slot][: 2 * bucket.numbers]
-            yield bucket.unpack(both)
-            self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, both, self.copies.mark())
+            every = self.buffers[slot][: self.count * bucket.numbers]
+            yield bucket.unpack(every)
+            self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
         bucket, slot = self.buckets[number], number % len(self.buffers)
-        target, after = self.buffers[slot][: 2 * bucket.numbers], (bucket.copied_out, self.free[slot])
+        target, after = self.buffers[slot][: self.count * bucket.numbers], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer is. It knows this rank's part of every weight, and neither the model nor the mapping.
+"""What an optimizer is. It knows this rank's part of every weight; the model and the mapping only if it asks.
 
 A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, and its `rules`, and a line in
 `titanmoe/train/optimizers/rules.py`. `adamw.py` is the one with most in it.
@@ -10,7 +10,9 @@ from abc import abstractmethod
 
 from torch import Tensor, nn
 
+from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.materialize import piece
 
 
@@ -25,10 +27,15 @@ class Optimizer:
         """This rank's part of every weight, in the weight's own memory: never DTensors, whose dispatch on a four-dim
         mesh costs seconds per step."""
 
+    @classmethod
+    def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes) -> Optimizer:
+        """As a run makes it. For one that has to know the model or the mapping."""
+        return cls(parameters, config.optimizer)
+
     @abstractmethod
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, norm: Tensor) -> None:
         """Changes the local shards in place, by `titanmoe.parallel.norm.local_grad` of every parameter, and frees the
-        gradients. They are summed over the ranks, and clipped."""
+        gradients. They are summed over the ranks, and clipped. norm: of all gradients of the model, as they are now."""
         raise NotImplementedError
 
     @abstractmethod
@@ -36,6 +43,11 @@ class Optimizer:
         """Its own tensors, not copied, by parameter and name, shaped like the local shards; before the first step too.
         Checkpoints store them for any mapping and fill them."""
         raise NotImplementedError
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Rows of the run's header."""
+        return {}
 
     def resume(self, updates: int) -> None:
         """Continue after this many; the moments have been loaded. Here they are all there is."""

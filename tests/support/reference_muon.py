@@ -1,0 +1,101 @@
+"""Muon on a plain model: Newton-Schulz steps by their effect on singular values, with matrices listed family by family.
+
+It shares no code with ours, and nothing here knows of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from titanmoe.config.schema import Config, Model
+
+POLAR = [
+    [8.28721201814563, -23.595886519098837, 17.300387312530933],
+    [4.107059111542203, -2.9478499167379106, 0.5448431082926601],
+    [3.9486908534822946, -2.908902115962949, 0.5518191394370137],
+    [3.3184196573706015, -2.488488024314874, 0.51004894012372],
+    [2.300652019954817, -1.6689039845747493, 0.4188073119525673],
+    [1.891301407787398, -1.2679958271945868, 0.37680408948524835],
+    [1.8750014808534479, -1.2500016453999487, 0.3750001645474248],
+]
+
+
+def polar(x: Tensor, kind: str, steps: int, small: float) -> Tensor:
+    """small: what is added to the norm."""
+    norm = float(x.norm()) + small
+    if norm == 0:
+        return x
+    u, s, v = torch.linalg.svd(x / norm, full_matrices=False)
+    for k in range(steps):
+        a, b, c = 3.4445, -4.7750, 2.0315
+        if kind == "polar_express":
+            a, b, c = POLAR[k] if k < 7 else (1.875, -1.25, 0.375)
+            if k < 7:
+                a, b, c = a / 1.01, b / 1.01**3, c / 1.01**5
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ v
+
+
+def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]]:
+    """Which rows of a weight each of its matrices has."""
+    latent, nope, value = model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim
+    every, leaf = list(range(rows)), name.split(".")[-2]
+    if ".attention." not in name:
+        return [every]
+    if leaf == "wkv_a":
+        return [every[:latent], every[latent:]]
+    if leaf == "wkv_b":
+        heads = [every[i : i + nope + value] for i in range(0, rows, nope + value)]
+        keys, values = [rows[:nope] for rows in heads], [rows[nope:] for rows in heads]
+        return keys + values if by_head else [[i for rows in some for i in rows] for some in (keys, values)]
+    if by_head and leaf in ("wq", "wk", "wv", "wq_b"):
+        return [every[i : i + model.head_dim] for i in range(0, rows, model.head_dim)]
+    return [every]
+
+
+def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
+    if name.endswith("router.weight"):
+        return router
+    if weight.dim() < 2 or name.startswith(("embed.", "head.")) or name.endswith(("_bias", "bias", "norm.weight")):
+        return False
+    return not name.endswith("shared.gate.weight")
+
+
+def muon(
+    config: Config,
+    weights: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    moments: dict,
+    step_number: int,
+    norm: float,
+) -> tuple[dict[str, Tensor], dict]:
+    """norm: of all gradients. Moments start as {}."""
+    from tests.reference import adamw, decays, learning_rate
+
+    options = config.optimizer
+    matrices = [name for name in grads if is_matrix(name, weights[name], options.router_matrix)]
+    others = {name: weight for name, weight in weights.items() if name not in matrices}
+    rate = options.lr if options.adamw_lr < 0 else options.adamw_lr
+    of_rest = replace(config, optimizer=replace(options, lr=rate))
+    rest = {name: grad for name, grad in grads.items() if name in others}
+    new, new_moments = adamw(of_rest, others, rest, moments, step_number)
+    lr, mu = learning_rate(config, step_number), options.momentum
+    for name in matrices:
+        w, g = weights[name], grads[name]
+        m = mu * moments.get(name, torch.zeros_like(w)) + (1 - mu) * g
+        direction = (1 - mu) * g + mu * m if options.nesterov else m
+        update = torch.zeros_like(w)
+        for expert in range(w.shape[0]) if w.dim() == 3 else [None]:
+            x, out = (direction, update) if expert is None else (direction[expert], update[expert])
+            for rows in rows_of(config.model, name, x.shape[0], options.by_head):
+                big, ratio = max(len(rows), x.shape[1]), len(rows) / x.shape[1]
+                factor = 0.2 * math.sqrt(big) if options.adjust_lr == "match_rms" else math.sqrt(max(1, ratio))
+                out[rows] = factor * polar(x[rows], options.ns_coefficients, options.ns_steps, options.ns_eps * norm)
+        decay = options.weight_decay if decays(name, w, options.decay_all) else 0.0
+        new[name] = w - lr * decay * w - lr * update
+        new_moments[name] = m
+    return {name: new[name] for name in weights}, new_moments

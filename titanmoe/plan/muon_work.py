@@ -1,0 +1,70 @@
+"""What Muon's update adds to a step on each rank: Newton-Schulz FLOPs, and bytes of matrices on their way."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.models import tensors
+from titanmoe.models.families import mixers
+from titanmoe.models.matrices import declared, matrices_of
+from titanmoe.models.mixers.rules import Shape
+from titanmoe.models.tensors import Tuning
+
+
+class MuonWork(NamedTuple):
+    """Of the mean rank."""
+
+    flops: float = 0.0
+    attention_bytes: float = 0.0
+    """Sent over dp_shard, cp and tp."""
+    expert_bytes: float = 0.0
+    """Sent over edp and etp."""
+
+
+def muon_work(config: Config, fold: Fold) -> MuonWork:
+    """As titanmoe.parallel.whole_matrices does it. Replicas do the same work."""
+    model, options, tuning = config.model, config.optimizer, Tuning.of(config)
+    width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
+    dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
+    sliced = model.num_experts // fold.ep % fold.edp != 0
+    whole_over_tp = {
+        f"attention.{name}"
+        for mixer in mixers(model)
+        for name, (_, dim) in zip(mixer.names(model), mixer.matrices(model), strict=False)
+        if dim is None
+    }
+    flops, dense_bytes, expert_bytes = 0.0, 0.0, 0.0
+    for name, (shape, rows) in declared(model, options.router_matrix).items():
+        if tuning.freezes(name):
+            continue
+        stack = prod(shape[:-2])
+        matrices = matrices_of(shape[-2:], rows, options.by_head)
+        each = options.ns_steps * sum(matrix.flops_per_step for matrix in matrices)
+        if ".experts." in name:
+            local = stack // fold.ep
+            flops += each * (local / fold.edp / fold.etp)
+            expert_bytes += local * _cut_bytes(name, shape[-2:], fold, sliced, width) / experts
+        elif name.endswith("router.weight"):
+            flops += each
+        else:
+            flops += each / dense
+            copies = fold.tp if name.partition(".")[2].partition(".")[2] in whole_over_tp else 1
+            dense_bytes += (1 + copies) * prod(shape) * (dense - 1) / dense * width / dense
+    return MuonWork(flops / fold.pp, dense_bytes / fold.pp, expert_bytes / fold.pp)
+
+
+def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:
+    """What the ranks of a team send for an expert's matrix: to its owner and back, or for the sum of Gram matrices."""
+    ranks = fold.edp * fold.etp
+    if fold.etp == 1 and not sliced:
+        return 0.0
+    hidden = tensors.EXPERT_SPLITS[name.rpartition(".")[2]] - 1
+    cut = ([hidden] if fold.etp > 1 else []) + ([1 - hidden] if sliced else [])
+    small, large = sorted(shape)
+    owner = 2 * prod(shape) * (ranks - 1) / ranks * width
+    gram = 2 * (ranks - 1) * small**2 * max(width, 4)
+    return min(owner, gram) if small < large and cut == [shape.index(large)] else owner

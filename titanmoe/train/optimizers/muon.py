@@ -1,0 +1,201 @@
+"""Muon: each matrix moves by its momentum with all singular values made one (Newton-Schulz); the rest is AdamW's.
+
+Momentum as in torch.optim.Muon. The norm that a matrix is divided by before the steps has ns_eps times the norm of the
+whole model's gradient added: a gradient that is only rounding, as that of an expert without tokens may be, then stays
+small instead of becoming a full step, and no threshold decides which it is.
+
+A matrix is whole or in pieces on several ranks: titanmoe.parallel.whole_matrices. Every mapping makes the same update.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.matrices import Matrix, declared, matrices_of
+from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
+from titanmoe.parallel.norm import local_grad
+from titanmoe.parallel.sharded import shard_experts_on_model_dim
+from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, piecewise, rounds_of, sum_grams
+from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
+from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
+from titanmoe.train.optimizers.offload import Offload
+from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.rounding import Rounding, widened
+
+BATCH = 1 << 27
+"""Numbers of a stack of matrices that are worked on at once."""
+
+
+def pieces_of(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[Piecewise]:
+    """This rank's weights that are made of matrices."""
+    attention = experts = ALONE
+    if meshes is not None and meshes.fold.world > 1:
+        fold = meshes.fold
+        attention = Team.of(meshes, "attention", cuts=True)
+        sliced = shard_experts_on_model_dim(config.model.num_experts, fold.ep, fold.edp)
+        experts = Team.of(meshes, "experts", cuts=fold.etp > 1 or sliced)
+    matrices = {
+        name: matrices_of(shape, rows, config.optimizer.by_head)
+        for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items()
+        if name in parameters
+    }
+    return piecewise(parameters, matrices, lambda name: experts if ".experts." in name else attention)
+
+
+class Muon(Optimizer):
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        options: Options,
+        weights: Sequence[Piecewise] = (),
+        groups: Mapping[str, OwnRates] | None = None,
+        rounding: Rounding | None = None,
+    ):
+        """weights: those of the parameters that are made of matrices. groups: of the parameters that have one."""
+        super().__init__(parameters, options)
+        self.options, names = options, {weight.name for weight in weights}
+        self.steps = coefficients(options.ns_coefficients, options.ns_steps)
+        others = {name: p for name, p in parameters.items() if name not in names}
+        self.groups, rate = groups or {}, options.adamw_lr
+        self.rounding = rounding or Rounding(parameters)
+        self.rest = AdamW(others, options, self.groups, rate if rate >= 0 else None, self.rounding)
+        shards = {weight.name: self.local_shards[weight.name] for weight in weights}
+        wide = weights and shards[weights[0].name].dtype == torch.float64
+        self.dtype = torch.float64 if wide else getattr(torch, options.ns_dtype)
+        self.rounds = rounds_of(list(weights), self.dtype.itemsize) if weights else []
+        self.momentum: dict[str, Tensor] = {}
+        self.offload: Offload | None = None
+        if options.offload and shards:
+            together = [[weight.name for weight in turn.weights] for turn in self.rounds]
+            self.offload = Offload(shards, None, 1, moment_dtype(options), together)
+        else:
+            dtype = moment_dtype(options)
+            self.momentum = {name: torch.zeros_like(shard, dtype=dtype) for name, shard in shards.items()}
+
+    @classmethod
+    def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> Muon:
+        return cls(
+            parameters,
+            config.optimizer,
+            pieces_of(parameters, config, meshes),
+            groups_of(parameters, config),
+            Rounding.of(parameters, config),
+        )
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """How the matrices of this rank are worked on, and what AdamW trains."""
+        owned = sum(len(exchange.parts) for turn in self.rounds for exchange in turn.exchanges)
+        grams = [weight for turn in self.rounds for weights in turn.grams.values() for weight in weights]
+        summed, width = sum(len(weight.cut.matrices) for weight in grams), self.dtype.itemsize
+        sent = sum(exchange.numbers for turn in self.rounds for exchange in turn.exchanges) * width
+        local = sum(sum(1 for _ in weight.cut.own()) for turn in self.rounds for weight in turn.local)
+        names = dict.fromkeys(re.sub(r"^layers\.\d+", "layers.*", name) for name in self.rest.parameters)
+        return {
+            "muon": f"{local:,} whole matrices here, {owned:,} in pieces that are sent to owners ({sent / 2**20:,.1f} "
+            f"MiB of this rank's a step), {summed:,} by the sum of their Gram matrices",
+            "adamw": ", ".join(names) or "trains nothing here",
+        }
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        own = {name: {"momentum": mean} for name, mean in self.momentum.items()}
+        if self.offload is not None:
+            own = {name: {"momentum": mean} for name, (mean,) in self.offload.moments().items()}
+        return own | self.rest.moments()
+
+    def resume(self, updates: int) -> None:
+        self.rest.resume(updates)
+
+    @property
+    def on_device(self) -> list[Tensor]:
+        buffers = [] if self.offload is None else self.offload.buffers
+        return [*self.momentum.values(), *buffers, *self.rest.on_device]
+
+    @property
+    def on_host(self) -> list[Tensor]:
+        own = [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
+        return [*own, *self.rest.on_host]
+
+    @torch.no_grad()
+    def step(self, lr: float, norm: Tensor | float = 0.0) -> None:
+        eps_norm = self.options.ns_eps * norm
+
+        def work(x: Tensor) -> Tensor:
+            return orthogonalize(x, self.steps, eps_norm)
+
+        self.rest.step(lr)  # which counts the update
+        visits = iter(()) if self.offload is None else self.offload.visits()
+        for turn in self.rounds:
+            own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in turn.weights}
+            pieces = {name: self._direction(name, mean) for name, (mean,) in own.items()}
+            updates = {name: torch.empty_like(piece) for name, piece in pieces.items()}
+            for weight in turn.local:
+                self._local(weight, pieces[weight.name], updates[weight.name], eps_norm)
+            for group, weights in turn.grams.items():
+                self._by_gram(weights, pieces, updates, sum_grams(weights, pieces, group), eps_norm)
+            for exchange in turn.exchanges:
+                exchange.run(pieces, updates, work, self.scale, self.dtype)
+            for name, update in updates.items():
+                self._move(name, update, lr)
+        next(visits, None)  # the last bucket's copy to the host
+
+    def _move(self, name: str, update: Tensor, lr: float) -> None:
+        shard, options, group = self.local_shards[name], self.options, self.groups.get(name, OwnRates())
+        usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
+        decay = usual if group.weight_decay is None else group.weight_decay
+        lr *= share(group.lr, options)
+        weight = shard.data
+        wide = widened(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
+        self.rounding.store(weight, wide, name, "weight")
+
+    def scale(self, matrix: Matrix) -> float:
+        """By the shape of the whole matrix."""
+        rows, columns = matrix.shape
+        if self.options.adjust_lr == "original":
+            return math.sqrt(max(1, rows / columns))
+        return 0.2 * math.sqrt(max(rows, columns))
+
+    def _direction(self, name: str, momentum: Tensor) -> Tensor:
+        """Adds the gradient to the momentum, and frees it."""
+        parameter, mean, mu = self.parameters[name], widened(momentum), self.options.momentum
+        grad, parameter.grad = widened(local_grad(parameter)), None
+        mean.lerp_(grad, 1 - mu)
+        direction = grad.lerp(mean, mu) if self.options.nesterov else mean.clone()
+        self.rounding.store(momentum, mean, name, "momentum")
+        return direction
+
+    def _local(self, weight: Piecewise, piece: Tensor, update: Tensor, eps_norm: Tensor | float) -> None:
+        if weight.cut.whole_experts:
+            each = max(1, BATCH // max(1, piece[:1].numel()))
+            for some, out in zip(piece.split(each), update.split(each), strict=True):
+                out.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
+            update.mul_(self.scale(weight.cut.matrices[0]))
+            return
+        for matrix, own in weight.cut.own():
+            out = orthogonalize(own.take(piece).to(self.dtype), self.steps, eps_norm)
+            own.put(update, out.to(update.dtype) * self.scale(matrix))
+
+    def _by_gram(
+        self,
+        weights: list[Piecewise],
+        pieces: dict[str, Tensor],
+        updates: dict[str, Tensor],
+        grams: list[Tensor],
+        eps_norm: Tensor | float,
+    ) -> None:
+        every = ((weight, i) for weight in weights for i in range(len(weight.cut.matrices)))
+        for (weight, i), gram in zip(every, grams, strict=True):
+            own, matrix = weight.cut.overlaps[i][weight.cut.team.group.rank], weight.cut.matrices[i]
+            if not own.rows:
+                continue
+            left, piece = factor(gram, self.steps, eps_norm), own.take(pieces[weight.name]).to(gram.dtype)
+            out = left @ piece if matrix.shape[0] == gram.shape[0] else piece @ left.mT
+            own.put(updates[weight.name], out.to(piece.dtype) * self.scale(matrix))
