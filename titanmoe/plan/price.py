@@ -18,8 +18,8 @@ from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
-from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.muon_work import muon_work
+from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
