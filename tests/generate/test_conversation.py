@@ -141,6 +141,7 @@ class SlowSpeaker:
         return False
 
     def __iter__(self) -> Any:
+        time.sleep(0.5)
         yield "the fox\n"
         time.sleep(0.5)
         yield "quick\n"

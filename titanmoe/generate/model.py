@@ -109,7 +109,8 @@ def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
         return open_tokenizer(data.tokenizer)
     own_tokenizer = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
     if identity in (None, own_tokenizer.identity):
-        if trained.step is None and identity is None and not carried:
+        of_a_run = trained.step is not None or (trained.adapters and trained.adapters.config)
+        if not of_a_run and not carried:
             raise ConfigError([f"{trained.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
         return own_tokenizer
     if data.tokenizer != "bytes" and (data_tokenizer := open_tokenizer(data.tokenizer)).identity == identity:
