@@ -15,6 +15,7 @@ from typing import NamedTuple
 from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
+from titanmoe.fold.attention_backend import head_widths, kernel_refuses
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
@@ -46,7 +47,7 @@ CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
 """Bytes more that chunks move, in the units above: per element of a rank's own rows, to join their pieces, forward and
 backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
 RING_RATE = 0.35 * 989.5e12
-"""FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
+"""FLOPs per second at most in the ring's pieces where FlashAttention-2 computes them, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
 SHORT_CAUSAL, SHORT = 900, 190
 """Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, or without a
@@ -218,7 +219,13 @@ class BlockCosts(RowMessages):
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
         rate = self.peak * self.device.attention * self.factors.attention
-        return min(rate, RING_RATE) / _slower_in_pieces(self.config.training.seq_len, cp) if ring else rate
+        if not ring:
+            return rate
+        options, widths = self.config.parallelism, head_widths(self.model)
+        # By itself the ring takes cuDNN's kernel, too, where that knows the widths (titanmoe.parallel.attention_kernel).
+        if options.attention_kernel == "fa2" or kernel_refuses("cudnn", *widths, self.config.training.deterministic):
+            rate = min(rate, RING_RATE)
+        return rate / _slower_in_pieces(self.config.training.seq_len, cp)
 
     def _context(self, group: LinkGroup, X: float, keys: float, query: float) -> float:
         """Messages of ulysses or allgather in forward; backward sends twice as much."""
