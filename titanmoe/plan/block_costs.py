@@ -222,7 +222,7 @@ class BlockCosts(RowMessages):
         if not ring:
             return rate
         options, widths = self.config.parallelism, head_widths(self.model)
-        # By itself the ring takes cuDNN's kernel, too, where that knows the widths (titanmoe.parallel.attention_kernel).
+        # By itself the ring takes cuDNN's kernel too, where that knows the widths (titanmoe.parallel.attention_kernel).
         if options.attention_kernel == "fa2" or kernel_refuses("cudnn", *widths, self.config.training.deterministic):
             rate = min(rate, RING_RATE)
         return rate / _slower_in_pieces(self.config.training.seq_len, cp)
