@@ -58,7 +58,7 @@ from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
 from titanmoe.plan.price import Pricer  # noqa: E402
 from titanmoe.plan.search import PricedMapping, search  # noqa: E402
-from titanmoe.rehearse.columns import format_bytes  # noqa: E402
+from titanmoe.text_report import format_bytes  # noqa: E402
 
 PAGE, ROWS, EVERY = (ROOT / "docs" / name for name in ("planner.md", "planner_rows.md", "planner_rows.jsonl"))
 ACCURACY = "<!-- from here: python scripts/planner_page.py -->\n"

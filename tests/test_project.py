@@ -116,7 +116,8 @@ ARROWS["data"] = {"config", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
 ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
-ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "rehearse", "train"}
+ARROWS["text_report"] = {"config"}
+ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "text_report", "train"}
 
 
 @functools.cache

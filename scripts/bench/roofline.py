@@ -37,11 +37,11 @@ from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
-from titanmoe.rehearse.columns import columns  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse  # noqa: E402
 from titanmoe.replace import replaced  # noqa: E402
+from titanmoe.text_report import columns  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",

@@ -11,8 +11,8 @@ from titanmoe.config.recipes import names
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories
-from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.text_report import format_bytes
 
 MIDDLE = (
     "--model.family mixtral --model.size debug --model.vocab_size 1024 --model.dim 512 --model.num_layers 4 "

@@ -22,7 +22,7 @@ from titanmoe.plan import memory
 from titanmoe.plan.devices import Device, names, read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import search
-from titanmoe.rehearse.columns import format_bytes
+from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1

@@ -14,7 +14,7 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.rehearse.rehearse_command import Report, print_report
+from titanmoe.text_report import Report, print_report
 
 MOST_GPUS = 16384
 """The most GPUs that are tried for a model that does not fit."""
@@ -135,7 +135,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import row
     from titanmoe.plan.search import search
-    from titanmoe.rehearse.columns import format_bytes
+    from titanmoe.text_report import format_bytes
 
     training, gpus = config.training, args.ranks
     ways = {
@@ -194,7 +194,7 @@ def _short(cells: tuple[str, ...]) -> str:
 def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[str]) -> Plan:
     from titanmoe.config.laws import contradictions
     from titanmoe.plan.plan_table import HEAD, as_json, picture, row
-    from titanmoe.rehearse.columns import columns
+    from titanmoe.text_report import columns
 
     name, values = _what_if_values(args.what_if)
     body, points, data, unplanned = [(name, *HEAD)], [], [], []

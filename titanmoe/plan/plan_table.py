@@ -9,7 +9,7 @@ from titanmoe.fold.degrees import KEYS
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.search import PricedMapping, Search
-from titanmoe.rehearse.columns import columns, format_bytes
+from titanmoe.text_report import columns, format_bytes
 
 HEAD = (
     *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),

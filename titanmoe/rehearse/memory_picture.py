@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from html import escape
 
-from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.memory_over_step import COMPONENTS, Memory
 from titanmoe.rehearse.memory_table import peak_site
 from titanmoe.rehearse.world import Rehearsal
 from titanmoe.report.charts import Curve, Frame
 from titanmoe.report.draw import Area, Sheet, Stroke, Words
 from titanmoe.report.page import document, figure
+from titanmoe.text_report import format_bytes
 
 ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "ink", "c6", "c7", "soft", "muted"), strict=True))
 SIZE = (1240.0, 420.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanmoe.rehearse.columns import columns, format_bytes
 from titanmoe.rehearse.memory_over_step import Memory
+from titanmoe.text_report import columns, format_bytes
 
 SHOWN = 10
 

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from titanmoe.rehearse.columns import columns, format_bytes
 from titanmoe.rehearse.memory_table import memory_as_json, memory_table
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
 from titanmoe.rehearse.work_table import work_as_json, work_table
 from titanmoe.rehearse.world import NamedGroup, Rehearsal
+from titanmoe.text_report import columns, format_bytes
 
 
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:

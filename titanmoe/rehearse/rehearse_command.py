@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from titanmoe.config import ConfigError
-from titanmoe.config.load import format_problems
 from titanmoe.config.world_size import add_ranks, world_of
+from titanmoe.text_report import Report, print_report
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:
@@ -57,31 +55,6 @@ def run_rehearse(args: argparse.Namespace) -> int:
     from titanmoe.rehearse.hardware import HARDWARE
 
     return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
-
-
-Report = tuple[list[str], dict[Path | None, str], int]
-"""Lines to print, texts of files (None: not asked for), and the exit code."""
-
-
-def print_report(problems: list[str], report: Callable[[], Report]) -> int:
-    """Print a report and write its files, unless there are problems; returns the exit code."""
-    if problems:
-        print(format_problems(problems), file=sys.stderr)
-        return 2
-    try:
-        lines, files, code = report()
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    for file, text in files.items():
-        try:
-            if file is not None:
-                file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
-            return 2
-    return code
 
 
 def _report(args: argparse.Namespace) -> Report:

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from titanmoe.rehearse.columns import columns, format_bytes
 from titanmoe.rehearse.work import Operation, Operations, Work, work_of
+from titanmoe.text_report import columns, format_bytes
 
 SHOWN = 12
 STEP_PHASES = ("forward", "backward", "recomputed", "update")

@@ -1,0 +1,55 @@
+"""What a command prints and writes: aligned columns of text, byte counts in three digits, files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titanmoe.config import ConfigError
+from titanmoe.config.load import format_problems
+
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+def format_bytes(count: float) -> str:
+    unit = 0
+    while count >= 1000 and unit < len(UNITS) - 1:
+        count, unit = count / 1000, unit + 1
+    return f"{count:.3g} {UNITS[unit]}"
+
+
+def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
+    if not body:
+        return []
+    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
+    lines = []
+    for row in body:
+        cells = zip(row, widths, range(len(row)), strict=True)
+        lines.append("    " + "  ".join(x.rjust(w) if i in right else x.ljust(w) for x, w, i in cells).rstrip())
+    return lines
+
+
+Report = tuple[list[str], dict[Path | None, str], int]
+"""Lines to print, texts of files (None: not asked for), and the exit code."""
+
+
+def print_report(problems: list[str], report: Callable[[], Report]) -> int:
+    """Print a report and write its files, unless there are problems; returns the exit code."""
+    if problems:
+        print(format_problems(problems), file=sys.stderr)
+        return 2
+    try:
+        lines, files, code = report()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    for file, text in files.items():
+        try:
+            if file is not None:
+                file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
+            return 2
+    return code
