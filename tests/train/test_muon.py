@@ -19,7 +19,8 @@ from titanmoe.models.mixers.grouped_query import GroupedQuery
 from titanmoe.models.mixers.rules import MatrixRows
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
-from titanmoe.parallel.whole_matrices import ALONE, box_of, owners, piecewise
+from titanmoe.parallel.matrix_pieces import ALONE, box_of, piecewise
+from titanmoe.parallel.whole_matrices import owners
 from titanmoe.train.optimizers.muon import Muon
 
 MUON = {"optimizer.name": "muon"}

@@ -21,9 +21,10 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.ops.newton_schulz import coefficients, factor, orthogonalize
+from titanmoe.parallel.matrix_pieces import ALONE, Piecewise, Team, piecewise
 from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
-from titanmoe.parallel.whole_matrices import ALONE, Piecewise, Team, piecewise, rounds_of, sum_grams
+from titanmoe.parallel.whole_matrices import rounds_of, sum_grams
 from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
 from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
 from titanmoe.train.optimizers.offload import Offload
