@@ -85,15 +85,15 @@ def test_the_smallest_change_that_fits_is_offered(on):
 def test_neither_a_mapping_nor_ranks_are_offered_that_do_not_fit(on):
     (problem,) = refused("deepseek_671b").problems
     assert "is for 512 ranks (job.ranks)" in problem and "to run it here" not in problem
-    assert "with --ranks auto --fit, 2 ranks need at least 10.9 TB of memory here, and this machine has" in problem
+    assert "with --ranks auto --fit, 2 ranks need at least 12.2 TB of memory here, and this machine has" in problem
     assert problem.endswith(
         "256 H100 GPUs are enough, as titanmoe plan deepseek_671b --ranks 256 --hardware h100 shows"
     )
     fit = refused("deepseek_671b", "--ranks", "auto", "--fit").problems[0]
-    assert fit.startswith("2 ranks need at least 10.9 TB") and "plan deepseek_671b --ranks 256" in fit
+    assert fit.startswith("2 ranks need at least 12.2 TB") and "plan deepseek_671b --ranks 256" in fit
     offer = refused("deepseek_671b", "--ranks", "auto").offer
     assert offer.startswith("The nearest mapping that fits 2 ranks: ") and "--fit takes it" not in offer
-    assert "2 ranks need at least 10.9 TB" in offer
+    assert "2 ranks need at least 12.2 TB" in offer
     many = refused("debug", "--job.ranks", "64").problems[0]
     assert many.endswith("or --ranks auto --fit to run it here")
 

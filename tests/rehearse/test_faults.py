@@ -173,7 +173,7 @@ def another_group(world: World) -> Message:
 
 @fault("flat", 0)
 def rank_0_alone_in_a_sum_over_the_world(world: World) -> Message:
-    message = copy.copy(world[0].messages("blocking world", "all-reduce")[-1])
+    message = copy.copy(world[0].messages("blocking dp_shard x tp = world", "all-reduce")[-1])
     world[0].add(message)
     return message
 
@@ -187,7 +187,7 @@ def one_less(world: World) -> Message:
 
 @fault("flat", 4)
 def the_end_is_missing(world: World) -> Message:
-    message = world[4].messages("blocking world", "all-reduce")[-1]
+    message = world[4].messages("blocking dp_shard x tp = world", "all-reduce")[-1]
     world[4].drop(message)
     return message
 

@@ -202,7 +202,7 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([{"match": ["*.nothing"], "lr": 1.0}], 'has "*.nothing", which is the name of none of these'),
+        ([{"match": ["*.nothing"], "lr": 1.0}], 'has "*.nothing", which is the name of nothing there'),
         ([{"match": ["embed.*"], "lr": 1.0}] * 2, "embed.weight is in groups 1 and 2"),
         ([{"match": "embed.*", "rate": 1.0}], "group 1: unknown key rate: a group has match, lr and weight_decay"),
         ([{"match": ["embed.*"]}], "group 1 changes nothing"),
