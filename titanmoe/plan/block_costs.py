@@ -122,6 +122,7 @@ class BlockCosts(RowMessages):
         self.head = cache(self._head)
         self.dense = cache(self._dense)
         self.experts = cache(self._experts)
+        self.product, self.expert_products = cache(self._product), cache(self._expert_products)
         self.mixers = mixers(self.model)
         self.backward = _backward(config)
         ways = [(mixer, window(self.model, i), self.backward[i]) for i, mixer in enumerate(self.mixers)]
@@ -136,7 +137,7 @@ class BlockCosts(RowMessages):
 
     # ---- parts of a half
 
-    def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
+    def _product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
         """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
@@ -290,7 +291,7 @@ class BlockCosts(RowMessages):
         R = T * model.top_k * etp * self.imbalance
         router = self.product(T, model.num_experts, D) * 4
         exchanged, chunks = ep * etp > 1, way.chunks if ep * etp > 1 else 1
-        products = self._expert_products(R / chunks, ep, etp)
+        products = self.expert_products(R / chunks, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
         adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
         costs = []
@@ -337,7 +338,7 @@ class BlockCosts(RowMessages):
         are sent there at most, not back."""
         chunks = way.chunks if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
-        down = chunks * self._expert_products(R / chunks, ep, etp) / 3
+        down = chunks * self.expert_products(R / chunks, ep, etp) / 3
         rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
         return forward._replace(matrix=forward.matrix - down, rows=rows)
 
