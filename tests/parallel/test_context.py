@@ -235,6 +235,7 @@ def test_a_sink_is_a_share_that_goes_nowhere() -> None:
     lse = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
     sinks = torch.tensor([0.3, -2.0], dtype=torch.float64)
     kept = lse.exp() / (lse.exp() + sinks.exp().unsqueeze(1))
+    alone(q, k, v, None, 0, None, lambda told: close(told, lse))
     close(alone(q, k, v, None, 0, sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
 
 
@@ -267,7 +268,7 @@ def added_up_on_the_ring() -> None:
     group, shape = Group(dist.group.WORLD.group_name, size, rank), (B, H, C, WIDTH)
     q, k, v, grad = ([random(*shape, dtype=torch.bfloat16, seed=size * s + r) for r in range(size)] for s in range(4))
     inputs = [x[rank].requires_grad_() for x in (q, k, v)]
-    out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, None, 0)
+    out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, None, 0, None)
     grads = torch.autograd.grad(out, inputs, grad[rank])
     wide, others = ([torch.zeros(shape) for _ in range(3)] for _ in range(2))
     with torch.no_grad():
@@ -292,7 +293,7 @@ def test_gradients_of_all_keys_are_added_up_in_float32() -> None:
     q, k, v, grad = (random(B, H, n * C, WIDTH, dtype=torch.bfloat16, seed=n) for n in (2, 4, 4, 2))
     sinks = torch.arange(H, dtype=torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
-    grads = torch.autograd.grad(_Gathered.apply(*inputs, placement, 0, None, 0), inputs, grad)
+    grads = torch.autograd.grad(_Gathered.apply(*inputs, placement, 0, None, 0, None), inputs, grad)
     wide, out = [torch.zeros(x.shape) for x in (q, k, v)], torch.zeros(q.shape)
     lse = sinks.detach().float().view(-1, 1).expand(q.shape[:3]).clone()
     with torch.no_grad():

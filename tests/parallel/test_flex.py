@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
-from titanmoe.parallel.context import Placement
+from titanmoe.parallel.context import Placement, alone
 from titanmoe.parallel.flex import MASK_BLOCK, Masks, block_mask, flex, flex_attention_over
 
 B, H, G, WIDTH = 2, 4, 2, 16
@@ -81,9 +81,11 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
     q, k, v = (random(B, length, n, WIDTH, seed=s) for s, n in enumerate((H, G, G)))
     sinks = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=torch.float64) if with_sinks else None
     document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
-    masks = Masks(Placement(1, zigzag=False), 0)
-    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=NO_GROUP)
+    masks, lse = Masks(Placement(1, zigzag=False), 0), []
+    got = flex_attention_over(q, k, v, document, window, sinks, lse.append, masks=masks, group=NO_GROUP)
     torch.testing.assert_close(got, causal_attention(q, k, v, document, window, sinks), rtol=1e-12, atol=1e-12)
+    alone(q, k, v, document, window, None, lse.append)
+    torch.testing.assert_close(*lse, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("zigzag", [True, False])

@@ -33,8 +33,11 @@ def compared(zigzag: bool, dtype: torch.dtype, key_heads: int, value_width: int,
         inputs.append(sinks)
     cotangent = random(B, S, H, value_width, dtype=dtype, seed=100 + rank)
     options = vars(torch_ring._torch._cp_options).copy()
-    got = torch_ring.torch_ring_attention(*inputs[:3], sinks, placement=placement, group=group)
-    want = ring_attention(*inputs[:3], None, 0, sinks, placement=placement, group=group)
+    lse, layout = [], {"placement": placement, "group": group}
+    got = torch_ring.torch_ring_attention(*inputs[:3], sinks, lse.append, **layout)
+    want = ring_attention(*inputs[:3], None, 0, sinks, **layout)
+    ring_attention(*inputs[:3], None, 0, None, lse.append, **layout)
+    tolerances.close(*lse, terms=4 * WIDTH, roundings=4 * 16)
     grads = [torch.autograd.grad(out, inputs, cotangent) for out in (got, want)]
     assert vars(torch_ring._torch._cp_options) == options, "torch's global is left changed"
     for mine, wanted in zip((got, *grads[0]), (want, *grads[1]), strict=True):

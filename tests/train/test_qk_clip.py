@@ -11,6 +11,7 @@ import torch
 from tests import parity, world
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config import ConfigError
+from titanmoe.parallel import largest_logits
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.largest_logits import largest
 
@@ -25,17 +26,21 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("scores", [1, 400, 1 << 25])
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("documents", [False, True])
-def test_the_largest_is_that_of_the_whole_score_matrix(window: int, documents: bool) -> None:
+def test_the_largest_is_that_of_the_whole_score_matrix(
+    window: int, documents: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(largest_logits, "SCORES", scores)
     torch.manual_seed(0)
     q, k = torch.randn(2, 12, 4, 6), torch.randn(2, 12, 2, 6)
     document = torch.arange(12).div(5, rounding_mode="floor").expand(2, 12) if documents else None
-    scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / math.sqrt(6)
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / math.sqrt(6)
     apart = torch.arange(12).unsqueeze(1) - torch.arange(12)
     seen = (apart >= 0) & ((apart < window) if window else True)
     seen = seen & ((document.unsqueeze(2) == document.unsqueeze(1)) if documents else torch.tensor(True))
-    want = scores.masked_fill(~seen.view(-1, 1, 12, 12), -torch.inf).amax((0, 2, 3))
+    want = logits.masked_fill(~seen.view(-1, 1, 12, 12), -torch.inf).amax((0, 2, 3))
     got = largest(q, k, document, window, Placement(1, zigzag=False), NO_GROUP)
     assert torch.allclose(got, want, rtol=1e-6, atol=0)
 
@@ -74,6 +79,48 @@ def test_a_clipped_head_reaches_the_limit_in_the_first_block(model: str) -> None
     assert parity.error(whole, weights)[0] < 1e-12
 
 
+def test_later_blocks_reach_it_too_with_the_inputs_that_they_had() -> None:
+    world.run(1, replayed, CLIP | MODELS["grouped, with biases"] | {"model.num_layers": 3})
+
+
+def replayed(changes: dict[str, Any]) -> None:
+    """Before and after a clip, every block's attention gets the inputs of the step."""
+    trainer = parity.make_trainer(changes, loader=parity.samples())
+    logits, blocks = trainer.training.gradients.logits, trainer.training.stages[0].blocks()
+    inputs: dict[int, list[tuple]] = {layer: [] for layer in blocks}
+    for layer, block in blocks.items():
+        block.attention.register_forward_pre_hook(lambda module, args, layer=layer: inputs[layer].append(args))
+    report = trainer.train_step()
+    recorded = {layer: list(calls) for layer, calls in inputs.items()}
+    logits.begin_step(2)
+    for layer, block in blocks.items():
+        for args in recorded[layer]:
+            block.attention(*args)
+        before, after = report[f"layers.{layer}.max_logit"], float(logits.by_layer[layer].max())
+        assert before > 2 * LIMIT and LIMIT * (1 - 1e-9) < after <= LIMIT * (1 + 1e-12), layer
+
+
+BOUND = {"optimizer.qk_clip": 3.0, "optimizer.qk_clip_measure": "bound", "optimizer.lr": 0.0, "model.init_std": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [("grouped, with biases", "ring"), ("grouped, with biases", "ulysses"), ("latent", "allgather")]
+)
+def test_the_bound_is_that_of_every_kernel_and_the_largest_is_below_the_limit(model: str, kind: str) -> None:
+    exact = BOUND | {"optimizer.qk_clip_measure": "exact"}
+    keys = math.log(parity.TINY["training.seq_len"])
+    (reports, weights), ((largest, _), _) = (world.run(1, clipped, how | MODELS[model])[0] for how in (BOUND, exact))
+    names = [name for name in largest if name.endswith("max_logit")]
+    for name in names:
+        assert 3.0 < largest[name] <= reports[0][name] <= largest[name] + keys, name
+    assert reports[1]["layers.0.max_logit"] <= 3.0 + keys
+    mapping = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.cp_kind": kind}
+    folded, whole = world.run(4, clipped, BOUND | MODELS[model] | mapping)[0]
+    for alone, there in zip(reports, folded, strict=True):
+        assert [there[name] for name in names] == pytest.approx([alone[name] for name in names], rel=1e-12)
+    assert parity.error(whole, weights)[0] < 1e-12
+
+
 def test_it_is_measured_with_adamw_and_only_when_asked() -> None:
     trained = world.run(1, clipped, {"metrics.max_logit_every": 2})[0][0]
     assert [("max_logit" in report) for report in trained] == [False, True]
@@ -89,6 +136,9 @@ def test_it_is_measured_with_adamw_and_only_when_asked() -> None:
         ),
         ({"optimizer.qk_clip": 100.0, "compile.enable": True}, "leave one out"),
         ({"optimizer.qk_clip_every": 5}, "does nothing with qk_clip = 0"),
+        (BOUND | {"optimizer.qk_clip": 2.5}, r"up to ln\(seq_len\) = 2.8 above the largest logit"),
+        (BOUND | {"model.attention_sinks": True}, "which has sinks in it"),
+        (BOUND | {"optimizer.qk_clip": 0.0}, "does nothing with optimizer.qk_clip = 0 and metrics.max_logit_every = 0"),
     ],
 )
 def test_what_it_cannot_do_is_refused(changes: dict[str, Any], said: str) -> None:

@@ -117,10 +117,8 @@ def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> s
     training, device = config.training, _similar_device(machine)
     usable = device.memory - device.reserved
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    each = 2 * WIDTHS[training.dtype] + optimizer.numbers_per_weight * optimizer.moment_width(
-        config
-    )  # with its gradient
-    state = each * parameters(config.model).total
+    state = 2 * WIDTHS[training.dtype] * parameters(config.model).total  # with gradients
+    state += optimizer.state_numbers(config) * optimizer.moment_width(config)
     count = world if machine.gpus else 1
     while state / count > usable:
         count *= 2

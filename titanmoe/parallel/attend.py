@@ -14,7 +14,7 @@ from titanmoe.fold.attention_backend import head_widths, pick_backend
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
 from titanmoe.parallel import attention_kernel
-from titanmoe.parallel.context import OVER_CP, Placement, on_one_rank, ulysses_attention
+from titanmoe.parallel.context import OVER_CP, Placement, TellLse, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
 
@@ -26,6 +26,7 @@ def attend(
     document_BL: Tensor | None = None,
     window: int = 0,
     sinks_H: Tensor | None = None,
+    tell_lse: TellLse = None,
     *,
     backend: str,
     kind: str,
@@ -42,8 +43,8 @@ def attend(
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
     layout = {"placement": placement, "group": group}
     if implementation == "ring":
-        return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, **layout)
-    inputs = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H)
+        return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, tell_lse, **layout)
+    inputs = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H, tell_lse)
     if group.size > 1 and kind == "ulysses":
         whole = partial(_flexed, masks=masks, flex=flex) if implementation == "flex" else on_one_rank
         return ulysses_attention(*inputs, **layout, whole=whole)
@@ -52,8 +53,9 @@ def attend(
     return OVER_CP[kind](*inputs, **layout) if group.size > 1 else on_one_rank(*inputs)
 
 
-def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks, flex) -> Tensor:
-    return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], document_BL, window, q_BLHh.device), sinks_H)
+def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, tell_lse, *, masks: Masks, flex) -> Tensor:
+    mask = masks(k_BLGh.shape[1], document_BL, window, q_BLHh.device)
+    return flex(q_BLHh, k_BLGh, v_BLGh, mask, sinks_H, tell_lse)
 
 
 def context_parallel(

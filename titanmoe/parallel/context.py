@@ -22,6 +22,7 @@ h head width, which may differ for values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,9 @@ from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
 from titanmoe.parallel.attention_block import block, block_backward
+
+TellLse = Callable[[Tensor], None] | None
+"""Gets the log-sum-exp of each query that this rank computes, (B, H, S), if somebody wants it."""
 
 
 class Placement(NamedTuple):
@@ -174,10 +178,12 @@ class _Gathered(torch.autograd.Function):
     """Attention of this rank's query chunks to all key chunks, given in the order of the sequence."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, rank, document, window):
+    def forward(ctx, q, k, v, sinks, placement, rank, document, window, tell_lse):
         query_chunks, key_chunks = placement.chunks_of(rank), list(range(placement.chunks))
         out, lse = _start(q, v, sinks)
         _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window)
+        if tell_lse is not None:
+            tell_lse(lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
         ctx.query_chunks, ctx.key_chunks, ctx.window = query_chunks, key_chunks, window
@@ -189,7 +195,7 @@ class _Gathered(torch.autograd.Function):
         dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
         _backward_pairs(grad, q, k, v, ctx.query_chunks, ctx.key_chunks, document, out, lse, dq, dk, dv, ctx.window)
         dsinks = _sinks_grad(grad, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
@@ -211,7 +217,7 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, group, document, window):
+    def forward(ctx, q, k, v, sinks, placement, group, document, window, tell_lse):
         query_chunks = placement.chunks_of(group.rank)
         out, lse = _start(q, v, sinks)
         kv = _pack(k, v)
@@ -221,6 +227,8 @@ class _Ring(torch.autograd.Function):
             _forward_pairs(q, *_unpack(kv, k, v), query_chunks, key_chunks, document, out, lse, window)
             if next_kv is not None:
                 kv = wait(next_kv, group)
+        if tell_lse is not None:
+            tell_lse(lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
         ctx.placement, ctx.group, ctx.window = placement, group, window
@@ -243,7 +251,7 @@ class _Ring(torch.autograd.Function):
             if next_kv is not None:
                 kv = wait(next_kv, group)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
-        return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
+        return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None, None
 
 
 def _heads_first(*xs: Tensor) -> list[Tensor]:
@@ -252,22 +260,32 @@ def _heads_first(*xs: Tensor) -> list[Tensor]:
 
 
 def ring_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, placement: Placement, group: Group
 ) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, sinks_H, placement, group, document_BL, window).transpose(1, 2)
+    return _Ring.apply(q, k, v, sinks_H, placement, group, document_BL, window, tell_lse).transpose(1, 2)
 
 
 def allgather_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, placement: Placement, group: Group
 ) -> Tensor:
     k, v = (placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = _heads_first(q_BSHh, k, v)
-    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, document_BL, window).transpose(1, 2)
+    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, document_BL, window, tell_lse).transpose(1, 2)
 
 
 def ulysses_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group, whole=None
+    q_BSHh,
+    k_BSGh,
+    v_BSGh,
+    document_BL,
+    window=0,
+    sinks_H=None,
+    tell_lse=None,
+    *,
+    placement: Placement,
+    group: Group,
+    whole=None,
 ) -> Tensor:
     """whole: attention over the whole sequence, `on_one_rank` by default."""
     # Key heads are repeated until cp divides their number.
@@ -276,7 +294,7 @@ def ulysses_attention(
     q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
     if sinks_H is not None:
         sinks_H = sinks_H.chunk(group.size)[group.rank]
-    out = (whole or on_one_rank)(q, k, v, document_BL, window, sinks_H)
+    out = (whole or on_one_rank)(q, k, v, document_BL, window, sinks_H, tell_lse)
     return _swap(placement.by_rank(out, 1), 1, 2, group)
 
 
@@ -284,9 +302,11 @@ alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group
 """Attention over the whole sequence on this rank, chunk by chunk."""
 
 
-def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None) -> Tensor:
-    plain = causal_attention if not window and sinks_H is None else alone
-    return plain(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H)
+def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None, tell_lse: TellLse = None) -> Tensor:
+    inputs = (q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H)
+    if not window and sinks_H is None and tell_lse is None:
+        return causal_attention(*inputs)
+    return alone(*inputs, tell_lse)
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from titanmoe.comm.collectives import Group, gather
 from titanmoe.models.layers import promote
 from titanmoe.ops import device as hardware
-from titanmoe.parallel.context import Placement
+from titanmoe.parallel.context import Placement, TellLse
 
 MASK_BLOCK = 128
 
@@ -97,22 +97,33 @@ def _kernel():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_H: Tensor | None) -> Tensor:
+def flex(
+    q_BSHh: Tensor,
+    k_BLGh: Tensor,
+    v_BLGh: Tensor,
+    mask: BlockMask,
+    sinks_H: Tensor | None,
+    tell_lse: TellLse = None,
+) -> Tensor:
     """On a CPU it runs as plain operations without a backward, only to be compared with other implementations."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
     grouped = q.shape[1] != k.shape[1]
-    if sinks_H is None:
+    if sinks_H is None and tell_lse is None:
         return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
     out, aux = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    if tell_lse is not None:
+        tell_lse(aux.lse.detach())
+    if sinks_H is None:
+        return out.transpose(1, 2)
     # The sink takes its share of the softmax: exp(lse) / (exp(lse) + exp(sink)) is left.
     share_left = torch.sigmoid(aux.lse - promote(sinks_H).view(-1, 1))
     return (out * share_left.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
 
 
 def flex_attention_over(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, masks: Masks, group: Group, flex=flex
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, masks: Masks, group: Group, flex=flex
 ) -> Tensor:
     """This rank's queries against the gathered keys and values of the whole sequence."""
     k, v = (masks.placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
-    return flex(q_BSHh, k, v, masks(k.shape[1], document_BL, window, q_BSHh.device), sinks_H)
+    return flex(q_BSHh, k, v, masks(k.shape[1], document_BL, window, q_BSHh.device), sinks_H, tell_lse)

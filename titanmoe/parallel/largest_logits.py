@@ -1,7 +1,8 @@
 """The largest attention logit of each head in a step: over its microbatches, samples and pairs that see each other.
 
 Attention's kernels do not return it, so it costs a product of queries and keys for itself, and with cp a message of the
-keys: hence not in every step, unless that is asked for. Sinks are no logits of a pair, and are left out.
+keys: hence not in every step, unless that is asked for. Or it is bounded by the log-sum-exp of each query, which they
+have for backward: largest <= log-sum-exp <= largest + ln(keys). Sinks are no logits of a pair, and are left out.
 
 Shapes: B samples, S positions of the attention slice, H query heads and G key heads of this rank, h head width.
 """
@@ -22,8 +23,8 @@ from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.context import Placement, _bias, _heads_first, _pairs
 
-ROWS = 512
-"""Queries at a time, to limit memory."""
+SCORES = 1 << 25
+"""Logits at a time, unless a query sees more keys: 128 MiB in float32, however long sequences are."""
 
 
 @torch.no_grad()
@@ -38,23 +39,32 @@ def largest(
     for i, queries, j, keys in _pairs(q.shape[3], *chunks, window):
         bias = _bias(document_BL, i, j, queries.stop - queries.start, window, q[:, 0, 0])
         place = torch.arange(keys.stop - keys.start, device=q.device)
-        for begin in range(queries.start, queries.stop, ROWS):
-            rows = slice(begin, min(begin + ROWS, queries.stop))
+        step = max(1, SCORES // (q[:, :, :, 0, 0].numel() * len(place)))
+        for begin in range(queries.start, queries.stop, step):
+            rows = slice(begin, min(begin + step, queries.stop))
             own = slice(rows.start - queries.start, rows.stop - queries.start)
-            scores = q[:, :, :, rows] @ k[:, :, :, keys].mT / math.sqrt(q.shape[-1])
+            scores = (q[:, :, :, rows] @ k[:, :, :, keys].mT).div_(math.sqrt(q.shape[-1]))
             if i == j:
-                scores = scores.masked_fill(place > place[own].unsqueeze(1), -torch.inf)
+                scores.masked_fill_(place > place[own].unsqueeze(1), -torch.inf)
             if bias is not None:
-                scores = scores + bias[:, :, own].unsqueeze(2)
+                scores.add_(bias[:, :, own].unsqueeze(2))
             out = torch.maximum(out, scores.amax((0, 3, 4)))
     return out.flatten()
 
 
 class LargestLogits:
-    def __init__(self, model: Model, stages: list[Transformer], placement: Placement, meshes: Meshes, every: int):
+    def __init__(
+        self,
+        model: Model,
+        stages: list[Transformer],
+        placement: Placement,
+        meshes: Meshes,
+        every: int,
+        by_bound: bool = False,
+    ):
         """Listens to the attention of this rank's blocks. every: how many steps from one measurement to the next."""
         self.shape = model.num_layers + model.mtp_depth, model.num_heads
-        self.meshes, self.every, self.measures = meshes, every, False
+        self.meshes, self.every, self.by_bound, self.measures = meshes, every, by_bound, False
         self.by_layer: dict[int, Tensor] = {}
         for stage in stages:
             for layer, block in stage.blocks().items():
@@ -73,10 +83,15 @@ class LargestLogits:
         window: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if self.measures:
-            own = largest(q, k, document, window, placement, self.meshes.cp)
-            self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))
+        if not self.measures:
+            return attend(q, k, v, document, window, sinks)
+        if self.by_bound:
+            return attend(q, k, v, document, window, sinks, lambda lse: self._note(layer, lse.amax((0, 2))))
+        self._note(layer, largest(q, k, document, window, placement, self.meshes.cp))
         return attend(q, k, v, document, window, sinks)
+
+    def _note(self, layer: int, own: Tensor) -> None:
+        self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))
 
     def begin_step(self, step: int) -> None:
         self.by_layer, self.measures = {}, step % self.every == 0
@@ -87,7 +102,9 @@ class LargestLogits:
             return None
         self.measures = False
         out = torch.full(self.shape, -torch.inf, dtype=torch.float64, device=device)
+        heads, cp = self.shape[1] // self.meshes.tp.size, self.meshes.cp.rank
         for layer, own in self.by_layer.items():
-            first = self.meshes.tp.rank * len(own)
+            # The kernels of ulysses have a share of the heads on each rank of cp.
+            first = self.meshes.tp.rank * heads + cp * len(own) * (len(own) < heads)
             out[layer, first : first + len(own)] = own
         return all_reduce(out, self.meshes.world, "max")

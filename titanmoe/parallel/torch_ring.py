@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.parallel.attention_block import block, block_backward
-from titanmoe.parallel.context import Placement, _heads_first, _sinks_grad
+from titanmoe.parallel.context import Placement, TellLse, _heads_first, _sinks_grad
 
 try:
     from torch.distributed.tensor.experimental._context_parallel import _attention as _torch
@@ -72,10 +72,12 @@ def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, zigzag, group):
+    def forward(ctx, q, k, v, sinks, zigzag, group, tell_lse):
         ctx.group, ctx.zigzag = group.process_group, zigzag
         with _options(zigzag, q.dtype):
             out, lse = _torch._templated_ring_attention(ctx.group, 2, _op, q, k, v, is_causal=True)
+        if tell_lse is not None:
+            tell_lse(lse)
         if sinks is not None:
             before, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
             out = (out * (before - lse).exp().unsqueeze(-1)).to(q.dtype)
@@ -89,11 +91,13 @@ class _Ring(torch.autograd.Function):
             dq, dk, dv = _torch._templated_ring_attention_backward(
                 ctx.group, 2, _op_backward, grad, "grad", q, k, v, out, lse, is_causal=True
             )
-        return dq, dk, dv, _sinks_grad(grad, out, lse, sinks), None, None
+        return dq, dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None
 
 
 # Its options and process groups cannot be traced; compiled attention breaks into two graphs here.
 @torch.compiler.disable
-def torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, *, placement: Placement, group: Group) -> Tensor:
+def torch_ring_attention(
+    q_BSHh, k_BSGh, v_BSGh, sinks_H, tell_lse: TellLse = None, *, placement: Placement, group: Group
+) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group).transpose(1, 2)
+    return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group, tell_lse).transpose(1, 2)

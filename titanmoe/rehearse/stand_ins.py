@@ -12,6 +12,7 @@ from torch import Tensor
 
 from titanmoe.models.layers import promote
 from titanmoe.moe.assign import assign_all_rows, by_expert
+from titanmoe.parallel.context import TellLse
 from titanmoe.replace import replaced
 
 _aten = torch.ops.aten
@@ -37,11 +38,15 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
     return _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal)[:2]
 
 
-def flex_attention(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None) -> Tensor:
+def flex_attention(
+    q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, tell_lse: TellLse = None
+) -> Tensor:
     """For `titanmoe.parallel.flex.flex`, which compiles its kernel: another kernel that keeps the same for backward."""
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
+    lse = lse[..., : q_BSHh.shape[1]]
+    if tell_lse is not None:
+        tell_lse(lse.detach())
     if sinks_H is not None:
-        lse = lse[..., : q_BSHh.shape[1]]
         out = (out * torch.sigmoid(lse - promote(sinks_H).view(-1, 1)).unsqueeze(-1)).to(q_BSHh.dtype)
     return out.transpose(1, 2)
 

@@ -84,7 +84,8 @@ def build_training(
     place = placement(config.parallelism)
     objective = OBJECTIVES.implementation(training.objective)(meshes)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
-    logits = LargestLogits(config.model, stages, place, meshes, every) if every else None
+    by_bound = config.optimizer.qk_clip_measure == "bound"
+    logits = LargestLogits(config.model, stages, place, meshes, every, by_bound) if every else None
     gradients = Gradients(
         stages,
         engine,

@@ -55,7 +55,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
     frozen = 0 if tuning.rank else parameters.total - trained
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    saved = optimizer.numbers_per_weight * optimizer.moment_width(config)
+    moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
     balance = unbalanced(model, config.moe)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
@@ -74,7 +74,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
-        trained * (stored + saved) + frozen * getattr(torch, training.mixed_precision_param).itemsize,
+        trained * stored + moments + frozen * getattr(torch, training.mixed_precision_param).itemsize,
     )
 
 

@@ -13,7 +13,8 @@ import torch
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
-from titanmoe.models.count import parameters
+from titanmoe.models.count import parameters, trained_parameters
+from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
 from titanmoe.train.optimizers.rules import OPTIMIZERS
@@ -74,7 +75,8 @@ def _weights(training: Training) -> tuple[int, int]:
 def _state(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
     """Bytes that a step needs, given the bytes of the weights, and of those that are trained."""
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    state = optimizer.numbers_per_weight * optimizer.moment_width(config) * trained // WIDTHS[config.training.dtype]
+    moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
+    state = trained * moments // (trained_parameters(config.model, Tuning.of(config)) * WIDTHS[config.training.dtype])
     moments = 0 if config.optimizer.offload and device.type == "cuda" else state
     return {"weights": weights, "gradients": trained, "optimizer state": moments}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from titanmoe.config.ranges import Violation
@@ -20,6 +21,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
             f"optimizer.qk_clip_every = {config.optimizer.qk_clip_every} does nothing with qk_clip = 0: set qk_clip, "
             "such as 100, or leave it out",
         )
+    if config.optimizer.qk_clip_measure == "bound":
+        yield from _bound(config, value)
     if not value:
         return
     if config.compile.enable:
@@ -43,6 +46,28 @@ def contradictions(config: Config) -> Iterator[Violation]:
             )
             return
     yield from _frozen(config, field) if limit else ()
+
+
+def _bound(config: Config, value: float) -> Iterator[Violation]:
+    field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
+    if not value:
+        yield Violation(
+            (field, "optimizer.qk_clip", "metrics.max_logit_every"),
+            f'{field} = "bound" does nothing with optimizer.qk_clip = 0 and metrics.max_logit_every = 0: set one of '
+            "them, or leave it out",
+        )
+    if 0 < limit <= math.log(length):
+        yield Violation(
+            (field, "optimizer.qk_clip", "training.seq_len"),
+            f'{field} = "bound" is up to ln(seq_len) = {math.log(length):.1f} above the largest logit, so that '
+            f'optimizer.qk_clip = {limit} would clip logits of 0, again and again: set it higher, or measure "exact"',
+        )
+    if config.model.attention_sinks:
+        yield Violation(
+            (field, "model.attention_sinks"),
+            f'{field} = "bound" goes by the log-sum-exp of attention, which has sinks in it with '
+            'model.attention_sinks = true: use "exact"',
+        )
 
 
 def _frozen(config: Config, field: str) -> Iterator[Violation]:

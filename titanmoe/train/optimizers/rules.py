@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from math import prod
 
 from titanmoe.config.fields import toml_value
 from titanmoe.config.laws import WIDTHS
@@ -15,10 +16,13 @@ from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.models.count import trained_parameters
 from titanmoe.models.matrices import declared
+from titanmoe.models.tensors import Tuning, matches, shapes
 from titanmoe.train.optimizers import groups, qk_clip_rules
 
-SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit", "qk_clip", "qk_clip_every")
+SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
+SHARED += ("qk_clip", "qk_clip_every", "qk_clip_measure")
 """Fields of [optimizer] that a step reads whatever the optimizer is."""
 
 
@@ -37,6 +41,17 @@ class OptimizerRules(Rules):
     def matrices(self, config: Config) -> tuple[str, ...]:
         """Patterns of the names of weights that it treats otherwise."""
         return ()
+
+    def state_numbers(self, config: Config) -> int:
+        """How many numbers it keeps for the whole model."""
+        tuning, patterns = Tuning.of(config), self.matrices(config)
+        of_matrices = sum(
+            prod(shape)
+            for name, shape in shapes(config.model, tuning)
+            if matches(name, patterns) and not tuning.freezes(name)
+        )
+        others = trained_parameters(config.model, tuning) - of_matrices
+        return self.numbers_per_weight * others + self.numbers_per_matrix_weight * of_matrices
 
     def moment_width(self, config: Config) -> int:
         """Bytes of each of these numbers."""
