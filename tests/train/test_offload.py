@@ -45,17 +45,18 @@ class Late(offload.Copies):
     wait = hold
 
 
-def stepped(copies: offload.Copies | None, implementation: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Weights and moments after four steps; copies: None for moments on the device."""
-    generator = torch.Generator().manual_seed(0)
-    parameters = {name: nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for name, s in SHAPES.items()}
+def stepped(copies: offload.Copies | None, implementation: str, narrow: tuple[str, ...] = ()) -> list[Tensor]:
+    """Weights and moments after four steps; copies: None for moments on the device. narrow: which are in bfloat16."""
+    generator, dtypes = torch.Generator().manual_seed(0), dict.fromkeys(narrow, torch.bfloat16)
+    start = {name: torch.randn(s, generator=generator).to(dtypes.get(name)) for name, s in SHAPES.items()}
+    parameters = {name: nn.Parameter(x) for name, x in start.items()}
     optimizer = AdamW(parameters, Options(implementation=implementation))
     if copies is not None:
         optimizer.offload = offload.Offload(optimizer.local_shards, copies)
         assert len(optimizer.offload.buckets) > offload.BUFFERS
     for step in range(4):
         for parameter in parameters.values():
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         optimizer.step(0.1 / (step + 1))
         assert all(parameter.grad is None for parameter in parameters.values())
     moments = [x for both in optimizer.moments().values() for x in both.values()]
@@ -73,6 +74,12 @@ def test_late_copies_change_no_bit(implementation: str, monkeypatch: pytest.Monk
     assert equal(stepped(offload.Copies(), implementation), want)
     assert equal(stepped(Late(), implementation), want)
     assert not equal(stepped(Late(deaf="device"), implementation), want), "the test would not notice"
+
+
+def test_moments_are_as_wide_as_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With training.dtype = "bfloat16" routers are float32."""
+    monkeypatch.setattr(offload, "TURN", TURN // 2)
+    assert equal(stepped(offload.Copies(), "fused", ("a", "d", "g")), stepped(None, "fused", ("a", "d", "g")))
 
 
 def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 TURN = 1 << 26
 """Bytes of all moments, unless a single parameter has more. Page-locked memory comes in powers of two."""
 BUFFERS = 3
-ALIGNED = 64
-"""Numbers: every tensor begins at a multiple of them."""
+ALIGNED = 256
+"""Bytes: every tensor begins at a multiple of them."""
 
 Moments = tuple[Tensor, ...]
 
@@ -69,25 +69,26 @@ class CudaCopies(Copies):
 
 @dataclass
 class Bucket:
-    shapes: dict[str, torch.Size]
-    numbers: int
-    """Of one moment, alignment included."""
+    like: dict[str, Tensor]
+    """Tensors without memory, of the shape and dtype of each parameter's moments."""
     count: int
     """Of moments of a parameter."""
     host: Tensor
+    """Bytes."""
     copied_out: Any = None
     """The event that ends their last copy to the host."""
 
     def unpack(self, every: Tensor) -> dict[str, Moments]:
         out, begin = {}, 0
-        for name, shape in self.shapes.items():
-            out[name] = tuple(x[begin : begin + shape.numel()].view(shape) for x in every.view(self.count, -1))
-            begin += _aligned(shape.numel())
+        for name, like in self.like.items():
+            end = begin + like.nbytes
+            out[name] = tuple(x[begin:end].view(like.dtype).view(like.shape) for x in every.view(self.count, -1))
+            begin += _aligned(like.nbytes)
         return out
 
 
-def _aligned(numbers: int) -> int:
-    return -(-numbers // ALIGNED) * ALIGNED
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
 
 
 class Offload:
@@ -99,33 +100,33 @@ class Offload:
         dtype: torch.dtype | None = None,
         together: Iterable[Iterable[str]] | None = None,
     ):
-        """local_shards: this rank's shard of every weight, all in one dtype. count: moments of each. dtype: theirs, if
-        not that of the weights. together: names for each bucket, if it is not for this class to choose."""
+        """local_shards: this rank's shard of every weight. count: moments of each. dtype: theirs, if not that of the
+        weight. together: names for each bucket, if it is not for this class to choose."""
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
-        self.count, like = count, first.new_empty(0, dtype=dtype)
-        self.buckets: list[Bucket] = []
-        if together is not None:
-            for names in together:
-                self._add({name: local_shards[name].shape for name in names}, like)
-        else:
-            shapes: dict[str, torch.Size] = {}
-            for name, part in local_shards.items():
-                if shapes and _size((*shapes.values(), part.shape)) * count * like.element_size() > TURN:
-                    self._add(shapes, like)
-                    shapes = {}
-                shapes[name] = part.shape
-            self._add(shapes, like)
-        most = max(bucket.numbers for bucket in self.buckets)
-        self.buffers = [like.new_empty(count * most) for _ in range(min(BUFFERS, len(self.buckets)))]
+        like = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
+        groups = self._turns(like, count) if together is None else together
+        self.buckets = [self._bucket({name: like[name] for name in names}, count) for names in groups]
+        most = max(bucket.host.nbytes for bucket in self.buckets)
+        self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Where moments are on the device."""
         self.free: list[Any] = [None] * len(self.buffers)
         """The event after which each buffer may be overwritten."""
 
-    def _add(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
-        numbers = _size(shapes.values())
-        host = like.new_zeros(self.count * numbers, device="cpu", pin_memory=self.copies.page_locked)
-        self.buckets.append(Bucket(shapes, numbers, self.count, host))
+    @staticmethod
+    def _turns(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
+        """Names whose moments have TURN bytes, or a single one."""
+        names: list[str] = []
+        for name in like:
+            if names and count * _size(like[n] for n in (*names, name)) > TURN:
+                yield names
+                names = []
+            names = [*names, name]
+        yield names
+
+    def _bucket(self, like: dict[str, Tensor], count: int) -> Bucket:
+        size = count * _size(like.values())
+        return Bucket(like, count, torch.zeros(size, dtype=torch.uint8, pin_memory=self.copies.page_locked))
 
     def moments(self) -> dict[str, Moments]:
         """On the host, once every copy to it is done."""
@@ -143,15 +144,15 @@ class Offload:
                 arrived = self._fetch(number + 1)
             self.copies.hold(here)
             slot = number % len(self.buffers)
-            every = self.buffers[slot][: self.count * bucket.numbers]
+            every = self.buffers[slot][: bucket.host.nbytes]
             yield bucket.unpack(every)
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
         bucket, slot = self.buckets[number], number % len(self.buffers)
-        target, after = self.buffers[slot][: self.count * bucket.numbers], (bucket.copied_out, self.free[slot])
+        target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)
 
 
-def _size(shapes: Any) -> int:
-    return sum(_aligned(shape.numel()) for shape in shapes)
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(_aligned(x.nbytes) for x in tensors)
