@@ -46,6 +46,11 @@ CASES = {
     "first half frozen": (2, 0, "--training.freeze embed.* layers.0.* layers.1.*"),
     "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
     "muon": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4 --optimizer.name muon"),
+    "muon, few tokens": (
+        4,
+        0,
+        f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --training.seq_len 64 --optimizer.name muon {MODE} full",
+    ),
     "moments in bfloat16": (2, 0, f"{EP} 2 --optimizer.name muon --optimizer.moments_dtype bfloat16"),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }

@@ -16,6 +16,8 @@ from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MatrixRows, Shape
 
+ROUND = 1 << 26
+"""Numbers of a rank's pieces that travel at once, unless a single weight has more."""
 Span = tuple[int, int]
 """First row, and the one after the last."""
 

@@ -12,7 +12,7 @@ shapes alone:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -20,11 +20,8 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_reduce, send_rows, wait
-from titanmoe.models.matrices import Matrix
+from titanmoe.models.matrices import ROUND, Matrix
 from titanmoe.parallel.matrix_pieces import Piecewise, Team
-
-ROUND = 1 << 26
-"""Numbers of a rank's pieces that travel at once, unless a single weight has more."""
 
 
 def owners(costs: list[int], loads: list[int]) -> list[int]:
@@ -72,44 +69,50 @@ class OwnerExchange:
     def run(
         self,
         pieces: Mapping[str, Tensor],
-        out: Mapping[str, Tensor],
         work: Callable[[Tensor], Tensor],
         scale: Callable[[Matrix], float],
         dtype: torch.dtype,
     ) -> None:
-        """pieces, out: this rank's, by name. scale: of what comes out, once it has the dtype of `out`. dtype: in which
-        matrices travel."""
+        """pieces: this rank's, by name, which are overwritten. scale: of what comes out, once it has their dtype.
+        dtype: in which matrices travel."""
         group, rank = self.team.group, self.team.group.rank
         own = [(weight, weight.cut.matrices[i], weight.cut.overlaps[i][rank]) for weight, i in self.by_owner]
-        sent = [lap.take(pieces[w.name]).flatten().to(dtype) for w, _, lap in own if w.cut.senders[rank] and lap.rows]
-        like = next(iter(pieces.values()))
-        received = wait(send_rows(_joined(sent, like, dtype), *self.there, group), group)
-        wholes = [received.new_empty(weight.cut.matrices[i].shape) for weight, i in self.mine]
-        for r, message in enumerate(received.split(self.there[1])):
-            begin = 0
+        like, ranks = next(iter(pieces.values())), range(len(self.team.places))
+
+        def joined(parts: Iterable[Tensor], numbers: int) -> Tensor:
+            out, begin = like.new_empty(numbers, dtype=dtype), 0
+            for part in parts:
+                out[begin : begin + part.numel()].view(part.shape).copy_(part)
+                begin += part.numel()
+            return out
+
+        mine = (lap.take(pieces[w.name]) for w, _, lap in own if w.cut.senders[rank] and lap.rows)
+        arrived, begin = wait(send_rows(joined(mine, sum(self.there[0])), *self.there, group), group), 0
+        wholes = [arrived.new_empty(weight.cut.matrices[i].shape) for weight, i in self.mine]
+        for r in ranks:
             for (weight, i), whole in zip(self.mine, wholes, strict=True):
                 lap = weight.cut.overlaps[i][r]
                 if lap.rows and weight.cut.senders[r]:
                     end = begin + prod(lap.shape)
-                    lap.into_whole(whole, message[begin:end].view(lap.shape))
+                    lap.into_whole(whole, arrived[begin:end].view(lap.shape))
                     begin = end
-        done = [work(whole) for whole in wholes]
-        answers = [
-            weight.cut.overlaps[i][r].of_whole(whole).flatten()
-            for r in range(len(self.team.places))
-            for (weight, i), whole in zip(self.mine, done, strict=True)
+        del arrived  # so that matrices are here twice at most, at any time
+        for i, whole in enumerate(wholes):
+            wholes[i] = work(whole)
+        answers = (
+            weight.cut.overlaps[i][r].of_whole(whole)
+            for r in ranks
+            for (weight, i), whole in zip(self.mine, wholes, strict=True)
             if weight.cut.overlaps[i][r].rows
-        ]
-        returned, begin = wait(send_rows(_joined(answers, like, dtype), *self.back, group), group), 0
+        )
+        message = joined(answers, sum(self.back[0]))
+        wholes.clear()
+        arrived, begin = wait(send_rows(message, *self.back, group), group), 0
         for weight, matrix, lap in own:
             if lap.rows:
-                end, to = begin + prod(lap.shape), out[weight.name]
-                lap.put(to, returned[begin:end].view(lap.shape).to(to.dtype) * scale(matrix))
+                end, to = begin + prod(lap.shape), pieces[weight.name]
+                lap.put(to, arrived[begin:end].view(lap.shape).to(to.dtype) * scale(matrix))
                 begin = end
-
-
-def _joined(parts: list[Tensor], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.cat(parts) if parts else like.new_empty(0, dtype=dtype)
 
 
 @dataclass

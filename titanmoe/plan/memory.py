@@ -23,9 +23,11 @@ from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.gradient_flow import flow_of_blocks
+from titanmoe.plan.muon_work import travelling_bytes
 from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -284,6 +286,9 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     if pipelined:
         largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
+    if OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
+        update = base | {"gradients": trained, "other": travelling_bytes(config, fold)}
+        candidates.append(("the update of matrices", update))
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, trained, moments, {k: v for k, v in components.items() if v}, name)
 

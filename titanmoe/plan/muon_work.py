@@ -10,7 +10,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.matrices import declared, matrices_of
+from titanmoe.models.matrices import ROUND, declared, matrices_of
 from titanmoe.models.mixers.rules import Shape
 from titanmoe.models.tensors import Tuning
 
@@ -55,6 +55,15 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
             copies = fold.tp if name.partition(".")[2].partition(".")[2] in whole_over_tp else 1
             dense_bytes += (1 + copies) * prod(shape) * (dense - 1) / dense * width / dense
     return MuonWork(flops / fold.pp, dense_bytes / fold.pp, expert_bytes / fold.pp)
+
+
+def travelling_bytes(config: Config, fold: Fold) -> int:
+    """What a rank holds of matrices on their way: as they leave, and as they arrive."""
+    work, width = muon_work(config, fold), WIDTHS[config.optimizer.ns_dtype]
+    dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
+    # Sent are the others' shares, there and back; this rank's own is in the messages too.
+    ways = (work.attention_bytes, dense), (work.expert_bytes, experts)
+    return min(2 * ROUND * width, round(max(sent * ranks / max(1, ranks - 1) for sent, ranks in ways)))
 
 
 def _cut_bytes(name: str, shape: Shape, fold: Fold, sliced: bool, width: int) -> float:

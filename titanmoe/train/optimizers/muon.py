@@ -136,16 +136,16 @@ class Muon(Optimizer):
         visits = iter(()) if self.offload is None else self.offload.visits()
         for turn in self.rounds:
             own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in turn.weights}
+            # In the gradients' memory, where each direction becomes the update.
             pieces = {name: self._direction(name, mean) for name, (mean,) in own.items()}
-            updates = {name: torch.empty_like(piece) for name, piece in pieces.items()}
             for weight in turn.local:
-                self._local(weight, pieces[weight.name], updates[weight.name], eps_norm)
+                self._local(weight, pieces[weight.name], eps_norm)
             for group, weights in turn.grams.items():
-                self._by_gram(weights, pieces, updates, sum_grams(weights, pieces, group), eps_norm)
+                self._by_gram(weights, pieces, sum_grams(weights, pieces, group), eps_norm)
             for exchange in turn.exchanges:
-                exchange.run(pieces, updates, work, self.scale, self.dtype)
-            for name, update in updates.items():
-                self._move(name, update, lr)
+                exchange.run(pieces, work, self.scale, self.dtype)
+            for name in own:
+                self._move(name, pieces.pop(name), lr)
         next(visits, None)  # the last bucket's copy to the host
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
@@ -169,26 +169,24 @@ class Muon(Optimizer):
         parameter, mean, mu = self.parameters[name], widened(momentum), self.options.momentum
         grad, parameter.grad = widened(local_grad(parameter)), None
         mean.lerp_(grad, 1 - mu)
-        direction = grad.lerp(mean, mu) if self.options.nesterov else mean.clone()
+        direction = grad.lerp_(mean, mu) if self.options.nesterov else grad.copy_(mean)
         self.rounding.store(momentum, mean, name, "momentum")
         return direction
 
-    def _local(self, weight: Piecewise, piece: Tensor, update: Tensor, eps_norm: Tensor | float) -> None:
+    def _local(self, weight: Piecewise, piece: Tensor, eps_norm: Tensor | float) -> None:
         if weight.cut.whole_experts:
-            each = max(1, BATCH // max(1, piece[:1].numel()))
-            for some, out in zip(piece.split(each), update.split(each), strict=True):
-                out.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
-            update.mul_(self.scale(weight.cut.matrices[0]))
+            for some in piece.split(max(1, BATCH // max(1, piece[:1].numel()))):
+                some.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
+            piece.mul_(self.scale(weight.cut.matrices[0]))
             return
         for matrix, own in weight.cut.own():
             out = orthogonalize(own.take(piece).to(self.dtype), self.steps, eps_norm)
-            own.put(update, out.to(update.dtype) * self.scale(matrix))
+            own.put(piece, out.to(piece.dtype) * self.scale(matrix))
 
     def _by_gram(
         self,
         weights: list[Piecewise],
         pieces: dict[str, Tensor],
-        updates: dict[str, Tensor],
         grams: list[Tensor],
         eps_norm: Tensor | float,
     ) -> None:
@@ -197,6 +195,6 @@ class Muon(Optimizer):
             own, matrix = weight.cut.overlaps[i][weight.cut.team.group.rank], weight.cut.matrices[i]
             if not own.rows:
                 continue
-            left, piece = factor(gram, self.steps, eps_norm), own.take(pieces[weight.name]).to(gram.dtype)
-            out = left @ piece if matrix.shape[0] == gram.shape[0] else piece @ left.mT
-            own.put(updates[weight.name], out.to(piece.dtype) * self.scale(matrix))
+            left, x = factor(gram, self.steps, eps_norm), own.take(pieces[weight.name]).to(gram.dtype)
+            out = left @ x if matrix.shape[0] == gram.shape[0] else x @ left.mT
+            own.put(pieces[weight.name], out.to(pieces[weight.name].dtype) * self.scale(matrix))
