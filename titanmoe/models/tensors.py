@@ -206,8 +206,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
 
 def unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator[Violation]:
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
-        some = next(name for name in reversed(known) if name.startswith("layers.")).split(".")[1]
-        own = f"layers.{some}."
+        layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
+        own = f"layers.{layers[-1] if layers else 0}."
         shown = [name.replace(own, "layers.*.") for name in known if name.startswith(own) or "layers" not in name]
         listed = " and ".join(f'"{pattern}"' for pattern in unmatched)
         yield Violation(

@@ -10,7 +10,7 @@ from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.families import mixers
-from titanmoe.models.tensors import matches, names, stored_name, unmatched
+from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatched
 
 FIELD = "optimizer.groups"
 
@@ -38,7 +38,8 @@ def share(rate: float | None, options: Options) -> float:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    known, groups = names(config.model), config.optimizer.groups
+    tuning, groups = Tuning.of(config), config.optimizer.groups
+    known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
     texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
     yield from (Violation((FIELD,), text) for text in texts)
     if texts or not groups:
