@@ -3,12 +3,13 @@
     python -m tests.sweep                   run what docs/parity.jsonl lacks, then write the table in docs/parity.md
     python -m tests.sweep --only pp2        only mappings whose name contains a text
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
+    python -m tests.sweep --optimizer muon  three steps of Muon each, in docs/parity_muon.jsonl and a table of its own
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
 turn, so each choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a
 cover of all pairs; adapters and frozen weights by a cover of all pairs of degrees; and 16-rank mappings, including the
-paper's convergence run. Pools of ranks are renewed along the
-way (tests/world.py), so the number of process groups stays bounded.
+paper's convergence run. Muon runs all of these but the pairs of schedules and kinds, and adapters. Pools of ranks are
+renewed along the way (tests/world.py), so the number of process groups stays bounded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +31,9 @@ from tests.support.covering_mappings import all_folds, cover, degrees, named, on
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, ROWS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity.jsonl"
-BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+PAGE = ROOT / "docs" / "parity.md"
+ROWS = {"adamw": ROOT / "docs" / "parity.jsonl", "muon": ROOT / "docs" / "parity_muon.jsonl"}
+"""By optimizer."""
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
 SETS["part"] = "8 ranks, adapters or a part of the weights trained"
@@ -42,10 +44,15 @@ class Case(NamedTuple):
     fold: Fold
     choices: dict[str, str]
     set: str
+    optimizer: str = "adamw"
 
     @property
     def changes(self) -> dict[str, Any]:
-        return changes(self.fold, self.choices)
+        return changes(self.fold, self.choices) | {"optimizer.name": self.optimizer}
+
+    @property
+    def steps(self) -> int:
+        return 3 if self.optimizer == "muon" else case_features.steps(self.choices)
 
 
 def dealt(feature: str) -> Iterator[str]:
@@ -95,7 +102,11 @@ def sixteen() -> list[Fold]:
     ]
 
 
-def cases() -> dict[str, Case]:
+def cases(optimizer: str = "adamw") -> dict[str, Case]:
+    if optimizer == "muon":  # which refuses adapters
+        some = {name: case for name, case in cases().items() if case.set != "pairs"}
+        trained = {name: case for name, case in some.items() if case.choices.get("trained") != "adapters"}
+        return {name: case._replace(optimizer=optimizer) for name, case in trained.items()}
     out = {named(fold): Case(fold, choice, "all") for fold, choice in spread([(f, {}) for f in all_folds(8)])}
     given = pairs()
     for (fold, choice), (_, fixed) in zip(spread(given), given, strict=True):
@@ -112,9 +123,9 @@ def read(rows: Path) -> list[Row]:
     return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
-def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]:
+def run(optimizer: str, only: str = "", minutes: float = math.inf) -> dict[str, Row]:
     """Rows by name. A case whose row is in the file is not run again unless it failed or its choices have changed."""
-    every = cases()
+    every, rows = cases(optimizer), ROWS[optimizer]
     found = {row["name"]: row for row in read(rows) if row["name"] in every}
     done = {n: row for n, row in found.items() if not row["failure"] and row["choices"] == every[n].choices}
     todo = {name: case for name, case in every.items() if name not in done and only in name}
@@ -125,8 +136,7 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
         errors, failure = {}, ""
         try:
             documents = case.choices.get("documents") == "yes"
-            steps = case_features.steps(case.choices)
-            errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S, steps=steps)
+            errors = parity.check(case.fold.world, case.changes, documents, timeout=TIMEOUT_S, steps=case.steps)
         except (AssertionError, world.RankError) as error:
             failure = str(error)
         done[name] = {
@@ -146,7 +156,7 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
     return done
 
 
-def summary(rows: list[Row]) -> str:
+def summary(rows: list[Row], features: Iterable[str]) -> str:
     """The worst errors of each set, and of all choices of a feature, with how many mappings each of them met; balance
     terms, loads, ... together in the last column."""
 
@@ -162,37 +172,44 @@ def summary(rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
-    for feature, choices in FEATURES.items():
+    for feature in features:
         some = [row for row in rows if feature in row["choices"]]
         met = Counter(row["choices"][feature] for row in some)
         each = f"{min(met.values())} to {max(met.values())} each" if met else "none yet"
-        out.append(line(feature, ", ".join(c for c in choices if c in met), some, each))
+        out.append(line(feature, ", ".join(c for c in FEATURES[feature] if c in met), some, each))
     return "\n".join(out)
 
 
-def page(rows: list[Row]) -> str:
-    """The summary of docs/parity.jsonl in docs/parity.md."""
-    return f"{len(rows)} of {len(cases())} mappings; float64 over gloo.\n\n{summary(rows)}"
+def page(rows: list[Row], optimizer: str) -> str:
+    """The summary of an optimizer's rows in docs/parity.md."""
+    table = summary(rows, FEATURES if optimizer == "adamw" else ())
+    return f"{len(rows)} of {len(cases(optimizer))} mappings; float64 over gloo.\n\n{table}"
 
 
-def write(rows: list[Row], text: Path = PAGE) -> None:
-    before, _, rest = text.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    text.write_text(f"{before}{BEGIN}\n\n{page(rows)}\n\n{END}{after}")
+def marks(optimizer: str) -> tuple[str, str]:
+    """Of its table's beginning and end in docs/parity.md."""
+    return f"<!-- table of {optimizer} -->", f"<!-- end of {optimizer} -->"
+
+
+def write(rows: list[Row], optimizer: str) -> None:
+    begin, end = marks(optimizer)
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}\n\n{page(rows, optimizer)}\n\n{end}{rest.partition(end)[2]}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT")
     parser.add_argument("--minutes", type=float, default=math.inf)
+    parser.add_argument("--optimizer", default="adamw", choices=ROWS)
     options = parser.parse_args()
-    done = run(ROWS, options.only, options.minutes)
+    done = run(options.optimizer, options.only, options.minutes)
     failed = [row for row in done.values() if row["failure"]]
     for row in failed:
         print(f"\n{row['name']} failed: {row['failure']}")
     if not failed:
-        write(list(done.values()))
-        print(page(list(done.values())))
+        write(list(done.values()), options.optimizer)
+        print(page(list(done.values()), options.optimizer))
     return bool(failed)
 
 
