@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -907,6 +907,16 @@ def decays(name: str, weight: Tensor, decay_all: bool) -> bool:
     return decay_all or not spared
 
 
+def rate_and_decay(config: Config, name: str, weight: Tensor, step_number: int) -> tuple[float, float]:
+    """Of a parameter: its group's, if it is in one."""
+    options = config.optimizer
+    groups = [group for group in options.groups if any(fnmatchcase(name, pattern) for pattern in group["match"])]
+    own = {key: value for group in groups for key, value in group.items()}
+    decay = options.weight_decay if decays(name, weight, options.decay_all) else 0.0
+    peak = replace(config, optimizer=replace(options, lr=own.get("lr", options.lr)))
+    return learning_rate(peak, step_number), own.get("weight_decay", decay)
+
+
 def adamw(
     config: Config,
     weights: dict[str, Tensor],
@@ -915,8 +925,7 @@ def adamw(
     step_number: int,
 ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
     """New weights and moments (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Moments start as {}."""
-    options, lr = config.optimizer, learning_rate(config, step_number)
-    new_weights, new_moments = {}, {}
+    options, new_weights, new_moments = config.optimizer, {}, {}
     for name, w in weights.items():
         if name not in grads:
             new_weights[name] = w
@@ -926,7 +935,7 @@ def adamw(
         m = options.beta1 * m + (1 - options.beta1) * g
         v = options.beta2 * v + (1 - options.beta2) * g * g
         m_hat, v_hat = m / (1 - options.beta1**step_number), v / (1 - options.beta2**step_number)
-        decay = options.weight_decay if decays(name, w, options.decay_all) else 0.0
+        lr, decay = rate_and_decay(config, name, w, step_number)
         new_weights[name] = w - lr * decay * w - lr * m_hat / (v_hat.sqrt() + options.eps)
         new_moments[name] = m, v
     return new_weights, new_moments

@@ -74,7 +74,7 @@ def muon(
     norm: float,
 ) -> tuple[dict[str, Tensor], dict]:
     """norm: of all gradients. Moments start as {}."""
-    from tests.reference import adamw, decays, learning_rate
+    from tests.reference import adamw, rate_and_decay
 
     options = config.optimizer
     matrices = [name for name in grads if is_matrix(name, weights[name], options.router_matrix)]
@@ -83,7 +83,7 @@ def muon(
     of_rest = replace(config, optimizer=replace(options, lr=rate))
     rest = {name: grad for name, grad in grads.items() if name in others}
     new, new_moments = adamw(of_rest, others, rest, moments, step_number)
-    lr, mu = learning_rate(config, step_number), options.momentum
+    mu = options.momentum
     for name in matrices:
         w, g = weights[name], grads[name]
         m = mu * moments.get(name, torch.zeros_like(w)) + (1 - mu) * g
@@ -95,7 +95,7 @@ def muon(
                 big, ratio = max(len(rows), x.shape[1]), len(rows) / x.shape[1]
                 factor = 0.2 * math.sqrt(big) if options.adjust_lr == "match_rms" else math.sqrt(max(1, ratio))
                 out[rows] = factor * polar(x[rows], options.ns_coefficients, options.ns_steps, options.ns_eps * norm)
-        decay = options.weight_decay if decays(name, w, options.decay_all) else 0.0
+        lr, decay = rate_and_decay(config, name, w, step_number)
         new[name] = w - lr * decay * w - lr * update
         new_moments[name] = m
     return {name: new[name] for name in weights}, new_moments

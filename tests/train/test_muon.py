@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests import parity, world
+from tests import parity, reference, world
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Config
@@ -108,6 +108,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "replicas": (8, TP | {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 8}),
     "experts sliced over edp": (8, TP | {"parallelism.experts.ep": 4, "model.num_experts": 4}),
     "latents by head, routers": (4, TP | LATENT | {"optimizer.by_head": True, "optimizer.router_matrix": True}),
+    "groups": (
+        4,
+        ETP
+        | {
+            "optimizer.groups": '[{match = ["*.wq.weight", "embed.*", "*.w1"], lr = 3e-2, weight_decay = 0.0}, '
+            '{match = ["*norm*", "*.w2"], weight_decay = 0.5}]'
+        },
+    ),
     "rates apart": (2, TP | {"optimizer.adjust_lr": "original", "optimizer.adamw_lr": 0.003}),
 }
 POLAR = {"optimizer.ns_coefficients": "polar_express", "optimizer.ns_steps": 8}
@@ -119,6 +127,19 @@ def test_every_mapping_agrees_with_the_plain_model(case: str, steps: dict[str, A
     """To 1e-10 by the gain of the steps over that of five classic ones."""
     ranks, changes = CASES[case]
     parity.check(ranks, MUON | changes | steps, steps=3)
+
+
+def test_experts_without_tokens_only_decay() -> None:
+    """Under two mappings: their gradients are 0, and 0 / 0 is 0."""
+    half = [0.0] * 4 + [-1e6] * 4
+    alone, folded = (world.run(ranks, parity.biased, MUON | how, half)[0] for ranks, how in ((1, {}), (4, ETP)))
+    assert parity.error(folded.weights, alone.weights)[0] < 1e-10
+    config = parity.read(MUON, 1)
+    left = 1 - reference.learning_rate(config, 1) * config.optimizer.weight_decay
+    for name, start in parity.initial_weights(config).items():
+        if ".experts." in name:
+            assert torch.allclose(alone.weights[name][4:], start[4:] * left, rtol=1e-12, atol=0)
+            assert not torch.allclose(alone.weights[name][:4], start[:4] * left, rtol=1e-3, atol=0)
 
 
 def resumed(folder: str, changes: dict[str, Any], until: int) -> list[float]:

@@ -327,7 +327,7 @@ class Optimizer:
     qk_clip_every: Annotated[int, COUNT] = 1
     """With qk_clip: only in every so many steps are logits measured and clipped. Measuring costs about half a forward pass of attention's scores, and with cp a message of the keys."""
     qk_clip_measure: Literal["exact", "bound"] = "exact"
-    """How the largest logits are measured, for metrics.max_logit_every too. bound: by the log-sum-exp that attention's kernels have anyway, which costs nothing; it is above the largest by at most the ln of how many keys a query sees, so that heads are clipped up to that much earlier, and `max_logit` is the bound."""
+    """How the largest logits are measured, for metrics.max_logit_every too. bound: by the log-sum-exp that attention's kernels have anyway, which costs next to nothing; it is above the largest by at most the ln of how many keys a query sees, so that heads are clipped up to that much earlier, and `max_logit` is the bound."""
     groups: list[dict] = field(default_factory=list)
     """Parameters with a peak rate or a weight decay of their own: a table `[[optimizer.groups]]` for each group, with `match`, a list of patterns of names as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
