@@ -104,7 +104,7 @@ def sixteen() -> list[Fold]:
 
 def cases(optimizer: str = "adamw") -> dict[str, Case]:
     if optimizer == "muon":  # which refuses adapters
-        some = {name: case for name, case in cases().items() if case.set != "pairs"}
+        some = {name: case for name, case in cases().items() if case.set in ("all", "part", "16")}
         trained = {name: case for name, case in some.items() if case.choices.get("trained") != "adapters"}
         return {name: case._replace(optimizer=optimizer) for name, case in trained.items()}
     out = {named(fold): Case(fold, choice, "all") for fold, choice in spread([(f, {}) for f in all_folds(8)])}
