@@ -488,7 +488,7 @@ class Metrics:
     experts_every: Annotated[int, Range(0, derived=True)] = -1
     """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
     max_logit_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs a product of queries and keys for itself. 0: none. With optimizer.qk_clip it is reported whenever it is measured."""
+    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs a product of queries and keys for itself, unless optimizer.qk_clip_measure says otherwise. 0: none. With optimizer.qk_clip it is reported whenever it is measured."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str = ""
