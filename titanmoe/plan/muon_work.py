@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -9,10 +11,10 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
-from titanmoe.models.families import mixers
 from titanmoe.models.matrices import ROUND, declared, matrices_of
 from titanmoe.models.mixers.rules import Shape
 from titanmoe.models.tensors import Tuning
+from titanmoe.plan.sizes import ModelKey
 
 
 class MuonWork(NamedTuple):
@@ -25,35 +27,58 @@ class MuonWork(NamedTuple):
     """Sent over edp and etp."""
 
 
+class Alike(NamedTuple):
+    """Weights of all layers that have the same matrices."""
+
+    name: str
+    """The end of theirs."""
+    shape: Shape
+    count: int
+    flops: int
+    """Of a Newton-Schulz step of one."""
+    copied: bool
+    """Whether every rank of tp has all of it."""
+
+
+@lru_cache(maxsize=64)
+def _weights(key: ModelKey, by_head: bool, router: bool, tuning: Tuning) -> list[Alike]:
+    whole = {
+        f"attention.{name}"
+        for mixer in key.mixers
+        for name, (_, dim) in zip(mixer.names(key.model), mixer.matrices(key.model), strict=False)
+        if dim is None
+    }
+    counts = Counter(
+        (".".join(name.split(".")[-3:]), shape, rows)
+        for name, (shape, rows) in declared(key.model, router).items()
+        if not tuning.freezes(name)
+    )
+    out = []
+    for (name, shape, rows), count in counts.items():
+        flops = sum(matrix.flops_per_step for matrix in matrices_of(shape[-2:], rows, by_head))
+        out.append(Alike(name, shape, count, flops, name in whole))
+    return out
+
+
 def muon_work(config: Config, fold: Fold) -> MuonWork:
     """As titanmoe.parallel.whole_matrices does it. Replicas do the same work."""
-    model, options, tuning = config.model, config.optimizer, Tuning.of(config)
+    model, options = config.model, config.optimizer
     width = 8 if config.training.dtype == "float64" else WIDTHS[options.ns_dtype]
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     sliced = model.num_experts // fold.ep % fold.edp != 0
-    whole_over_tp = {
-        f"attention.{name}"
-        for mixer in mixers(model)
-        for name, (_, dim) in zip(mixer.names(model), mixer.matrices(model), strict=False)
-        if dim is None
-    }
     flops, dense_bytes, expert_bytes = 0.0, 0.0, 0.0
-    for name, (shape, rows) in declared(model, options.router_matrix).items():
-        if tuning.freezes(name):
-            continue
-        stack = prod(shape[:-2])
-        matrices = matrices_of(shape[-2:], rows, options.by_head)
-        each = options.ns_steps * sum(matrix.flops_per_step for matrix in matrices)
-        if ".experts." in name:
-            local = stack // fold.ep
-            flops += each * (local / fold.edp / fold.etp)
-            expert_bytes += local * _cut_bytes(name, shape[-2:], fold, sliced, width) / experts
-        elif name.endswith("router.weight"):
-            flops += each
+    for alike in _weights(ModelKey.of(model), options.by_head, options.router_matrix, Tuning.of(config)):
+        work, count = options.ns_steps * alike.flops * alike.count, alike.count
+        if ".experts." in alike.name:
+            local = alike.shape[0] // fold.ep
+            flops += work * local / experts
+            expert_bytes += count * local * _cut_bytes(alike.name, alike.shape[-2:], fold, sliced, width) / experts
+        elif alike.name.endswith("router.weight"):
+            flops += work
         else:
-            flops += each / dense
-            copies = fold.tp if name.partition(".")[2].partition(".")[2] in whole_over_tp else 1
-            dense_bytes += (1 + copies) * prod(shape) * (dense - 1) / dense * width / dense
+            flops += work / dense
+            copies = fold.tp if alike.copied else 1
+            dense_bytes += count * (1 + copies) * prod(alike.shape) * (dense - 1) / dense * width / dense
     return MuonWork(flops / fold.pp, dense_bytes / fold.pp, expert_bytes / fold.pp)
 
 
