@@ -49,7 +49,7 @@ def moved(optimizer: str, dtype: torch.dtype, steps: int = 100, **options: objec
     made = OPTIMIZERS.implementation(optimizer).build(parameters, config, None)
     direction = torch.randn(64, 64)
     for _ in range(steps):
-        parameters[NAME].grad = direction.to(dtype)
+        parameters[NAME].grad = direction.to(dtype, copy=True)
         made.step(1e-4, 1.0)
     return (parameters[NAME].detach().float() - 1) * -direction.sign()
 

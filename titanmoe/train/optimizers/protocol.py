@@ -35,7 +35,8 @@ class Optimizer:
     @abstractmethod
     def step(self, lr: float, norm: Tensor) -> None:
         """Changes the local shards in place, by `titanmoe.parallel.norm.local_grad` of every parameter, and frees the
-        gradients. They are summed over the ranks, and clipped. norm: of all gradients of the model, as they are now."""
+        gradients, whose memory it may use. They are summed over the ranks, and clipped. norm: of all gradients of the
+        model, as they are now."""
         raise NotImplementedError
 
     @abstractmethod
