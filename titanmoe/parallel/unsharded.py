@@ -169,7 +169,8 @@ class UnshardedExperts:
     def add_product(
         self, computed: Tensor, grad: Tensor, x: Tensor, groups: Groups, grouped: bool, kernels: str
     ) -> None:
-        """The same of a gradient that is computed inside."""
+        """The same of a gradient that is computed inside: once for each chunk of rows, of which none knows that it is
+        the last."""
         weights, add = self.by_computed[computed], computed in self.totals
         if not add:
             shape = len(weights), *weights[0].part.shape
@@ -177,9 +178,6 @@ class UnshardedExperts:
             for weight, total in zip(weights, self.totals[computed], strict=True):
                 weight.grad = total
         add_gradient(self.totals[computed], grad, x, groups, grouped, kernels, add)
-        if self.is_last:
-            for weight in weights:
-                self._send(weight)
 
     def _send(self, weight: Weight) -> None:
         if self.replicas.size > 1 and weight.flying is None and weight.grad is not None:
