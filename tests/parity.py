@@ -368,6 +368,7 @@ NEUTRAL = (
     "moe.pad_to_capacity",
     "moe.grouped_mm",
     "moe.kernels",
+    "moe.accumulate_weight_gradients",
 )
 
 

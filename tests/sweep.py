@@ -7,9 +7,9 @@
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
 turn, so each choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a
-cover of all pairs; adapters and frozen weights by a cover of all pairs of degrees; and 16-rank mappings, including the
-paper's convergence run. Muon runs all of these but the pairs of schedules and kinds, and adapters. Pools of ranks are
-renewed along the way (tests/world.py), so the number of process groups stays bounded.
+cover of all pairs; adapters, frozen weights and a few options by a cover of all pairs of degrees; and 16-rank mappings,
+including the paper's convergence run. Muon runs all of these but the pairs of schedules and kinds, and adapters. Pools
+of ranks are renewed along the way (tests/world.py), so the number of process groups stays bounded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tests import parity, world
 from tests.support import case_features
-from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES, TRAINED, changes
+from tests.support.case_features import CP_KINDS, FEATURES, OPTIONS, SCHEDULES, TRAINED, changes
 from tests.support.covering_mappings import all_folds, cover, degrees, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
@@ -37,6 +37,8 @@ ROWS = {"adamw": ROOT / "docs" / "parity.jsonl", "muon": ROOT / "docs" / "parity
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
 SETS["part"] = "8 ranks, adapters or a part of the weights trained"
+SETS["option"] = "8 ranks, rows kept or gradients accumulated"
+NOT_DEALT = ("trained", "option")
 TIMEOUT_S = 600
 
 
@@ -64,9 +66,9 @@ def dealt(feature: str) -> Iterator[str]:
 
 
 def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
-    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp. All is trained
-    unless given."""
-    decks = {feature: dealt(feature) for feature in FEATURES if feature != "trained"}
+    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp. All is trained, with
+    no option, unless given."""
+    decks = {feature: dealt(feature) for feature in FEATURES if feature not in NOT_DEALT}
     out = []
     for fold, fixed in given:
         fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others need 16 layers
@@ -93,6 +95,15 @@ def partly() -> list[tuple[Fold, dict[str, str]]]:
     return [(pool[i][0], {"trained": pool[i][1]}) for i in cover(rows)]
 
 
+def with_options() -> list[tuple[Fold, dict[str, str]]]:
+    """The same of an option. Gradients accumulate only where no data rank shares an expert; the option that keeps rows
+    is a kind of recomputation."""
+    pool = [(fold, option) for fold in all_folds(8) for option in OPTIONS if option != "accumulated" or fold.edp == 1]
+    rows = [degrees(fold) | {"option": option} for fold, option in pool]
+    instead = {"rows_kept": {"recompute": "none"}}
+    return [(fold, instead.get(option, {}) | {"option": option}) for fold, option in (pool[i] for i in cover(rows))]
+
+
 def sixteen() -> list[Fold]:
     return [
         Fold(16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=2, ep=4, etp=1),
@@ -113,6 +124,8 @@ def cases(optimizer: str = "adamw") -> dict[str, Case]:
         out["-".join([named(fold), *fixed.values()])] = Case(fold, choice, "pairs")
     for fold, choice in spread(partly()):
         out["-".join([named(fold), choice["trained"]])] = Case(fold, choice, "part")
+    for fold, choice in spread(with_options()):
+        out["-".join([named(fold), choice["option"]])] = Case(fold, choice, "option")
     return out | {f"16-{named(fold)}": Case(fold, {}, "16") for fold in sixteen()}
 
 

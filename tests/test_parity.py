@@ -27,7 +27,7 @@ def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
     out = []
     for _ in range(count):
         fold = draw.choice(folds)
-        choice = {feature: draw.choice(list(values)) for feature, values in FEATURES.items()}
+        choice = {feature: draw.choice(list(values)) for feature, values in FEATURES.items() if feature != "option"}
         if fold.pp == 1:
             del choice["schedule"]
         if fold.cp == 1:

@@ -8,7 +8,7 @@ import pytest
 
 from tests import parity, sweep
 from tests.support import case_features
-from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES
+from tests.support.case_features import CP_KINDS, FEATURES, OPTIONS, SCHEDULES
 from tests.support.covering_mappings import all_folds, degrees
 
 
@@ -16,8 +16,8 @@ def test_every_mapping_of_8_ranks_and_every_choice_meets_many() -> None:
     every = [case for case in sweep.cases().values() if case.set == "all"]
     assert len(every) == len({case.fold for case in every}) == 517
     for feature, choices in FEATURES.items():
-        if feature == "trained":
-            continue  # all of them, in this set
+        if feature in sweep.NOT_DEALT:
+            continue
         met = Counter(case.choices[feature] for case in every if feature in case.choices)
         assert met.keys() == choices.keys()
         assert max(met.values()) - min(met.values()) <= 1, met
@@ -29,14 +29,27 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
     assert not {(schedule, kind) for schedule in SCHEDULES for kind in CP_KINDS} - met
 
 
+def met_degrees(some: list[sweep.Case], feature: str) -> set[tuple[str, str, int]]:
+    return {(case.choices[feature], *degree) for case in some for degree in degrees(case.fold).items()}
+
+
+EVERY_DEGREE = {degree for fold in all_folds(8) for degree in degrees(fold).items()}
+
+
 def test_adapters_and_frozen_weights_meet_every_degree() -> None:
     some = [case for case in sweep.cases().values() if case.set == "part"]
-    met = {
-        (what, *degree) for case in some for degree in degrees(case.fold).items() for what in [case.choices["trained"]]
-    }
-    every = {degree for fold in all_folds(8) for degree in degrees(fold).items()}
-    assert met == {(what, *degree) for what in ("adapters", "part") for degree in every}
+    assert met_degrees(some, "trained") == {(what, *degree) for what in ("adapters", "part") for degree in EVERY_DEGREE}
     assert any(case.fold.etp > 1 and case.fold.ep == 1 and case.fold.tp != case.fold.etp for case in some)
+
+
+def test_options_meet_every_degree_that_they_can() -> None:
+    some = [case for case in sweep.cases().values() if case.set == "option"]
+    shared = {("accumulated", "edp", n) for n in (2, 4, 8)}
+    every = {(option, *degree) for option in OPTIONS for degree in EVERY_DEGREE}
+    assert met_degrees(some, "option") == every - shared
+    assert {case.changes["activation_checkpoint.mode"] for case in some if case.choices["option"] == "rows_kept"} == {
+        "full_but_rows"
+    }
 
 
 def test_every_case_has_its_number_of_steps() -> None:

@@ -80,7 +80,7 @@ def experts(rounds: int) -> Iterator[Row]:
         return grouped_product(F.silu(gate_RF) * up_RF, made.w2, count_e) * weight_R1
 
     def before() -> Tensor:
-        return plain_down(*halves(), weight_R1, (made.w2,), count_e, True, False)[0]
+        return plain_down(halves(), weight_R1, (made.w2,), count_e, True, False)[0]
 
     variants = {
         "plain, weighted after the down projection": after,

@@ -4,9 +4,10 @@
     PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same for TorchTitan's layers
 
 Nothing is measured: operations are those of a rehearsal (docs/rehearse.md), as on h100, of one layer of one rank, with
-balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. TorchTitan's own
-layers run forward and backward under the same modes and are counted by the same rules; torchtitan_side.py says how to
-get it; DIR is the folder with it.
+balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. "titanmoe" is
+with experts that FSDP gathers, "edp = 1" with those that no other data rank shares (docs/parallelism.md). TorchTitan's
+own layers run forward and backward under the same modes and are counted by the same rules; torchtitan_side.py says how
+to get it; DIR is the folder with it.
 
 A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
 and the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
@@ -22,6 +23,7 @@ import json
 import sys
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,10 @@ def recipe(model: str, tokens: int) -> Config:
     return recipe_to_rehearse(words, 1, HARDWARE)
 
 
-def ours(config: Config) -> Counted:
-    """The operations of the second of two layers."""
-    found = rehearse(config, 1, 0, HARDWARE)
+def ours(config: Config, gathered: bool) -> Counted:
+    """The operations of the second of two layers. gathered: whether FSDP has the experts."""
+    parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
+    found = rehearse(replace(config, parallelism=parallelism), 1, 0, HARDWARE)
     if found.left_out:
         print("left out: " + "; ".join(found.left_out))
     return {
@@ -181,7 +184,7 @@ def main() -> None:
     body, tables, report = [head], [], {}
     for model in args.models:
         config = recipe(model, args.tokens)
-        sides = {"titanmoe": ours(config)}
+        sides = {"titanmoe": ours(config, True), "titanmoe, edp = 1": ours(config, False)}
         if args.torchtitan:
             try:
                 sides["torchtitan"] = theirs(config)

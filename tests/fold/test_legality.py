@@ -153,6 +153,20 @@ def test_a_model_without_experts_has_no_expert_laws():
     assert len(broken(4, Parallelism(experts=Experts(ep=2)), num_layers=3, moe_every=4, dense_hidden=128)) == 1
 
 
+def test_products_accumulate_only_where_no_data_rank_shares_an_expert():
+    def why(ep: int, model: Model = MODEL, reshard: str = "auto") -> list[str]:
+        degrees, moe = Parallelism(experts=Experts(ep=ep)), MoE(accumulate_weight_gradients=True)
+        degrees = replace(degrees, reshard_after_forward=reshard)
+        return violations(Config(model=model, parallelism=degrees, moe=moe, parts=PARTS), 4)
+
+    start = "moe.accumulate_weight_gradients = true has no effect, because "
+    fsdp = 'parallelism.reshard_after_forward = "always" leaves the experts to FSDP: set it to false, or use "auto"'
+    assert why(4) == []
+    assert why(2) == [f"{start}2 data ranks share an expert (edp = 2): set it to false, or use a mapping with edp = 1"]
+    assert why(4, reshard="always") == [start + fsdp]
+    assert why(1, replace(MODEL, moe_every=5, dense_hidden=128)) == [f"{start}no layer has experts: set it to false"]
+
+
 def test_all_at_once():
     training = Training(seq_len=63, global_batch_size=5)
     problems = broken(16, Parallelism(tp=16, experts=Experts(ep=3, edp=7)), training)

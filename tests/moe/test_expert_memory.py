@@ -43,8 +43,8 @@ def test_the_down_half_equals_plain_autograd(
         leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
         leaves = [x.requires_grad_() for x in leaves]
         # `down` looks at the autograd nodes of its inputs, so none may be a leaf.
-        *rows, w2 = (x.view_as(x) for x in leaves)
-        (y_RD,) = half(*rows, (w2,), torch.tensor(counts), together, clamped)
+        *hidden, weight, w2 = (x.view_as(x) for x in leaves)
+        (y_RD,) = half(tuple(hidden), weight, (w2,), torch.tensor(counts), together, clamped)
         cotangent = random(*y_RD.shape, dtype=dtype, seed=4).detach().to(wide)
         results.append([y_RD.detach(), *torch.autograd.grad(y_RD, leaves, cotangent)])
     for got, plain, exact in zip(*results, strict=True):
@@ -60,17 +60,16 @@ def test_the_down_half_equals_plain_autograd(
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in zero-bubble schedules: inputs first, weights later from the recorded gradient of the node."""
 
-    from titanmoe.moe import grouped, swiglu
+    from titanmoe.moe import grouped
 
     products = []
     loop, gradient = grouped.grouped_loop, grouped.loop_gradient
     monkeypatch.setattr(grouped, "grouped_loop", lambda *x: products.append("input") or loop(*x))
-    monkeypatch.setattr(swiglu, "loop_gradient", lambda *x: products.append("weight") or gradient(*x))
+    monkeypatch.setattr(grouped, "loop_gradient", lambda *x: products.append("weight") or gradient(*x))
     counts = [5, 0, 9, 3]
     gate, up, weight, w2 = inputs(counts, torch.float64, torch.float64)
-    (y_RD,) = down(
-        gate.view_as(gate), up.view_as(up), weight.view_as(weight), (w2,), torch.tensor(counts), False, False
-    )
+    hidden = gate.view_as(gate), up.view_as(up)
+    (y_RD,) = down(hidden, weight.view_as(weight), (w2,), torch.tensor(counts), False, False)
     cotangent = random(*y_RD.shape, dtype=torch.float64, seed=4).detach()
     want = torch.autograd.grad(y_RD, [gate, up, weight, w2], cotangent, retain_graph=True)
     assert products == ["input", "input", "weight"]  # forward; then both of a whole backward

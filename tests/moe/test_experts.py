@@ -186,6 +186,22 @@ def test_the_clamps_bounds_pass_their_gradient_in_every_version_of_torch() -> No
     assert (up.grad != 0).tolist() == [True, True, False, True]
 
 
+@pytest.mark.parametrize("switches", [{}, GPT_OSS], ids=["plain", "biases"])
+@pytest.mark.parametrize("kind, dtype", [("loop", torch.float64), ("grouped", torch.float32)])
+def test_gate_and_up_in_one_product(kind: str, dtype: torch.dtype, switches: dict[str, Any]) -> None:
+    made, counts = experts(kind, dtype, **switches), torch.tensor([5, 0, 9, 3])
+    x_RD, weight_R1 = random(17, D, dtype=dtype, seed=5), random(17, 1, dtype=dtype, seed=6)
+    cotangent = random(17, D, dtype=dtype, seed=7).detach()
+    others = [p for name, p in made.named_parameters() if name not in ("w1", "w3")]
+    y_RD = made.products(x_RD, weight_R1, counts)
+    want = [y_RD, *torch.autograd.grad(y_RD, [x_RD, weight_R1, made.w1, made.w3, *others], cotangent)]
+    made.w1_and_w3 = torch.nn.Parameter(torch.cat((made.w1, made.w3), 1).detach())
+    y_RD = made.products(x_RD, weight_R1, counts)
+    x, weight, both, *rest = torch.autograd.grad(y_RD, [x_RD, weight_R1, made.w1_and_w3, *others], cotangent)
+    for a, b in zip([y_RD, x, weight, *both.chunk(2, 1), *rest], want, strict=True):
+        tolerances.close(a, b, terms=2 * HIDDEN, roundings=STEPS)
+
+
 def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
     """Each has a part of the hidden width and adds the last bias to its own columns."""
     whole = experts("loop", torch.float64, **GPT_OSS)

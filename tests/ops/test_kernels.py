@@ -21,7 +21,18 @@ from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_ro
 from titanmoe.moe.balance import entropy_and_count as balance_spread
 from titanmoe.moe.dispatchers.symm_mem import plain_put
 from titanmoe.moe.fp8 import plain_quantise, quantise
-from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
+from titanmoe.moe.grouped import Groups, add_gradient
+from titanmoe.moe.permute import (
+    can_pack,
+    invert,
+    reorder,
+    reorder_packed,
+    reorder_weighted,
+    to_packed_rows,
+    to_rows,
+    to_tokens,
+    to_weighted_rows,
+)
 from titanmoe.moe.router import Router
 from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
@@ -124,33 +135,75 @@ def test_regrouped_rows_come_back() -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("kind", ["random", "padding", "none"])
+def test_rows_packed_with_their_weights(kind: str) -> None:
+    """Bit by bit what goes apart, there and back."""
+    chosen = choices(kind, 13, 2)
+    order, count = sort_by_expert(chosen, E)
+    entry, slot = assign_rows(chosen, order, count, 2, 1, 9, E * 9)  # padded bins
+    again = torch.randperm(len(entry), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    for dtype in DTYPES:
+        wide = torch.promote_types(dtype, torch.float32)
+        x, weights = random(13, 24, dtype=dtype), random(13, 2, dtype=wide, seed=1)
+        assert can_pack(x, "triton") and not can_pack(x[:, :9], "triton") and not can_pack(x, "torch")
+        apart = reorder_weighted(*to_weighted_rows(x, weights, entry, slot.view(13, 2), "torch"), again, invert(again))
+        packed = to_packed_rows(x, weights, entry, slot.view(13, 2))
+        assert packed.shape[1] * packed.element_size() == 24 * x.element_size() + 16
+        results = []
+        for rows in (apart, reorder_packed(packed, again, invert(again), wide)):
+            cotangents = [random(*y.shape, dtype=y.dtype, seed=9).detach() for y in rows]
+            results.append([*rows, *torch.autograd.grad(rows, (x, weights), cotangents)])
+        for a, b in zip(*results[:2], strict=True):
+            close(b, a, dtype)
+        assert all(torch.equal(a, b) for a, b in zip(results[0][:2], results[1][:2], strict=True))
+
+
 @pytest.mark.parametrize(
-    "hidden, counts, clamped",
+    "width, counts, clamped, side_by_side",
     [
-        (100, [2, 0, 3, 1], False),
-        (100, [2, 0, 3, 1], True),
-        (100, [0, 23, 0, 0], True),
-        (100, [0, 0, 0, 0], False),
-        (2056, [1, 0, 2, 0], False),  # two tiles
+        (100, [2, 0, 3, 1], False, False),
+        (100, [2, 0, 3, 1], True, True),
+        (100, [0, 23, 0, 0], True, False),
+        (100, [0, 0, 0, 0], False, True),
+        (2056, [1, 0, 2, 0], False, True),  # two tiles
     ],
 )
-def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clamped: bool) -> None:
+def test_activation_with_the_routing_weight(width: int, counts: list[int], clamped: bool, side_by_side: bool) -> None:
     for dtype in DTYPES:
         count, wide = torch.tensor(counts, device=DEVICE), torch.promote_types(dtype, torch.float32)
         results = []
         for kernels in ("triton", "torch"):
             leaves = [
-                (random(sum(counts), hidden, dtype=dtype, seed=0) * 6).detach().requires_grad_(),
-                (random(sum(counts), hidden, dtype=dtype, seed=1) * 6).detach().requires_grad_(),
+                (random(sum(counts), width, dtype=dtype, seed=0) * 6).detach().requires_grad_(),
+                (random(sum(counts), width, dtype=dtype, seed=1) * 6).detach().requires_grad_(),
                 random(sum(counts), 1, dtype=wide, seed=2),
-                (random(4, 8, hidden, dtype=dtype, seed=3) / hidden**0.5).detach().requires_grad_(),
+                (random(4, 8, width, dtype=dtype, seed=3) / width**0.5).detach().requires_grad_(),
             ]
-            *rows, w2 = (x.view_as(x) for x in leaves)
-            (y,) = down(*rows, (w2,), count, False, clamped, kernels)
+            *hidden, weight, w2 = (x.view_as(x) for x in leaves)
+            hidden = (torch.cat(hidden, 1),) if side_by_side else tuple(hidden)
+            (y,) = down(hidden, weight, (w2,), count, False, clamped, kernels)
             grads = torch.autograd.grad(y, leaves, random(*y.shape, dtype=dtype, seed=4).detach())
             results.append([y.detach(), *grads])
         for got, want in zip(*results, strict=True):
-            close(got, want, dtype, terms=2 * hidden)
+            close(got, want, dtype, terms=2 * width)
+
+
+@pytest.mark.parametrize("counts", [[2, 0, 70, 1], [0, 0, 0, 0]])
+def test_gradients_added_to_their_sums(counts: list[int]) -> None:
+    """Of two weights side by side and of one, wider than a tile; the first of them begin the sums. The interpreter
+    cannot multiply bfloat16."""
+    narrow = torch.float16 if interpreted() else torch.bfloat16
+    rows, groups = sum(counts), Groups(torch.tensor(counts, device=DEVICE))
+    for dtype, parts, width, across in ((torch.float32, 2, 72, 8), (narrow, 1, 8, 136)):
+        sums = []
+        for kernels in ("triton", "torch"):
+            total = torch.full((parts, len(counts), width, across), torch.nan, device=DEVICE)
+            for seed in range(2):
+                grad = random(rows, parts * width, dtype=dtype, seed=seed).detach()
+                x = random(rows, 2 * across, dtype=dtype, seed=2 + seed).detach()[:, across:]
+                add_gradient(total, grad, x, groups, True, kernels, add=seed > 0)
+            sums.append(total)
+        tolerances.close(*sums, terms=2 * max(counts), roundings=4)
 
 
 @pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])

@@ -49,6 +49,10 @@ def test_launches_compile_for_their_addresses() -> None:
             rows.fetch_rows.__wrapped__(x[begin:][: 8 * 64].view(8, 64), index)
         ((_, kernel),) = made
         assert ("ld.global.v4.b32" in kernel.asm["ptx"]) == wide, begin
+    rows_and_weights = torch.empty(8, 64 + rows.SPACE // 2, dtype=torch.bfloat16, device="meta")
+    with compiling() as made:  # the next row begins after the weight, at a multiple of 16 bytes
+        rows.fetch_unpacked_rows.__wrapped__(rows_and_weights, index, torch.float32)
+    assert "ld.global.v4.b32" in made[0][1].asm["ptx"]
 
 
 @pytest.mark.parametrize(

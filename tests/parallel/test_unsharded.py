@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests import parity, world
 from tests.rehearse.small import config_of
+from titanmoe.parallel import unsharded
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
@@ -28,24 +30,67 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 REPLICAS = {"parallelism.dp_replicate": 2, EP: 2}
 
 
-def run(changes: dict[str, Any], choice: str) -> parity.Outcome:
-    return world.run(4, parity.measure, MIXED | changes | {"parallelism.reshard_after_forward": choice})[0]
+def measure(changes: dict[str, Any], together: bool) -> parity.Outcome | None:
+    """together: gate and up in one product, if they can be."""
+    real = unsharded.multiplied_together
+    with mock.patch.object(unsharded, "multiplied_together", lambda *pair: together and real(*pair)):
+        return parity.measure(changes)
+
+
+def run(changes: dict[str, Any], choice: str, together: bool = True) -> parity.Outcome:
+    return world.run(4, measure, MIXED | changes | {"parallelism.reshard_after_forward": choice}, together)[0]
 
 
 @pytest.mark.parametrize("changes", MAPPINGS.values(), ids=MAPPINGS)
 def test_every_bit_is_that_of_fsdp(changes: dict[str, Any]) -> None:
-    """ "always" leaves these experts to FSDP."""
-    own, fsdp = (run(changes, choice) for choice in ("auto", "always"))
+    """ "always" leaves these experts to FSDP, with two products for gate and up."""
+    own, fsdp = (run(changes, choice, together=False) for choice in ("auto", "always"))
     assert (own.loss, own.norm) == (fsdp.loss, fsdp.norm)
     for mine, its in ((own.grads, fsdp.grads), (own.weights, fsdp.weights)):
         assert mine.keys() == its.keys()
         assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
 
 
+WIDE = {"training.dtype": "float64", "training.mixed_precision_param": "float32"}
+WIDE |= {"training.mixed_precision_reduce": "float64"}
+BIASES = {"model.expert_biases": True, "model.expert_activation": "clamped_swiglu"}
+ACCUMULATE = {"moe.accumulate_weight_gradients": True}
+COPIED = {
+    "tp2 ep4": {"parallelism.tp": 2, EP: 4},
+    "biases, recomputed": {EP: 2, "parallelism.experts.etp": 2, "activation_checkpoint.mode": "full"} | BIASES,
+    "accumulated": {EP: 4} | ACCUMULATE,
+    "accumulated, replicas, pipeline": REPLICAS | {"parallelism.pp": 2, EP: 1} | ACCUMULATE,
+}
+
+
+@pytest.mark.parametrize("changes", COPIED.values(), ids=COPIED)
+def test_one_product_for_gate_and_up(changes: dict[str, Any]) -> None:
+    """Copies in float32 of weights in float64."""
+    parity.check(4, WIDE | changes, freeze=True)
+
+
+ACCUMULATED = {
+    "reduced at the end": {"parallelism.tp": 2, EP: 4, "activation_checkpoint.mode": "full"} | BIASES,
+    "replicas, chunks": REPLICAS | {"moe.overlap_chunks": 2},
+    "backward in two parts": {
+        "parallelism.pp": 2,
+        EP: 2,
+        "model.num_layers": 4,
+        "pipeline.schedule": "InterleavedZeroBubble",
+        "training.global_batch_size": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", ACCUMULATED.values(), ids=ACCUMULATED)
+def test_gradients_added_inside_their_products(changes: dict[str, Any]) -> None:
+    parity.check(4, changes | ACCUMULATE)
+
+
 @pytest.mark.parametrize("changes", [REPLICAS, REPLICAS | {"parallelism.pp": 2, EP: 1}], ids=["alone", "pipeline"])
 def test_replicas_have_the_sum(changes: dict[str, Any]) -> None:
     parity.check(4, changes)
-    own, fsdp = (run(changes, choice) for choice in ("auto", "always"))
+    own, fsdp = (run(changes, choice, together=False) for choice in ("auto", "always"))
     for name, grad in fsdp.grads.items():
         assert float((own.grads[name] - grad).abs().max()) <= 1e-5 * float(grad.abs().max()), name
 
@@ -54,7 +99,7 @@ def memory_of_copies(changes: dict[str, Any]) -> tuple[int, int]:
     """In bytes, between steps and in the middle of one."""
     trainer = parity.make_trainer(MIXED | changes, loader=parity.samples())
     (stage,) = trainer.training.stages
-    copies = [weight.computed for weight in trainer.training.gradients.engine.experts.weights]
+    copies = trainer.training.gradients.engine.experts.by_computed
     in_step = []
     stage.layers["1"].register_forward_hook(
         lambda *_: in_step.append(sum(x.untyped_storage().nbytes() for x in copies))
@@ -86,7 +131,7 @@ def test_weights_are_copied_once_a_step_and_gradients_never() -> None:
             found[operation.name, operation.site.phase] += n
     weights, microbatches = 2 * 3, 3
     assert found == {
-        ("_foreach_copy_", "forward"): 1,
+        ("_foreach_copy_", "forward"): 2,  # those side by side apart
         ("_to_copy", "backward"): weights,
         ("add_", "backward"): weights * (microbatches - 1),
     }

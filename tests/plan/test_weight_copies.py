@@ -23,6 +23,7 @@ SMALL = (
         (16, "--parallelism.experts.ep 8 --training.global_batch_size 16"),  # cut along the model's width
         (4, "--parallelism.experts.ep 2 --training.global_batch_size 4 --training.dtype bfloat16"),
         (8, "--parallelism.pp 2 --parallelism.experts.ep 2 --training.global_batch_size 12"),  # summed before
+        (8, "--parallelism.experts.ep 8 --training.global_batch_size 16 --moe.accumulate_weight_gradients"),
     ],
 )
 def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> None:
@@ -31,7 +32,8 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
     fold, training = rehearsal.fold, config.training
     m, pipelined = training.global_batch_size // fold.dp, fold.pp > 1
     width = {"float32": 4, "bfloat16": 2}[training.dtype]
-    copies = WeightCopies(width, 2, 4, not pipelined, pipelined, m)
+    accumulated = config.moe.accumulate_weight_gradients
+    copies = WeightCopies(width, 2, 4, not pipelined, pipelined, m, accumulated)
     sizes, data = Sizes(config.model, fold.tp, fold.ep, fold.etp, fold.edp), fsdp(fold)
     units = [(sizes.embedding, data, 1)] + [(sizes.head, data, 1)] * (not pipelined)
     planned = 0
@@ -42,7 +44,8 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
             continue
         experts = sizes.experts_of(layer)
         microbatch, step = copies.moved_unsharded(experts, fold.edp_replicate)
-        planned += m * microbatch + step - (4 if pipelined else width) * experts.whole  # as `first` below
+        first = (4 if pipelined else width) * experts.whole * (not accumulated)  # as below
+        planned += m * microbatch + step - first
     for unit, ranks, gathers in units:
         microbatch, step = copies.moved(unit, ranks, gathers)
         # A rehearsal takes all of what a piece is copied into for read and written.
@@ -55,4 +58,8 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
         for operation, count in rehearsal.operations.items()
         if operation.site.region in (GATHER, REDUCE) and operation.name != "all_gather_copy_in"
     )
+    # Products that accumulate read and write sums in float32, where others write gradients in bfloat16.
+    sums = [(one, count) for one, count in rehearsal.operations.items() if one.name == "add_gradient"]
+    assert bool(sums) == accumulated
+    counted += sum((2 - 1 / 2) * one.written * count for one, count in sums)
     assert counted == pytest.approx(planned, rel=0.01)

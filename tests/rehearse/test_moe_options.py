@@ -75,7 +75,7 @@ def of(changes: dict[str, Any]) -> Rehearsal | None:
 def test_dropping(case: str) -> None:
     rehearsal = of(CASES[case])
     rows = [m for m in rehearsal.log.messages if m.op == "all-to-all" and m.dtype.is_floating_point and not m.backward]
-    assert len(rows) == 2 * 3
+    assert len(rows) == 2 * 2  # there, with the routing weights, and back
     even = all(len(set(m.splits[0])) == 1 for m in rows)
     assert even == ("pads" in case)
 

@@ -110,6 +110,11 @@ TRAINED: dict[str, dict[str, Any]] = {
     "adapters": {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0},
     "part": {"training.freeze": ["embed.*", "*.attention.*", "*.router.*", "*.experts.w1"]},
 }
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows_kept": {"activation_checkpoint.mode": "full_but_rows"},
+    "accumulated": {"moe.accumulate_weight_gradients": True},
+}
+"""Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
 FEATURES = {
     "model": MODELS,
@@ -124,6 +129,7 @@ FEATURES = {
     "loss": {"whole": {}, "sliced": {"training.loss_chunks": 5}},
     "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
     "trained": TRAINED,
+    "option": OPTIONS,
 }
 
 

@@ -113,7 +113,8 @@ def recipe_of(recipe: Path, *overrides: str) -> tuple[Config, int]:
 
 
 def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
-    """All that a rank of the recipe launches in a step, compiled; also what benchmarks, 8 bits and symm_mem need."""
+    """All that a rank of the recipe launches in a step, compiled; also what benchmarks, 8 bits, gradients that are
+    accumulated and symm_mem need."""
     whole, ranks = recipe_of(recipe, *overrides)
     config, ranks = cut(whole), ranks // whole.parallelism.pp
     real = FakeRecorder.compute
@@ -126,8 +127,9 @@ def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
     with compiling() as compiled, mock.patch.object(FakeRecorder, "compute", compute):
         rehearse(config, ranks, 0, "h100")
         narrow = config.training.mixed_precision_param == "bfloat16"
-        benchmark = replace(config.moe, force_balance=True, expert_dtype="fp8" if narrow else "compute")
-        rehearse(replace(config, moe=benchmark), ranks, 0, "h100")
+        others = replace(config.moe, force_balance=True, expert_dtype="fp8" if narrow else "compute")
+        others = replace(others, accumulate_weight_gradients=True)
+        rehearse(replace(config, moe=others), ranks, 0, "h100")
         place_N = torch.empty(64, dtype=torch.int64, device="meta")
         compute_dtype = getattr(torch, config.training.mixed_precision_param)
         wide = torch.promote_types(compute_dtype, torch.float32)

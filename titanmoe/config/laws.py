@@ -278,6 +278,18 @@ def _products(config: Config) -> Iterator[Violation]:
             'moe.expert_dtype = "fp8" is a grouped product, and moe.grouped_mm = "loop" asks for none: use '
             'grouped_mm = "auto", or expert_dtype = "compute"',
         )
+    if moe.accumulate_weight_gradients and config.compile.enable:
+        yield Violation(
+            ("moe.accumulate_weight_gradients", "compile.enable"),
+            "moe.accumulate_weight_gradients = true adds gradients inside the products that compute them, which "
+            "compile.enable = true leaves to the compiler: set one of them to false",
+        )
+    if moe.accumulate_weight_gradients and config.lora.rank:
+        yield Violation(
+            ("moe.accumulate_weight_gradients", "lora.rank"),
+            f"moe.accumulate_weight_gradients = true is for gradients of the experts' own weights, and lora.rank = "
+            f"{config.lora.rank} trains adapters alone: set it to false",
+        )
 
 
 def _profile(config: Config) -> Iterator[Violation]:

@@ -18,6 +18,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import KEYS, resolve
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
+from titanmoe.fold.unsharded import accumulation_violations
 
 ROW_BYTES = 16
 """Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""
@@ -41,6 +42,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
         (attention_violations, "cp"),
         (_products, "etp"),
         (_adapters, "ep", "etp", "edp"),
+        (accumulation_violations, "edp"),
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
     ):

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.moe.permute import invert, to_weighted_rows
+from titanmoe.moe.permute import invert, to_packed_rows, to_weighted_rows
 from titanmoe.observe import named
 from titanmoe.ops.kernels import fused
 
@@ -86,11 +86,14 @@ def assign_rows(
 
 @named("permute")
 def copy_rows(
-    x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto"
-) -> tuple[Tensor, Tensor, Route]:
-    """The rows of the buffer, (R, D), copied from x; their routing weights, (R, 1); and the route."""
+    x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto", packed: bool = False
+) -> tuple[Tensor, Tensor | None, Route]:
+    """The rows of the buffer, (R, D), copied from x; their routing weights, (R, 1), unless the rows are packed with
+    them; and the route."""
     T, K = weights_TK.shape
     route = Route(entry_R // K, slot.view(T, K * slot.shape[1]))
+    if packed:
+        return to_packed_rows(x_TD, weights_TK, entry_R, route.slot_TJ), None, route
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
 
 

@@ -21,7 +21,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.protocol import Chunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.fp8 import Rounded
-from titanmoe.moe.grouped import Groups, can_group, product_of, products
+from titanmoe.moe.grouped import AddGradient, Groups, can_group, product_of, products
 from titanmoe.moe.swiglu import down
 from titanmoe.observe import named
 from titanmoe.ops import device
@@ -35,6 +35,12 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
+        self.register_parameter("w1_and_w3", None)
+        """(e, 2F, D): a copy in which both lie side by side, while a step computes with one
+        (titanmoe.parallel.unsharded)."""
+        self.accumulates = options.accumulate_weight_gradients
+        self.sums: dict[str, AddGradient] = {}
+        """Where the gradients of these weights go in a step, if it accumulates them, and not to autograd."""
         self.unused_rows = DISPATCHERS.look_up(options.dispatcher).unused_rows
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
@@ -85,6 +91,12 @@ class Experts(nn.Module):
                 out[name] = whole_units_of_rank(*pair) if grouped else pair
         return out
 
+    def hidden_weights(self) -> dict[str, Tensor]:
+        """By name, those whose products are gate and up; one if they lie side by side."""
+        if self.w1_and_w3 is not None:
+            return {"w1_and_w3": self.w1_and_w3}
+        return {"w1": local(self.w1), "w3": local(self.w3)}
+
     def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
         """Whether these rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
@@ -96,52 +108,59 @@ class Experts(nn.Module):
         return run(x_RD, weight_R1, count_e)
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
+        hidden_weights, w2_eDF = self.hidden_weights(), local(self.w2)
         compiling = torch.compiler.is_compiling()
         # The plain formula of 8-bit products is a loop.
-        grouped = self.uses_grouped_mm(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
+        grouped = self.uses_grouped_mm(x_RD, local(self.w1)) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
         even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
-        how = (grouped, self.clamped, self.kernels, self.rounded, even)
+        how = (grouped, self.clamped, self.kernels, self.rounded, even, self.sums.get("w2"))
         if compiling:
             product, count = product_of(grouped, self.dtype, even), count_e
 
-            def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+            def multiply(rows: Tensor, *weights: Tensor, sums: Any = ()) -> tuple[Tensor, ...]:
                 return tuple(product(rows, w, count) for w in weights)
         else:
             count = keep("groups", lambda: Groups(count_e))
 
-            def multiply(rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-                return products(rows, count, grouped, self.kernels, self.rounded, *weights)
+            def multiply(rows: Tensor, *weights: Tensor, sums: Any = ()) -> tuple[Tensor, ...]:
+                return products(rows, count, grouped, self.kernels, self.rounded, *weights, sums=sums)
 
         adapters = self.adapters(grouped)
         of_rows = [w for w in ("w1", "w3") if w in adapters]
-        gate_RF, up_RF, *narrow = multiply(x_RD, w1_eFD, w3_eFD, *(adapters[w][0] for w in of_rows))
-        for name, y_RF in (("w1", gate_RF), ("w3", up_RF)):
+        sums = [self.sums.get(name) for name in hidden_weights]
+        outputs = multiply(x_RD, *hidden_weights.values(), *(adapters[w][0] for w in of_rows), sums=sums)
+        hidden, narrow = outputs[: len(sums)], list(outputs[len(sums) :])
+        for i, name in enumerate(("w1", "w3")):
             if name in of_rows:  # in place, so that no more of them exist than without adapters
-                y_RF += multiply(self.lora_scale * narrow.pop(0), adapters[name][1])[0]
+                hidden[i].add_(multiply(self.lora_scale * narrow.pop(0), adapters[name][1])[0])
 
         def to_output() -> Tensor:
             a, b = adapters.get("w2", (None, None))
-            y_RD, *narrow = down(gate_RF, up_RF, weight_R1, (w2_eDF,) if a is None else (w2_eDF, a), count, *how)
+            y_RD, *narrow = down(hidden, weight_R1, (w2_eDF,) if a is None else (w2_eDF, a), count, *how)
             if narrow:
                 y_RD += multiply(self.lora_scale * narrow[0], b)[0]
             return y_RD
 
         if self.w1_bias is None:
             return to_output()
-        member_Re = membership(count_e, x_RD.shape[0], gate_RF.dtype)
-        gate_RF = torch.addmm(gate_RF, member_Re, local(self.w1_bias))
-        up_RF = torch.addmm(up_RF, member_Re, local(self.w3_bias))
-        if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
-            used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
-            gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
+        member_Re = membership(count_e, x_RD.shape[0], w2_eDF.dtype)
+        hidden = self.with_biases(hidden, member_Re, count_e)
         y_RD = to_output()
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
         return torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)
+
+    def with_biases(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
+        w1_eF, w3_eF = local(self.w1_bias), local(self.w3_bias)
+        biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
+        hidden = tuple(torch.addmm(x, member_Re, bias) for x, bias in zip(hidden, biases, strict=True))
+        if not self.unused_rows:
+            return hidden
+        used_R1 = torch.arange(member_Re.shape[0], device=count_e.device).unsqueeze(1) < count_e.sum()
+        return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
 
 def whole_units_of_rank(a_erD: Tensor, b_eFr: Tensor) -> tuple[Tensor, Tensor]:

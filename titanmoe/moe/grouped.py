@@ -14,9 +14,12 @@ from torch import Tensor
 
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.ops import device
+from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 Product = Callable[[Tensor, Tensor, Any], Tensor]
+AddGradient = Callable[[Tensor, Tensor, "Groups", bool, str], None]
+"""Adds the gradient of a weight to its sum over microbatches: as `weight_gradient`, with `grouped` and `kernels`."""
 
 
 class Groups:
@@ -79,6 +82,37 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
     return grad_eDF
 
 
+def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes: list[int], add: bool) -> None:
+    """Adds the gradients of H weights side by side, (N = H * F), to their sums, or begins these with them."""
+    wide, width = torch.promote_types(total_HeFD.dtype, torch.float32), total_HeFD.shape[3]
+    used = sum(sizes)
+    pieces = zip(grad_RN[:used].split(sizes), x_RD[:used].split(sizes), total_HeFD.unbind(1), strict=True)
+    for grad, x, total_HFD in pieces:
+        gradient_HFD = (grad.t().to(wide) @ x.to(wide)).view(total_HFD.shape[0], -1, width)
+        total_HFD.copy_(total_HFD + gradient_HFD if add else gradient_HFD)
+
+
+def add_gradient(
+    total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, groups: Groups, grouped: bool, kernels: str, add: bool
+) -> None:
+    """By a kernel where the products are grouped, else by the plain formula."""
+    if grouped and fused(kernels, grad_RN):
+        from titanmoe.ops.kernels.add_gradient import add_gradient as by_kernel
+
+        by_kernel(total_HeFD, grad_RN, x_RD, groups.ends_e, add)
+    else:
+        plain_add_gradient(total_HeFD, grad_RN, x_RD, groups.sizes, add)
+
+
+def weight_gradient(
+    grad_RD: Tensor, h_RF: Tensor, groups: Groups, grouped: bool, kernels: str, add: AddGradient | None
+) -> Tensor | None:
+    """The gradient of the weights, (e, D, F); none if it has been added to a sum."""
+    if add is not None:
+        return add(grad_RD, h_RF, groups, grouped, kernels)
+    return (grouped_gradient if grouped else loop_gradient)(grad_RD, h_RF, groups)
+
+
 # Which product on which device and version of torch: decided by the next two functions, and nowhere else.
 
 
@@ -132,9 +166,9 @@ class _Products(torch.autograd.Function):
     """Products of the same rows with several weights; in 8 bits, the rows are quantised once."""
 
     @staticmethod
-    def forward(ctx, x_RD, groups, grouped, kernels, rounded, *weights):
+    def forward(ctx, x_RD, groups, grouped, kernels, rounded, sums, *weights):
         ctx.save_for_backward(x_RD if any(ctx.needs_input_grad[-len(weights) :]) else None, *weights)
-        ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded = groups, grouped, kernels, rounded
+        ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded, ctx.sums = groups, grouped, kernels, rounded, sums
         product = product_of(grouped, rounded.dtype, kernels=kernels)
         rows = x_RD if rounded.dtype == "compute" else quantise(x_RD, kernels)
         return tuple(product(rows, rounded(f"up {i}", w), groups) for i, w in enumerate(weights))
@@ -143,21 +177,28 @@ class _Products(torch.autograd.Function):
     def backward(ctx, *grads):
         x_RD, *weights = ctx.saved_tensors
         grad_x, grad_weights = None, [None] * len(weights)
-        grads = [grad.contiguous() for grad in grads]
+        grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
         if gradient_wanted(ctx, 0):
             product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
             across = [ctx.rounded(f"up {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
             grad_x = total(product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
-        gradient = grouped_gradient if ctx.grouped else loop_gradient
         for i, grad in enumerate(grads):
             if gradient_wanted(ctx, 1 + i):  # its index among the inputs that are tensors
-                grad_weights[i] = gradient(grad, x_RD, ctx.groups)
-        return grad_x, None, None, None, None, *grad_weights
+                add = ctx.sums[i] if i < len(ctx.sums) else None
+                grad_weights[i] = weight_gradient(grad, x_RD, ctx.groups, ctx.grouped, ctx.kernels, add)
+        return grad_x, None, None, None, None, None, *grad_weights
 
 
 def products(
-    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, rounded: Rounded, *weights: Tensor
+    x_RD: Tensor,
+    count: Tensor | Groups,
+    grouped: bool,
+    kernels: str,
+    rounded: Rounded,
+    *weights: Tensor,
+    sums: tuple[AddGradient | None, ...] = (),
 ) -> tuple[Tensor, ...]:
-    """Multiplies the rows of expert i by each of its matrices."""
-    how = (groups_of(count), grouped, kernels, rounded)
+    """Multiplies the rows of expert i by each of its matrices. sums: where gradients go instead, of the first
+    weights."""
+    how = (groups_of(count), grouped, kernels, rounded, sums)
     return _Products.apply(with_own_node(x_RD), *how, *map(with_own_node, weights))

@@ -101,6 +101,55 @@ def to_weighted_rows(
     return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1
 
 
+class _ToPackedRows(torch.autograd.Function):
+    """The gradient of packed rows is packed too."""
+
+    @staticmethod
+    def forward(ctx, x_TD, weights_TK, entry_R, slot_TJ):
+        from titanmoe.ops.kernels.rows import fetch_packed_rows
+
+        ctx.save_for_backward(slot_TJ)
+        ctx.top_k, ctx.wide = weights_TK.shape[1], weights_TK.dtype
+        return fetch_packed_rows(x_TD, weights_TK, entry_R)
+
+    @staticmethod
+    def backward(ctx, grad_RP):
+        from titanmoe.ops.kernels.rows import sum_packed_rows
+
+        return *sum_packed_rows(grad_RP, *ctx.saved_tensors, ctx.top_k, ctx.wide), None, None
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, packed_RP, order_R, inverse_R, wide):
+        from titanmoe.ops.kernels.rows import fetch_unpacked_rows
+
+        ctx.save_for_backward(inverse_R)
+        return fetch_unpacked_rows(packed_RP, order_R, wide)
+
+    @staticmethod
+    def backward(ctx, grad_RD, grad_R1):
+        from titanmoe.ops.kernels.rows import fetch_packed_rows
+
+        return fetch_packed_rows(grad_RD, grad_R1, *ctx.saved_tensors), None, None, None
+
+
+def can_pack(x_TD: Tensor, kernels: str) -> bool:
+    """Whether rows and their weights can be packed without a pass of their own: by the kernels that copy them, in rows
+    of whole 16-byte units."""
+    return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
+
+
+def to_packed_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor) -> Tensor:
+    """`to_weighted_rows` in one tensor, each row with its weight (titanmoe.ops.kernels.rows)."""
+    return _ToPackedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+
+
+def reorder_packed(packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows and their weights, of dtype `wide`, reordered and apart again."""
+    return _Unpack.apply(packed_RP, order_R, inverse_R, wide)
+
+
 class _Reorder(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_RD, order_R, inverse_R, kernels):

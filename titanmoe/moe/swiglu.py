@@ -1,6 +1,6 @@
 """An expert's activation, and the down projection that follows it.
 
-Shapes as in titanmoe.moe.grouped.
+`hidden` is gate and up, (R, F) each, or both side by side, (R, 2F). Shapes as in titanmoe.moe.grouped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titanmoe.comm.recomputation import again
 from titanmoe.moe.fp8 import Rounded
-from titanmoe.moe.grouped import Groups, grouped_gradient, groups_of, loop_gradient, product_of, total
+from titanmoe.moe.grouped import AddGradient, Groups, groups_of, product_of, total, weight_gradient
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
@@ -40,16 +40,21 @@ def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: boo
 
 def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
-) -> tuple[Tensor, ...]:
-    """The value of `plain_swiglu`, and the gradients of its inputs."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The value of `plain_swiglu`; the gradients of gate and up, side by side; and that of the weight."""
     leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
     with torch.enable_grad():
         h_RF = plain_swiglu(*leaves, clamped)
-    return h_RF.detach(), *torch.autograd.grad(h_RF, leaves, grad_RF)
+    *halves, weight = torch.autograd.grad(h_RF, leaves, grad_RF)
+    return h_RF.detach(), torch.cat(halves, 1), weight
+
+
+def gate_and_up(hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    return hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """The functions for the down projection's input and its gradients: a kernel on GPUs, blocks of rows on CPUs, else
+    """The functions for the down projection's input and for gradients: a kernel on GPUs, blocks of rows on CPUs, else
     the plain formula."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
@@ -60,8 +65,7 @@ def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Te
 
 
 def plain_down(
-    gate_RF: Tensor,
-    up_RF: Tensor,
+    hidden: tuple[Tensor, ...],
     weight_R1: Tensor,
     weights: tuple[Tensor, ...],
     count: Tensor | Groups,
@@ -69,7 +73,7 @@ def plain_down(
     clamped: bool,
     even: bool = False,
 ) -> tuple[Tensor, ...]:
-    product, h_RF = product_of(grouped, "compute", even), plain_swiglu(gate_RF, up_RF, weight_R1, clamped)
+    product, h_RF = product_of(grouped, "compute", even), plain_swiglu(*gate_and_up(hidden), weight_R1, clamped)
     return tuple(product(h_RF, w, count) for w in weights)
 
 
@@ -80,9 +84,12 @@ class _Down(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, groups, grouped, clamped, kernels, rounded, again, *weights):
-        ctx.save_for_backward(gate_RF, up_RF, weight_R1, *weights)
+    def forward(ctx, groups, grouped, clamped, kernels, rounded, add, again, parts, *tensors):
+        """tensors: the parts of hidden, weight_R1, weights."""
+        (gate_RF, up_RF), weight_R1, weights = gate_and_up(tensors[:parts]), tensors[parts], tensors[parts + 1 :]
+        ctx.save_for_backward(*tensors)
         ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.rounded = groups, grouped, clamped, kernels, rounded
+        ctx.parts, ctx.add = parts, add
         make, _ = activation(gate_RF, clamped, kernels)
         product = product_of(grouped, rounded.dtype, kernels=kernels)
         unused = [gate_RF.new_empty(gate_RF.shape[0], weights[0].shape[1])] if again else []
@@ -92,23 +99,27 @@ class _Down(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads_out):
-        gate_RF, up_RF, weight_R1, *weights = ctx.saved_tensors
+        tensors, parts = ctx.saved_tensors, ctx.parts
+        arguments, weights = (*gate_and_up(tensors[:parts]), tensors[parts]), tensors[parts + 1 :]
         # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
-        inputs = any(gradient_wanted(ctx, i) for i in range(3))
+        inputs = any(gradient_wanted(ctx, i) for i in range(parts + 1))
         grads_out = [grad.contiguous() for grad in grads_out]
         product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
-        gradient = grouped_gradient if ctx.grouped else loop_gradient
-        make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
-        grads, arguments = (None, None, None), (gate_RF, up_RF, weight_R1)
+        make, differentiate = activation(arguments[0], ctx.clamped, ctx.kernels)
+        grad_hidden, grad_R1 = [None] * parts, None
         if inputs:
             across = [ctx.rounded(f"{_name(i)}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
             products = (product(g, w, ctx.groups) for g, w in zip(grads_out, across, strict=True))
-            h_RF, *grads = differentiate(total(products), *arguments)
+            h_RF, grad_both, grad_R1 = differentiate(total(products), *arguments)
+            grad_hidden = grad_both.chunk(parts, 1)
         else:
             h_RF = make(*arguments)
-        wanted = [gradient_wanted(ctx, 3 + i) for i in range(len(weights))]
-        grad_weights = [gradient(g, h_RF, ctx.groups) if w else None for g, w in zip(grads_out, wanted, strict=True)]
-        return *grads, None, None, None, None, None, None, *grad_weights
+        grad_weights = [None] * len(weights)
+        for i, grad in enumerate(grads_out):
+            if gradient_wanted(ctx, parts + 1 + i):
+                add = None if i else ctx.add
+                grad_weights[i] = weight_gradient(grad, h_RF, ctx.groups, ctx.grouped, ctx.kernels, add)
+        return None, None, None, None, None, None, None, None, *grad_hidden, grad_R1, *grad_weights
 
 
 def _name(number: int) -> str:
@@ -117,8 +128,7 @@ def _name(number: int) -> str:
 
 
 def down(
-    gate_RF: Tensor,
-    up_RF: Tensor,
+    hidden: tuple[Tensor, ...],
     weight_R1: Tensor,
     weights: tuple[Tensor, ...],
     count: Tensor | Groups,
@@ -127,9 +137,10 @@ def down(
     kernels: str = "auto",
     rounded: Rounded | None = None,
     even: bool = False,
+    add: AddGradient | None = None,
 ) -> tuple[Tensor, ...]:
-    """The products of the activation with each of the weights."""
+    """The products of the activation with each of the weights. add: where the gradient of the first goes instead."""
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
-        return plain_down(gate_RF, up_RF, weight_R1, weights, count, grouped, clamped, even)
-    how = groups_of(count), grouped, clamped, kernels, rounded or Rounded(), again()
-    return _Down.apply(gate_RF, up_RF, weight_R1, *how, *map(with_own_node, weights))
+        return plain_down(hidden, weight_R1, weights, count, grouped, clamped, even)
+    how = groups_of(count), grouped, clamped, kernels, rounded or Rounded(), add, again(), len(hidden)
+    return _Down.apply(*how, *hidden, weight_R1, *map(with_own_node, weights))

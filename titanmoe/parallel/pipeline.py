@@ -207,11 +207,15 @@ def add_weight_gradients(
         handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in reached]
         try:
             edges, grads = zip(*outputs, strict=True)
-            weight_grads = torch.autograd.grad(edges, [GradientEdge(leaf, 0) for leaf in group["params"]], grads)
+            # A gradient may have been added to its sum by the product.
+            leaves = [GradientEdge(leaf, 0) for leaf in group["params"]]
+            weight_grads = torch.autograd.grad(edges, leaves, grads, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
         for leaf, grad in zip(group["params"], weight_grads, strict=True):
+            if grad is None:
+                continue
             weight = weight_of[leaf]
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
             after(weight)

@@ -3,6 +3,7 @@
 FSDP would cast and copy their weights in every forward and backward, and copy each of their gradients once more. Here a
 step makes one copy of the weights in the dtype of the products, or none if that is the dtype they are stored in, and
 adds each microbatch's gradients straight to the sum. Replicas (edp_replicate) sum theirs once, after the last backward.
+The copies of gate's and up's weights lie side by side, so that one product has the results of both.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +23,10 @@ from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import Groups, add_gradient
 from titanmoe.observe import region
+
+MATRICES = ("w1", "w3", "w2")
 
 
 @dataclass(eq=False)
@@ -42,6 +48,20 @@ class Weight:
         return self.computed.dtype != self.part.dtype
 
 
+def multiplied_together(gate: Weight, up: Weight) -> bool:
+    """Not in 8 bits, where each row of a factor has a scale: those of gradients are better apart."""
+    trained = gate.stored.requires_grad and up.stored.requires_grad
+    return gate.is_copy and trained and gate.experts.dtype == "compute"
+
+
+class SideBySide(NamedTuple):
+    """Copies of gate's and up's weights that lie side by side, for one product."""
+
+    experts: Experts
+    both: nn.Parameter
+    """(e, 2F, D)."""
+
+
 class UnshardedExperts:
     """Those of a stage, if FSDP has not got them."""
 
@@ -53,25 +73,37 @@ class UnshardedExperts:
         self.sum_dtype = wide if summed_before else getattr(torch, training.dtype)
         if self.replicas.size > 1:
             self.sum_dtype = torch.promote_types(self.sum_dtype, wide)
-        self.weights = [
-            self._weight(moe.experts, name, stored, compute)
-            for moe in stage.moe_layers().values()
-            if not isinstance(moe.experts, FSDPModule)
-            for name, stored in moe.experts.named_parameters()
-        ]
-        self.by_computed = {weight.computed: weight for weight in self.weights}
+        self.by_computed: dict[Tensor, tuple[Weight, ...]] = {}
+        """By what autograd gives a gradient to. Of two that lie side by side, it is that of both."""
+        self.side_by_side: list[SideBySide] = []
+        self.totals: dict[Tensor, Tensor] = {}
+        """Sums to which products add, by what autograd would give the gradients to; of two weights side by side, one
+        after the other."""
+        for moe in stage.moe_layers().values():
+            if not isinstance(moe.experts, FSDPModule):
+                self._add_experts(moe.experts, compute)
+        self.weights = [weight for some in self.by_computed.values() for weight in some]
+        for computed, (weight, *_) in self.by_computed.items():
+            if weight.is_copy:
+                computed.untyped_storage().resize_(0)
+            if computed.requires_grad:
+                computed.register_post_accumulate_grad_hook(self.add)
         self.adding = self.is_last = False
         """Whether gradients are kept, and whether this is the step's last microbatch."""
 
-    def _weight(self, experts: Experts, name: str, stored: nn.Parameter, compute: torch.dtype) -> Weight:
-        part = local(stored.detach())
-        computed = nn.Parameter(part.to(compute), requires_grad=stored.requires_grad)
-        weight = Weight(experts, name, stored, part, computed)
-        if weight.is_copy:
-            computed.untyped_storage().resize_(0)
-        if computed.requires_grad:
-            computed.register_post_accumulate_grad_hook(self.add)
-        return weight
+    def _add_experts(self, experts: Experts, compute: torch.dtype) -> None:
+        weights = {}
+        for name, stored in experts.named_parameters():
+            part = local(stored.detach())
+            computed = nn.Parameter(part.to(compute), requires_grad=stored.requires_grad)
+            weights[name] = Weight(experts, name, stored, part, computed)
+        if multiplied_together(gate := weights["w1"], up := weights["w3"]):
+            both = nn.Parameter(torch.cat((gate.computed, up.computed), 1))
+            for weight, half in zip((gate, up), both.detach().chunk(2, 1), strict=True):
+                weight.computed = nn.Parameter(half, requires_grad=False)
+            self.side_by_side.append(SideBySide(experts, both))
+            self.by_computed[both] = weights.pop("w1"), weights.pop("w3")
+        self.by_computed |= {weight.computed: (weight,) for weight in weights.values()}
 
     @contextmanager
     def in_place(self, adding: bool) -> Iterator[None]:
@@ -80,6 +112,12 @@ class UnshardedExperts:
         self._copy()
         for weight in self.weights:
             setattr(weight.experts, weight.name, weight.computed)
+        for experts, both in self.side_by_side:
+            experts.w1_and_w3 = both
+        for computed, (weight, *others) in self.by_computed.items() if adding else ():
+            if weight.experts.accumulates and weight.name in MATRICES:
+                name = "w1_and_w3" if others else weight.name
+                weight.experts.sums[name] = partial(self.add_product, computed)
         self.adding, self.is_last = adding, False
         try:
             yield
@@ -87,11 +125,17 @@ class UnshardedExperts:
             self._hand_over()
         finally:
             self.adding = False
+            self.totals.clear()
+            for experts, _ in self.side_by_side:
+                experts.w1_and_w3 = None
             for weight in self.weights:
                 setattr(weight.experts, weight.name, weight.stored)
-                weight.grad = weight.flying = weight.computed.grad = None
+                weight.experts.sums.clear()
+                weight.grad = weight.flying = None
+            for computed, (weight, *_) in self.by_computed.items():
+                computed.grad = None
                 if weight.is_copy:
-                    weight.computed.untyped_storage().resize_(0)
+                    computed.untyped_storage().resize_(0)
 
     @torch.no_grad()
     def _copy(self) -> None:
@@ -99,23 +143,41 @@ class UnshardedExperts:
         if not copies:
             return
         with region("gather weights"):
-            for weight in copies:
-                weight.computed.untyped_storage().resize_(weight.computed.numel() * weight.computed.element_size())
-            torch._foreach_copy_([weight.computed for weight in copies], [weight.part for weight in copies])
+            for computed, (weight, *_) in self.by_computed.items():
+                if weight.is_copy:
+                    computed.untyped_storage().resize_(computed.numel() * computed.element_size())
+            # A call copies its tensors in one kernel only if all are dense.
+            for dense in (True, False):
+                if some := [weight for weight in copies if weight.computed.is_contiguous() == dense]:
+                    torch._foreach_copy_([weight.computed for weight in some], [weight.part for weight in some])
 
     def add(self, computed: Tensor) -> None:
-        """Adds a microbatch's gradient to the sum, if it is of one of these weights."""
-        weight = self.by_computed.get(computed)
-        if weight is None or not self.adding:
+        """Adds a microbatch's gradient to the sum, if it is of these weights."""
+        weights = self.by_computed.get(computed)
+        if weights is None or not self.adding or computed.grad is None:
             return
         grad, computed.grad = computed.grad, None
         with region("reduce gradients"):
-            if weight.grad is None:
-                weight.grad = grad.to(self.sum_dtype)
-            else:
-                weight.grad += grad
-            if self.is_last:
-                self._send(weight)
+            for weight, part in zip(weights, grad.chunk(len(weights), 1), strict=True):
+                if weight.grad is None:
+                    weight.grad = part.to(self.sum_dtype).contiguous()
+                else:
+                    weight.grad += part
+                if self.is_last:
+                    self._send(weight)
+
+    def add_product(
+        self, computed: Tensor, grad: Tensor, x: Tensor, groups: Groups, grouped: bool, kernels: str
+    ) -> None:
+        """The same of a gradient that is computed inside: once for each chunk of rows, of which none knows that it is
+        the last."""
+        weights, add = self.by_computed[computed], computed in self.totals
+        if not add:
+            shape = len(weights), *weights[0].part.shape
+            self.totals[computed] = grad.new_empty(shape, dtype=self.sum_dtype)
+            for weight, total in zip(weights, self.totals[computed], strict=True):
+                weight.grad = total
+        add_gradient(self.totals[computed], grad, x, groups, grouped, kernels, add)
 
     def _send(self, weight: Weight) -> None:
         if self.replicas.size > 1 and weight.flying is None and weight.grad is not None:

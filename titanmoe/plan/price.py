@@ -131,7 +131,8 @@ class Pricer(BlockCosts):
         training = config.training
         reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
         often = self.gathers(config, fold) == "microbatch"
-        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m)
+        accumulated = config.moe.accumulate_weight_gradients
+        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m, accumulated)
 
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int

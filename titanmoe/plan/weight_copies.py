@@ -25,6 +25,8 @@ class WeightCopies:
     pipelined: bool
     """With a pipeline gradients are summed over microbatches and reduced once a step, else for each microbatch."""
     microbatches: int
+    accumulated: bool = False
+    """Whether experts in no FSDP unit add their gradients up inside the products that compute them."""
 
     def moved(self, unit: WeightUnit, ranks: int, gathers: int = 2) -> tuple[int, int]:
         """For each microbatch, and for each step. ranks: those that share the unit. gathers: how often a microbatch
@@ -37,12 +39,14 @@ class WeightCopies:
 
     def moved_unsharded(self, unit: WeightUnit, replicas: int) -> tuple[int, int]:
         """The same of experts that are in no FSDP unit (titanmoe.parallel.unsharded): one cast a step, and each
-        microbatch's gradients are added to the sum."""
+        microbatch's gradients are added to the sum. If products do that (titanmoe/ops/kernels/add_gradient.py), they
+        read and write the sum, where they would write a gradient, which is in their own price."""
         summed = self.reduced if self.pipelined else self.stored
         summed = max(summed, self.reduced) if replicas > 1 else summed
         cast = (self.stored + self.computed) * (self.stored != self.computed)
         last = (summed + self.stored) * (summed != self.stored)
-        return unit.trained.whole * (self.computed + 2 * summed), unit.trained.whole * (cast + last)
+        added = 2 * summed + self.computed * (-1 if self.accumulated else 1)
+        return unit.trained.whole * added, unit.trained.whole * (cast + last)
 
     def gather(self, unit: WeightUnit, ranks: int) -> int:
         """Once, of a unit that so many ranks share. A cast; then, alone, a copy to where it is computed with, else one

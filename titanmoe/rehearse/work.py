@@ -141,6 +141,9 @@ def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
         x, w = args[:2]
         wide = w.shape[2] if w.dim() == 3 else w.shape[1]
         return 2 * x.shape[0] * x.shape[1] * wide
+    if name == "add_gradient":
+        _, grad, x = args[:3]
+        return 2 * grad.shape[0] * grad.shape[1] * x.shape[1]
     if count is None:
         return 0
     if name.startswith("_scaled_dot_product"):  # torch 2.11's own count refuses heads that share keys

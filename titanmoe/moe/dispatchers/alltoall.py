@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from titanmoe.moe.assign import (
     split_into_chunks,
 )
 from titanmoe.moe.dispatchers.protocol import Dispatcher
-from titanmoe.moe.permute import reorder, reorder_weighted, to_tokens
+from titanmoe.moe.permute import can_pack, reorder, reorder_packed, reorder_weighted, to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device
 
@@ -49,7 +49,9 @@ class AllToAll(Dispatcher):
         C, G, e = self.chunks, self.group.size, self.local_experts
         bin_rows = -(-bin_rows // C)
         entry_R, slot, count_CE, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
-        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
+        packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels, packed)
         if counts is None:
             send = receive = [None] * C
             sizes = [self.num_experts * self.etp * bin_rows] * C
@@ -59,11 +61,14 @@ class AllToAll(Dispatcher):
             count_GCe, send, receive = keep("counts", counts.read)  # the layer's only host sync
             sizes = [sum(to) for to in send]
             route = cut(route, sum(sizes))
+
+        def start_weights(weights: Tensor, *split: Any) -> InFlight:
+            return InFlight(weights, None) if again() else start(weights, self.group, *split)
+
+        weights = [weights_TK.dtype] * C if weights_R1 is None else pieces(weights_R1, sizes)
         flights = [
-            (start(x, self.group, *split), InFlight(weights, None) if again() else start(weights, self.group, *split))
-            for x, weights, split in zip(
-                pieces(x_RD, sizes), pieces(weights_R1, sizes), zip(send, receive, strict=True), strict=True
-            )
+            (start(x, self.group, *split), w if packed else start_weights(w, *split))
+            for x, w, split in zip(pieces(x_RD, sizes), weights, zip(send, receive, strict=True), strict=True)
         ]
         chunks = []
         for c, flight in enumerate(flights):
@@ -99,7 +104,8 @@ class AllToAllChunk(NamedTuple):
     """
 
     x_RD: InFlight
-    weights_R1: InFlight
+    weights_R1: InFlight | torch.dtype
+    """Their dtype, if the rows are packed with them."""
     count_e: Tensor
     regroup: tuple[Tensor, Tensor] | None
     """The order (and its inverse) from by-sender to by-expert."""
@@ -108,6 +114,8 @@ class AllToAllChunk(NamedTuple):
     @named("dispatch")
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         x_RD = arrive(self.x_RD)
+        if isinstance(self.weights_R1, torch.dtype):
+            return *reorder_packed(x_RD, *self.regroup, self.weights_R1), self.count_e
         weights_R1 = keep_tensor("weights", lambda: arrive(self.weights_R1))
         if self.regroup is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.regroup, self.kernels)

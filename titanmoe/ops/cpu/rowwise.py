@@ -112,9 +112,11 @@ def swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor | None = None) -> T
 
 def swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What `swiglu` returned, and the gradients of gate, up and weight."""
-    h_RF, dgate_RF, dup_RF = (_empty(gate_RF) for _ in range(3))
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `swiglu` returned; the gradients of gate and up, side by side, (R, 2F); and that of weight."""
+    h_RF, (R, hidden) = _empty(gate_RF), gate_RF.shape
+    both = torch.empty(R, 2 * hidden, dtype=gate_RF.dtype)
+    dgate_RF, dup_RF = both.chunk(2, 1)
     dweight_R1 = None if weight_R1 is None else torch.empty_like(weight_R1)
     for rows, gate, up, slope, sigmoid, active, h in _blocks(gate_RF, 6):
         torch.sigmoid(gate.copy_(gate_RF[rows]), out=sigmoid)
@@ -130,7 +132,7 @@ def swiglu_backward(
         # d silu = sigmoid + silu * (1 - sigmoid)
         bend = torch.addcmul(sigmoid, active, sigmoid, value=-1, out=gate).add_(active)
         dgate_RF[rows] = bend.mul_(up).mul_(slope)
-    return h_RF, dgate_RF, dup_RF, dweight_R1
+    return h_RF, both, dweight_R1
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -142,8 +144,8 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         shape = grad.shape
-        _, *grads, _ = swiglu_backward(*(x.reshape(-1, shape[-1]) for x in (grad, *ctx.saved_tensors)))
-        return tuple(x.view(shape) for x in grads)
+        _, both, _ = swiglu_backward(*(x.reshape(-1, shape[-1]) for x in (grad, *ctx.saved_tensors)))
+        return tuple(x.view(shape) for x in both.chunk(2, 1))
 
 
 def activate(gate: Tensor, up: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ swiglu        the experts' activation             titanmoe.moe.swiglu.plain_swig
 score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count
 route         scores, choice, weights, counts     titanmoe.moe.router
 quantise      rows to 8 bits                      titanmoe.moe.fp8
+add_gradient  sums of the experts' gradients      titanmoe.moe.grouped.plain_add_gradient
 loss          slices of the logits                titanmoe.models.vocabulary
 put           rows to other GPUs' memory          titanmoe.moe.dispatchers.symm_mem
 """

@@ -3,11 +3,15 @@
 Both read whole rows by an index and write each output once, so no sum depends on the order of execution. Sums are
 taken in at least float32 and rounded once. An index past the last row stands for a row of zeros.
 
-Shapes: N rows that are read, R rows that are written, T tokens, D width, K weights per token, J rows per token.
+A packed row is a row and, in the 16 bytes after it, the bits of its routing weight, so that both travel in one message.
+
+Shapes: N rows that are read, R rows that are written, T tokens, D width, P width of a packed row, K weights per token,
+J rows per token.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,10 +20,13 @@ from titanmoe.ops.kernels.kernel_launch import kernel, tile, wide
 
 TILE = 4096
 """Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
+SPACE = 16
+"""Bytes after a packed row, so that the next one begins where 16 bytes can be read at once."""
 
 
 @triton.jit(do_not_specialize=["R", "N"])
-def _fetch(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+def _fetch(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.constexpr, OF_X: tl.constexpr,
+           OF_OUT: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_WEIGHT_OUT: tl.constexpr, ROWS: tl.constexpr,
            COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = row < R
@@ -29,15 +36,17 @@ def _fetch(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.const
     for first in range(0, D, COLUMNS):
         d = first + tl.arange(0, COLUMNS)
         inside = d[None, :] < D
-        value = tl.load(x + source[:, None] * D + d[None, :], mask=there[:, None] & inside, other=0.0)
-        tl.store(out + row[:, None] * D + d[None, :], value, mask=written[:, None] & inside)
+        value = tl.load(x + source[:, None] * OF_X + d[None, :], mask=there[:, None] & inside, other=0.0)
+        tl.store(out + row[:, None] * OF_OUT + d[None, :], value, mask=written[:, None] & inside)
     if WEIGHTED:
-        tl.store(weight_out + row, tl.load(weight + entry, mask=there, other=0.0), mask=written)
+        value = tl.load(weight + source * OF_WEIGHT + entry % K, mask=there, other=0.0)
+        tl.store(weight_out + row * OF_WEIGHT_OUT, value, mask=written)
 
 
 @triton.jit(do_not_specialize=["T", "R"])
 def _sum(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: tl.constexpr, K: tl.constexpr,
-         WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+         OF_Y: tl.constexpr, OF_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+         WEIGHTED: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = token < T
     for first in range(0, D, COLUMNS):
@@ -47,42 +56,43 @@ def _sum(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: tl.con
         for j in tl.static_range(J):
             row = tl.load(slot + token * J + j, mask=written, other=0)
             there = written & (row < R)
-            total += tl.load(y + row[:, None] * D + d[None, :], mask=there[:, None] & inside, other=0.0).to(WIDE)
+            total += tl.load(y + row[:, None] * OF_Y + d[None, :], mask=there[:, None] & inside, other=0.0).to(WIDE)
         tl.store(out + token[:, None] * D + d[None, :], total.to(out.dtype.element_ty), mask=written[:, None] & inside)
     if WEIGHTED:
         for k in tl.static_range(K):
             weight = tl.zeros([ROWS], dtype=weight_out.dtype.element_ty)
             for copy in tl.static_range(J // K):
                 row = tl.load(slot + token * J + k * (J // K) + copy, mask=written, other=0)
-                weight += tl.load(weight_grad + row, mask=written & (row < R), other=0.0)
+                weight += tl.load(weight_grad + row * OF_WEIGHT, mask=written & (row < R), other=0.0)
             tl.store(weight_out + token * K + k, weight, mask=written)
 
 
-def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
-    x, index_R = x.contiguous(), index_R.contiguous()
+def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tensor, weight_out: Tensor) -> None:
+    """Without weights, `weight_out` is `out`."""
+    index_R, weighted = index_R.contiguous(), weight_out is not out
     R, (N, D) = index_R.numel(), x.shape
-    out = x.new_empty(R, D)
-    weight_out = out if weight is None else weight.new_empty(R, 1)
     rows, columns = tile(D, TILE)
     if R:
         _fetch[(triton.cdiv(R, rows),)](
-            x, index_R, out, out if weight is None else weight.contiguous(), weight_out, R, N,
-            D=D, K=K, ROWS=rows, COLUMNS=columns, WEIGHTED=weight is not None, num_warps=8,
+            x, index_R, out, weight, weight_out, R, N, D=D, K=K,
+            OF_X=x.stride(0), OF_OUT=out.stride(0), OF_WEIGHT=weight.stride(0), OF_WEIGHT_OUT=weight_out.stride(0),
+            ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
         )  # fmt: skip
-    return out, weight_out
 
 
 def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> tuple[Tensor, Tensor]:
-    y, slot = y.contiguous(), slot.contiguous()
+    slot = slot.contiguous()
     (T, J), (R, D) = slot.shape, y.shape
     out = y.new_empty(T, D)
-    weight_out = out if weight_grad is None else weight_grad.new_empty(T, K)
+    weighted = weight_grad is not None
+    weight_out = weight_grad.new_empty(T, K) if weighted else out
+    weight_grad = weight_grad if weighted else out
     rows, columns = tile(D, TILE)
     if T:
         _sum[(triton.cdiv(T, rows),)](
-            y, slot, out, out if weight_grad is None else weight_grad.contiguous(), weight_out, T, R,
-            D=D, J=J, K=K, WIDE=wide(y.dtype), ROWS=rows, COLUMNS=columns, WEIGHTED=weight_grad is not None,
-            num_warps=8,
+            y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
+            OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=wide(y.dtype),
+            ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
         )  # fmt: skip
     return out, weight_out
 
@@ -90,7 +100,9 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
 @kernel("titanmoe::fetch_rows")
 def fetch_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
     """(R, D): row index_R[r] of x, zeros where that is N."""
-    return _launch_fetch(x_ND, index_R, None, 1)[0]
+    x_ND, out = x_ND.contiguous(), x_ND.new_empty(index_R.numel(), x_ND.shape[1])
+    _launch_fetch(x_ND, index_R, out, 1, out, out)
+    return out
 
 
 @fetch_rows.register_fake
@@ -101,7 +113,9 @@ def _(x_ND, index_R):
 @kernel("titanmoe::fetch_weighted_rows")
 def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor) -> tuple[Tensor, Tensor]:
     """(R, D) and (R, 1): token entry // K of x and weight `entry`; zeros where entry is T * K."""
-    return _launch_fetch(x_TD, entry_R, weights_TK, weights_TK.shape[1])
+    out = x_TD.new_empty(entry_R.numel(), x_TD.shape[1]), weights_TK.new_empty(entry_R.numel(), 1)
+    _launch_fetch(x_TD.contiguous(), entry_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
+    return out
 
 
 @fetch_weighted_rows.register_fake
@@ -112,7 +126,7 @@ def _(x_TD, weights_TK, entry_R):
 @kernel("titanmoe::sum_rows")
 def sum_rows(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
     """(T, D): the sum of the rows slot_TJ[t], those numbered R left out."""
-    return _launch_sum(y_RD, slot_TJ, None, 1)[0]
+    return _launch_sum(y_RD.contiguous(), slot_TJ, None, 1)[0]
 
 
 @sum_rows.register_fake
@@ -123,9 +137,58 @@ def _(y_RD, slot_TJ):
 @kernel("titanmoe::sum_weighted_rows")
 def sum_weighted_rows(y_RD: Tensor, weight_R1: Tensor, slot_TJ: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """(T, D) and (T, K): the transpose of fetch_weighted_rows; J / K rows share a weight."""
-    return _launch_sum(y_RD, slot_TJ, weight_R1, K)
+    return _launch_sum(y_RD.contiguous(), slot_TJ, weight_R1.contiguous(), K)
 
 
 @sum_weighted_rows.register_fake
 def _(y_RD, weight_R1, slot_TJ, K):
     return y_RD.new_empty(slot_TJ.shape[0], y_RD.shape[1]), weight_R1.new_empty(slot_TJ.shape[0], K)
+
+
+def apart(packed_RP: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Views of the rows and of their weights, of dtype `wide`."""
+    size, D = packed_RP.element_size(), packed_RP.shape[1] - SPACE // packed_RP.element_size()
+    first = D * size // wide.itemsize
+    return packed_RP[:, :D], packed_RP.view(wide)[:, first : first + 1]
+
+
+@kernel("titanmoe::fetch_packed_rows")
+def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor) -> Tensor:
+    """`fetch_weighted_rows`, packed."""
+    packed_RP = x_TD.new_empty(entry_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
+    out = apart(packed_RP, weights_TK.dtype)
+    _launch_fetch(x_TD.contiguous(), entry_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
+    return packed_RP
+
+
+@fetch_packed_rows.register_fake
+def _(x_TD, weights_TK, entry_R):
+    return x_TD.new_empty(entry_R.shape[0], x_TD.shape[1] + SPACE // x_TD.element_size())
+
+
+@kernel("titanmoe::fetch_unpacked_rows")
+def fetch_unpacked_rows(packed_NP: Tensor, index_R: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(R, D) and (R, 1): packed rows index_R[r], unpacked."""
+    x_ND, weight_N1 = apart(packed_NP.contiguous(), wide)
+    out = x_ND.new_empty(index_R.numel(), x_ND.shape[1]), weight_N1.new_empty(index_R.numel(), 1)
+    _launch_fetch(x_ND, index_R, weight_N1, 1, *out)
+    return out
+
+
+@fetch_unpacked_rows.register_fake
+def _(packed_NP, index_R, wide):
+    R, D = index_R.shape[0], packed_NP.shape[1] - SPACE // packed_NP.element_size()
+    return packed_NP.new_empty(R, D), packed_NP.new_empty(R, 1, dtype=wide)
+
+
+@kernel("titanmoe::sum_packed_rows")
+def sum_packed_rows(packed_RP: Tensor, slot_TJ: Tensor, K: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`sum_weighted_rows` of packed rows."""
+    y_RD, weight_R1 = apart(packed_RP.contiguous(), wide)
+    return _launch_sum(y_RD, slot_TJ, weight_R1, K)
+
+
+@sum_packed_rows.register_fake
+def _(packed_RP, slot_TJ, K, wide):
+    T, D = slot_TJ.shape[0], packed_RP.shape[1] - SPACE // packed_RP.element_size()
+    return packed_RP.new_empty(T, D), packed_RP.new_empty(T, K, dtype=wide)

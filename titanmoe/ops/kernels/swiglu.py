@@ -7,6 +7,8 @@ until a single rounding at the end. With a = act(gate), u = up (clamped: min(gat
 
 A program has whole rows, so dw is summed without atomics, in a fixed order.
 
+Gate and up may be halves of one tensor: their rows may be farther apart than they are long. Their gradients are halves.
+
 Shapes: R rows, F hidden width.
 """
 
@@ -42,23 +44,24 @@ def _activate(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R"])
-def _forward(gate, up, weight, out, R, F: tl.constexpr, WIDE: tl.constexpr, CLAMPED: tl.constexpr,
-             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _forward(gate, up, weight, out, R, F: tl.constexpr, OF_GATE: tl.constexpr, OF_UP: tl.constexpr, WIDE: tl.constexpr,
+             CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
     for first in range(0, F, COLUMNS):
         f = first + tl.arange(0, COLUMNS)
         inside = (row < R)[:, None] & (f < F)[None, :]
-        place = row[:, None] * F + f[None, :]
-        g = tl.load(gate + place, mask=inside, other=0.0).to(WIDE)
-        u = tl.load(up + place, mask=inside, other=0.0).to(WIDE)
+        g = tl.load(gate + row[:, None] * OF_GATE + f[None, :], mask=inside, other=0.0).to(WIDE)
+        u = tl.load(up + row[:, None] * OF_UP + f[None, :], mask=inside, other=0.0).to(WIDE)
         act, _, factor, _ = _activate(g, u, CLAMPED)
+        place = row[:, None] * F + f[None, :]
         tl.store(out + place, (act * factor * w[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["R"])
-def _backward(grad, gate, up, weight, out, grad_gate, grad_up, grad_weight, R, F: tl.constexpr, WIDE: tl.constexpr,
-              CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: tl.constexpr, OF_GATE: tl.constexpr,
+              OF_UP: tl.constexpr, WIDE: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
     total = tl.zeros([ROWS], dtype=WIDE)
@@ -67,26 +70,33 @@ def _backward(grad, gate, up, weight, out, grad_gate, grad_up, grad_weight, R, F
         inside = (row < R)[:, None] & (f < F)[None, :]
         place = row[:, None] * F + f[None, :]
         dh = tl.load(grad + place, mask=inside, other=0.0).to(WIDE)
-        g = tl.load(gate + place, mask=inside, other=0.0).to(WIDE)
-        u = tl.load(up + place, mask=inside, other=0.0).to(WIDE)
+        g = tl.load(gate + row[:, None] * OF_GATE + f[None, :], mask=inside, other=0.0).to(WIDE)
+        u = tl.load(up + row[:, None] * OF_UP + f[None, :], mask=inside, other=0.0).to(WIDE)
         act, slope, factor, passes = _activate(g, u, CLAMPED)
         total += tl.sum(dh * act * factor, 1)
         tl.store(out + place, (act * factor * w[:, None]).to(out.dtype.element_ty), mask=inside)
         dh = dh * w[:, None]
-        tl.store(grad_gate + place, (dh * factor * slope).to(out.dtype.element_ty), mask=inside)
-        tl.store(grad_up + place, tl.where(passes, dh * act, 0.0).to(out.dtype.element_ty), mask=inside)
+        half = grad_both + row[:, None] * 2 * F + f[None, :]
+        tl.store(half, (dh * factor * slope).to(out.dtype.element_ty), mask=inside)
+        tl.store(half + F, tl.where(passes, dh * act, 0.0).to(out.dtype.element_ty), mask=inside)
     tl.store(grad_weight + row, total.to(grad_weight.dtype.element_ty), mask=row < R)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With the numbers of a row next to each other."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    gate_RF, up_RF, weight_R1 = gate_RF.contiguous(), up_RF.contiguous(), weight_R1.contiguous()
-    (R, F), out = gate_RF.shape, torch.empty_like(gate_RF)
+    gate_RF, up_RF, weight_R1 = _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
+    (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile(F, TILE)
     if R:
         _forward[(triton.cdiv(R, rows),)](
             gate_RF, up_RF, weight_R1, out, R,
-            F=F, WIDE=wide(gate_RF.dtype), CLAMPED=clamped, ROWS=rows, COLUMNS=columns, num_warps=4,
+            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
+            ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -99,20 +109,22 @@ def _(gate_RF, up_RF, weight_R1, clamped):
 @kernel("titanmoe::weighted_swiglu_backward")
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h again, and the gradients of gate, up and weight."""
-    inputs = [x.contiguous() for x in (grad_RF, gate_RF, up_RF, weight_R1)]
-    (R, F) = gate_RF.shape
-    outputs = [*(torch.empty_like(inputs[1]) for _ in range(3)), torch.empty_like(inputs[3])]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """h again; the gradients of gate and up, side by side, (R, 2F); and that of weight."""
+    grad_RF, gate_RF, up_RF, weight_R1 = grad_RF.contiguous(), _rows(gate_RF), _rows(up_RF), weight_R1.contiguous()
+    R, F = gate_RF.shape
+    outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
     rows, columns = tile(F, TILE)
     if R:
         _backward[(triton.cdiv(R, rows),)](
-            *inputs, *outputs, R,
-            F=F, WIDE=wide(gate_RF.dtype), CLAMPED=clamped, ROWS=rows, COLUMNS=columns, num_warps=4,
+            grad_RF, gate_RF, up_RF, weight_R1, *outputs, R,
+            F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
+            ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
-    return tuple(outputs)
+    return outputs
 
 
 @weighted_swiglu_backward.register_fake
 def _(grad_RF, gate_RF, up_RF, weight_R1, clamped):
-    return *(gate_RF.new_empty(gate_RF.shape) for _ in range(3)), weight_R1.new_empty(weight_R1.shape)
+    R, F = gate_RF.shape
+    return gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), weight_R1.new_empty(weight_R1.shape)
