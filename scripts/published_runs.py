@@ -303,6 +303,10 @@ class RunPricer(Pricer):
         turned = 2 * work.copied or work.rotated
         return turned * ROPE[part] * (1 + 2 * (work.normed > 0))
 
+    def _router_product(self, T: float) -> float:
+        """In float32, as Megatron's router and AutoModel's are."""
+        return self.product(T, self.model.num_experts, self.model.dim) * 4
+
     def _attention_rate(self, cp: int, ring: bool) -> float:
         return super()._attention_rate(cp, ring=False)
 

@@ -13,6 +13,7 @@ import pytest
 from tests.rehearse.small import config_of
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import GATHER, REDUCE
+from titanmoe.rehearse.work import Operation
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -54,3 +55,18 @@ def test_a_dropless_layer_launches_few_kernels(changes: dict[str, Any]) -> None:
     assert all(counted[part] <= MOST[part] for part in MOST), counted
     # The host asks once per layer, after the rows have been copied.
     assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == ["moe/dispatchers/alltoall.py"]
+
+
+def test_the_router_reads_its_input_in_16_bits() -> None:
+    """Forward: parts of the weights, their product, a sum; counts set to zero, and the choice. Backward: of the choice;
+    parts of the logits' gradients, two products, and a sum over parts of the weights' gradients."""
+    config = config_of(NARROW | {"parallelism.experts.ep": 8}, 8, "h100")
+    ran: dict[str, list[Operation]] = {"forward": [], "backward": []}
+    for one, times in rehearse(config, 8, 0, "h100").operations.items():
+        if (one.site.layer, one.site.region) == ("layers.1", "router"):
+            ran[one.site.phase] += [one] * times
+    names = {phase: sorted(one.name for one in ones) for phase, ones in ran.items()}
+    assert names == {
+        "forward": ["bfloat16_parts", "mm", "route", "sum", "zeros"],
+        "backward": ["add", "bfloat16_parts", "mm", "mm", "route_backward", "sum"],  # add: to the experts' gradients
+    }

@@ -23,6 +23,7 @@ from titanmoe.moe.dispatchers.symm_mem import plain_put
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
+from titanmoe.moe.router_product import plain_parts
 from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -35,6 +36,7 @@ pytestmark = [
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
     from titanmoe.ops.kernels import choice_rows, put, score_spread
+    from titanmoe.ops.kernels.parts import bfloat16_parts
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 
@@ -241,6 +243,19 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
     valid = tokens.valid_T.unsqueeze(1)  # padding gets nothing back
     cotangents = [random(*y.shape, dtype=y.dtype, seed=7 + y.shape[1]).detach() * valid for y in outputs]
     return [scores, weights, chosen, count, *torch.autograd.grad(outputs, logits, cotangents)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3000), (70, 33), (0, 4)])
+def test_parts_of_bfloat16(shape: tuple[int, int], backwards: bool) -> None:
+    x_RC = random(*shape, dtype=torch.float32).detach()
+    parts, plain = bfloat16_parts(x_RC, backwards), plain_parts(x_RC, backwards)
+    assert parts.dtype == torch.bfloat16 and parts.shape == plain.shape
+    parts, plain = (x.flip(1) if backwards else x for x in (parts, plain))
+    assert torch.equal(parts[:, 1:].double().sum(1), x_RC.double())
+    assert torch.equal(parts[:, 0], parts[:, 1])
+    # The interpreter rounds towards zero, so that the second part may have the other sign.
+    torch.testing.assert_close(parts[:, 0], plain[:, 0], rtol=2**-7, atol=0)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])

@@ -6,6 +6,7 @@ rotate        rotary positions                    titanmoe.models.layers
 swiglu        the experts' activation             titanmoe.moe.swiglu.plain_swiglu
 score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count
 route         scores, choice, weights, counts     titanmoe.moe.router
+parts         float32 as bfloat16 parts          titanmoe.moe.router_product
 quantise      rows to 8 bits                      titanmoe.moe.fp8
 loss          slices of the logits                titanmoe.models.vocabulary
 put           rows to other GPUs' memory          titanmoe.moe.dispatchers.symm_mem
