@@ -22,6 +22,9 @@ NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "
 NARROW |= {"model.expert_hidden": 64, "model.dim": 64, "training.global_batch_size": 8}
 DEEPSEEK = {"model.score_function": "sigmoid", "model.num_groups": 4, "model.top_groups": 2, "model.shared_hidden": 64}
 
+LATENTS = {"model.kv_lora_rank": 16, "model.q_lora_rank": 16, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16}
+LATENTS |= {"model.qk_rope_head_dim": 8, "model.head_dim": 24, "model.num_kv_heads": 4, "model.num_heads": 4}
+
 
 def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
     counted: Counter[str] = Counter()
@@ -70,3 +73,16 @@ def test_the_router_reads_its_input_in_16_bits() -> None:
         "forward": ["bfloat16_parts", "mm", "route", "sum", "zeros"],
         "backward": ["add", "bfloat16_parts", "mm", "mm", "route_backward", "sum"],  # add: to the experts' gradients
     }
+
+
+@pytest.mark.parametrize("latent", [False, True], ids=["grouped queries", "latents"])
+def test_no_pass_adds_up_gradients_of_one_input(latent: bool) -> None:
+    """Of queries, keys and values; of both latents; of a shared expert's gate and up. Norm and residual sum have no
+    region."""
+    changes = NARROW | DEEPSEEK | {"parallelism.experts.ep": 8} | (LATENTS if latent else {})
+    sums: Counter[str] = Counter()
+    for one, times in rehearse(config_of(changes, 8, "h100"), 8, 0, "h100").operations.items():
+        if one.site.layer == "layers.1" and one.site.phase == "backward" and one.name in ("add", "add_", "addmm"):
+            sums[one.site.region, one.name] += times
+    assert sums["attention", "addmm"] == (1 if latent else 2) and sums["shared expert", "addmm"] == 1
+    assert not sums["attention", "add"] and not sums["attention", "add_"]

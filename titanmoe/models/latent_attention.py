@@ -67,7 +67,8 @@ class LatentAttention(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
         # stream.
-        latent_Bsr, key_Bsp = self.wkv_a(x_BsD).split(self.latent, -1)
+        both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)
+        latent_Bsr, key_Bsp = both_Bsr.split(self.latent, -1)
         both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
