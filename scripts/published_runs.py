@@ -300,7 +300,7 @@ class RunPricer(Pricer):
         return self._move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
-        turned = 2 * work.copied or work.rotated
+        turned = 4 * work.queries if self.model.kv_lora_rank else work.rotated  # latents: queries and keys are joined
         return turned * ROPE[part] * (1 + 2 * (work.normed > 0))
 
     def _router_product(self, T: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.rehearse.small import config_of
+from titanmoe.models.mixers.latent import LATENT
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import GATHER, REDUCE
 from titanmoe.rehearse.work import Operation
@@ -86,3 +87,23 @@ def test_no_pass_adds_up_gradients_of_one_input(latent: bool) -> None:
             sums[one.site.region, one.name] += times
     assert sums["attention", "addmm"] == (1 if latent else 2) and sums["shared expert", "addmm"] == 1
     assert not sums["attention", "add"] and not sums["attention", "add_"]
+
+
+def test_heads_of_latents_are_written_once() -> None:
+    """Forward: queries' ends are turned in place, keys written; backward: queries' gradients, and those of keys and
+    values together. `cat` is of the latents alone."""
+    config = config_of(NARROW | LATENTS | {"parallelism.experts.ep": 8}, 8, "h100")
+    ran: Counter[tuple[str, str]] = Counter()
+    moved: Counter[str] = Counter()
+    for one, times in rehearse(config, 8, 0, "h100").operations.items():
+        if (one.site.layer, one.site.region) == ("layers.1", "attention"):
+            ran[one.site.phase, one.name] += times
+            moved[one.site.phase] += (one.read + one.written) * times * one.name.endswith("_ends")
+    kinds = "turn_ends", "join_ends", "split_ends", "cat", "sum", "rotate"
+    assert [ran["forward", kind] for kind in kinds] == [1, 1, 0, 1, 0, 0]
+    assert [ran["backward", kind] for kind in kinds] == [0, 1, 1, 2, 0, 0]
+    model, tokens = config.model, config.training.local_batch_size * config.training.seq_len
+    # Two kernels read cos and sin, and one reads or writes the turned key.
+    angles, key = 2 * tokens * 2 * model.qk_rope_head_dim * 4, tokens * model.qk_rope_head_dim * 2
+    planned = [2 * tokens * heads + angles + key for heads in LATENT.work(model, 1).moved]
+    assert [moved[phase] for phase in ("forward", "backward")] == planned

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
@@ -197,6 +198,34 @@ def test_rotation(queries: int, keys: int, width: int, samples: int, positions: 
         for got, alone, want in zip(*results, strict=True):
             close(got, want, dtype)
             assert torch.equal(got, alone)
+
+
+@pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(3, 6, 8, 10), (2, 128, 64, 128), (70, 40, 2, 24)])
+@pytest.mark.parametrize(("samples", "positions", "angles"), [(2, 2, 2), (2, 1, 1), (1, 0, 1)])
+def test_latent_queries_and_keys(
+    heads: int, nope: int, rope: int, value: int, samples: int, positions: int, angles: int
+) -> None:
+    shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=nope + rope, qk_nope_head_dim=nope, v_head_dim=value)
+    model = Model(dim=8, kv_lora_rank=4, q_lora_rank=4, qk_rope_head_dim=rope, **shape)
+    for dtype in DTYPES:
+        half = random(angles, positions, 1, rope // 2, dtype=torch.promote_types(dtype, torch.float32), seed=2).detach()
+        angle = torch.cat((half, half), -1)
+        cos_sin, results = (angle.cos(), angle.sin()), []
+        latent, wide = random(samples, positions, 4, dtype=dtype), random(samples, positions, rope + 2, dtype=dtype)
+        for kernels in ("triton", "torch"):
+            attention = LatentAttention(model, 0, dtype, kernels).to(DEVICE)
+            for weight in (attention.wq_b.weight, attention.wkv_b.weight):
+                torch.nn.init.normal_(weight, generator=torch.Generator(DEVICE).manual_seed(3))
+            q = attention.queries(latent, cos_sin)
+            k, v = attention.keys_and_values(latent, wide[..., 2:], cos_sin)
+            leaves = latent, wide, attention.wq_b.weight, attention.wkv_b.weight
+            outputs = q, k, v
+            # As attention's backward may leave them: heads before positions.
+            shapes = [y.transpose(1, 2).shape for y in outputs]
+            cotangents = [random(*shape, dtype=dtype, seed=7).detach().transpose(1, 2) for shape in shapes]
+            results.append([*outputs, *torch.autograd.grad(outputs, leaves, cotangents)])
+        for got, want in zip(*results, strict=True):
+            close(got, want, dtype)
 
 
 def test_watched_or_not_the_kernels_give_the_same() -> None:

@@ -182,9 +182,7 @@ class BlockCosts(RowMessages):
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
-        return (
-            work.rotated * ROPE[part] + work.normed * NORM[part] + work.copied * RESIDUAL[part] + 2 * work.moved[part]
-        )
+        return work.rotated * ROPE[part] + work.normed * NORM[part] + 2 * work.moved[part]
 
     # ---- halves: forward and backward of one microbatch
 
