@@ -21,7 +21,7 @@ class _ProductAndInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w)
-        return F.linear(x, w, b), x.view_as(x)
+        return F.linear(x, w, b), x
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor, grad_x: Tensor) -> tuple[Tensor | None, ...]:
