@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.moe.test_router_product import within
 from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
@@ -24,7 +25,7 @@ from titanmoe.moe.dispatchers.symm_mem import plain_put
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
-from titanmoe.moe.router_product import plain_parts
+from titanmoe.moe.router_product import plain_parts, product_by_parts
 from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -285,6 +286,18 @@ def test_parts_of_bfloat16(shape: tuple[int, int], backwards: bool) -> None:
     assert torch.equal(parts[:, 0], parts[:, 1])
     # The interpreter rounds towards zero, so that the second part may have the other sign.
     torch.testing.assert_close(parts[:, 0], plain[:, 0], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "experts", "dim"), [(300, 5, 8), (3, 64, 40), (0, 4, 8)])
+def test_the_routers_product(rows: int, experts: int, dim: int) -> None:
+    """On a GPU by torch's product of bfloat16 into float32. Parts rounded towards zero leave more to the others."""
+    x_TD, w_ED = random(rows, dim, dtype=torch.bfloat16, seed=1), random(experts, dim, dtype=torch.float32, seed=2)
+    grad_TE = random(rows, experts, dtype=torch.float32, seed=3).detach()
+    logits_TE = product_by_parts(x_TD, w_ED, "triton")
+    dx_TD, dw_ED = torch.autograd.grad(logits_TE, (x_TD, w_ED), grad_TE)
+    within(logits_TE, x_TD, w_ED.t())
+    within(dw_ED, grad_TE.t(), x_TD)
+    within(dx_TD, grad_TE, w_ED, also=2**-12, rounded=2**-8)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])

@@ -8,8 +8,8 @@ wide. A float32 number is the sum of three bfloat16 ones, a product of two of th
     dx     = g1 w1 + g2 w1 + g1 w2, rounded to bfloat16 as the gradient of x is anyway
 
 Logits and dw differ from the exact product by roundings of sums alone, at most (n + 2) 2^-23 sum |x| |w| of n terms,
-also if sums round towards zero; a float32 product's bound is as large. dx, before it is rounded, also leaves out at
-most 2^-14 sum |g| |w|. Each line is one product, of parts side by side.
+also if sums round towards zero: twice the bound of a float32 product. dx, before it is rounded, also leaves out at most
+2^-14 sum |g| |w|. Each line is one product, of parts side by side.
 
 Shapes: T tokens, D model, E experts.
 """
