@@ -18,14 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titanmoe.ops.kernels.kernel_launch import kernel, wide
-from titanmoe.ops.kernels.rotate import TILE, rotate_heads, rows
-
-
-@triton.jit
-def _angles(cos, sin, angle, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
-    i = tl.arange(0, P)
-    c = tl.load(cos + angle + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
-    return c, tl.load(sin + angle + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
+from titanmoe.ops.kernels.rotate import TILE, angles, rotate_heads, rows
 
 
 @triton.jit
@@ -44,7 +37,7 @@ def _join(plain, turned, cos, sin, out, S, of_plain, plain_token, plain_head, of
           SIGN: tl.constexpr, WIDE: tl.constexpr, N_ROWS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     sample, position = t // S, t % S
-    c, s = _angles(cos, sin, sample * of_angle + position * (2 * HALF), SIGN, HALF, P, WIDE)
+    c, s = angles(cos, sin, sample * of_angle + position * (2 * HALF), SIGN, HALF, P, WIDE)
     start = turned + sample * of_turned + position * turned_token
     if N:
         WIDTH: tl.constexpr = N + 2 * HALF
@@ -72,7 +65,7 @@ def _split(dk, dv, cos, sin, dkv, dkey, S, of_k, k_token, k_head, of_v, v_token,
         turned = key + head * k_head + N + i
         x1 += tl.sum(tl.load(turned, mask=inside, other=0.0).to(WIDE), 0)[None, :]
         x2 += tl.sum(tl.load(turned + HALF, mask=inside, other=0.0).to(WIDE), 0)[None, :]
-    c, s = _angles(cos, sin, sample * of_angle + position * (2 * HALF), -1, HALF, P, WIDE)
+    c, s = angles(cos, sin, sample * of_angle + position * (2 * HALF), -1, HALF, P, WIDE)
     place = dkey + t * (2 * HALF) + i
     tl.store(place, (x1 * c - x2 * s).to(dkey.dtype.element_ty), mask=i < HALF)
     tl.store(place + HALF, (x2 * c + x1 * s).to(dkey.dtype.element_ty), mask=i < HALF)

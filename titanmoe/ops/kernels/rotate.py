@@ -24,6 +24,13 @@ TILE = 2048
 
 
 @triton.jit
+def angles(cos, sin, at, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, P)
+    c = tl.load(cos + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
+    return c, tl.load(sin + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
+
+
+@triton.jit
 def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl.constexpr, P: tl.constexpr,
                  ROWS: tl.constexpr):  # fmt: skip
     """Of a token. out may be x."""
@@ -44,11 +51,8 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
             ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     sample, position = t // S, t % S
-    i = tl.arange(0, P)
-    angle = sample * of_angle + position * (2 * HALF) + i
-    c = tl.load(cos + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :]
-    s = tl.load(sin + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
     WIDTH: tl.constexpr = 2 * HALF
+    c, s = angles(cos, sin, sample * of_angle + position * WIDTH, SIGN, HALF, P, WIDE)
     rotate_heads(q + sample * of_q + position * q_token, q_out + t * (H * WIDTH), c, s, H, q_head, WIDTH, HALF, P, ROWS)
     rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * WIDTH), c, s, G, k_head, WIDTH, HALF, P, ROWS)
 
