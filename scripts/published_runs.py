@@ -300,8 +300,12 @@ class RunPricer(Pricer):
         return self._move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
-        turned = 2 * work.copied or work.rotated
+        turned = 4 * work.queries if self.model.kv_lora_rank else work.rotated  # latents: queries and keys are joined
         return turned * ROPE[part] * (1 + 2 * (work.normed > 0))
+
+    def _router_product(self, T: float) -> float:
+        """In float32, as Megatron's router and AutoModel's are."""
+        return self.product(T, self.model.num_experts, self.model.dim) * 4
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
         return super()._attention_rate(cp, ring=False)

@@ -29,6 +29,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,12 +74,17 @@ def small_kernels() -> Iterator[None]:
     def grouped_product(x: Tensor, w: Tensor, offs: Tensor | None = None) -> Tensor:
         return x @ w[0] if w.dim() == 3 else x.new_zeros(len(offs), len(x), w.shape[1])
 
+    def wide_product(a: Tensor, b: Tensor) -> Tensor:
+        return a.new_zeros(len(a), b.shape[1], dtype=torch.float32)
+
     def counts_of_others(mine: Tensor, *_: Any) -> Tensor:
         return mine.clone()
 
     with ExitStack() as stack:
         changes: list[tuple[Any, str, Any]] = [(F, "rms_norm", norm), (torch, "_grouped_mm", grouped_product)]
         changes.append((counts, "send_rows", counts_of_others))
+        if find_spec("titanmoe.moe.router_product"):  # not in older checkouts
+            changes.append((import_module("titanmoe.moe.router_product"), "_product_on_gpu", wide_product))
         if installed():
             from triton.runtime import driver
             from triton.runtime.jit import JITFunction
@@ -197,11 +204,13 @@ def device_seconds(config: Any, world: int) -> float:
     from titanmoe.plan.devices import read_device
     from titanmoe.plan.links import Factors
     from titanmoe.plan.price import Pricer
+    from titanmoe.plan.rows_on_their_way import RowsWay
 
     fold, samples = derive(world, config.parallelism), config.training.local_batch_size
     costs = Pricer(config, read_device(HARDWARE), Factors())
     mode = config.activation_checkpoint.mode
-    cost = costs.block(fold, samples, config.model.num_layers - 1, config.moe.dispatcher, mode)
+    way = RowsWay(config.moe.dispatcher, config.moe.overlap_chunks)
+    cost = costs.block(fold, samples, config.model.num_layers - 1, way, mode)
     return cost.matrix + cost.attention + cost.memory
 
 

@@ -42,13 +42,16 @@ def interpreted_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         | PADDED
         | {"parallelism.experts.ep": 2, "moe.overlap_chunks": 2, "moe.aux_loss": 0.02},
         pytest.param({"parallelism.tp": 2, "parallelism.experts.etp": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            MODELS["deepseek_v3"] | {"model.num_dense_layers": 0, "parallelism.tp": 2}, marks=pytest.mark.slow
+        ),
         pytest.param({"parallelism.experts.ep": 2, "moe.z_loss": 0.02}, marks=pytest.mark.slow),
         pytest.param({"parallelism.experts.ep": 2, "moe.dispatcher": "symm_mem"}, marks=pytest.mark.slow),
         pytest.param(
             MODELS["gpt_oss"] | {"moe.dispatcher": "allgather", "parallelism.experts.ep": 2}, marks=pytest.mark.slow
         ),
     ],
-    ids=["padded", "etp", "ep", "symm_mem", "allgather"],
+    ids=["padded", "etp", "latents", "ep", "symm_mem", "allgather"],
 )
 def test_parity(changes: dict[str, Any]) -> None:
     small = {"moe.kernels": "triton", "model.num_layers": 1, "training.global_batch_size": 2}

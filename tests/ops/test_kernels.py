@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.moe.test_router_product import within
 from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
@@ -34,6 +36,7 @@ from titanmoe.moe.permute import (
     to_weighted_rows,
 )
 from titanmoe.moe.router import Router
+from titanmoe.moe.router_product import plain_parts, product_by_parts
 from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -46,6 +49,7 @@ pytestmark = [
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
     from titanmoe.ops.kernels import choice_rows, put, score_spread
+    from titanmoe.ops.kernels.parts import bfloat16_parts
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 
@@ -250,6 +254,34 @@ def test_rotation(queries: int, keys: int, width: int, samples: int, positions: 
             assert torch.equal(got, alone)
 
 
+@pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(3, 6, 8, 10), (2, 128, 64, 128), (70, 40, 2, 24)])
+@pytest.mark.parametrize(("samples", "positions", "angles"), [(2, 2, 2), (2, 1, 1), (1, 0, 1)])
+def test_latent_queries_and_keys(
+    heads: int, nope: int, rope: int, value: int, samples: int, positions: int, angles: int
+) -> None:
+    shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=nope + rope, qk_nope_head_dim=nope, v_head_dim=value)
+    model = Model(dim=8, kv_lora_rank=4, q_lora_rank=4, qk_rope_head_dim=rope, **shape)
+    for dtype in DTYPES:
+        half = random(angles, positions, 1, rope // 2, dtype=torch.promote_types(dtype, torch.float32), seed=2).detach()
+        angle = torch.cat((half, half), -1)
+        cos_sin, results = (angle.cos(), angle.sin()), []
+        latent, wide = random(samples, positions, 4, dtype=dtype), random(samples, positions, rope + 2, dtype=dtype)
+        for kernels in ("triton", "torch"):
+            attention = LatentAttention(model, 0, dtype, kernels).to(DEVICE)
+            for weight in (attention.wq_b.weight, attention.wkv_b.weight):
+                torch.nn.init.normal_(weight, generator=torch.Generator(DEVICE).manual_seed(3))
+            q = attention.queries(latent, cos_sin)
+            k, v = attention.keys_and_values(latent, wide[..., 2:], cos_sin)
+            leaves = latent, wide, attention.wq_b.weight, attention.wkv_b.weight
+            outputs = q, k, v
+            # As attention's backward may leave them: heads before positions.
+            shapes = [y.transpose(1, 2).shape for y in outputs]
+            cotangents = [random(*shape, dtype=dtype, seed=7).detach().transpose(1, 2) for shape in shapes]
+            results.append([*outputs, *torch.autograd.grad(outputs, leaves, cotangents)])
+        for got, want in zip(*results, strict=True):
+            close(got, want, dtype)
+
+
 def test_watched_or_not_the_kernels_give_the_same() -> None:
     """Without a mode nothing goes through torch's dispatcher; a mode sees every kernel as one operation."""
     x, index = random(5, 8, dtype=torch.float32).detach(), torch.tensor([4, 0, 5, 2], device=DEVICE)
@@ -294,6 +326,31 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
     valid = tokens.valid_T.unsqueeze(1)  # padding gets nothing back
     cotangents = [random(*y.shape, dtype=y.dtype, seed=7 + y.shape[1]).detach() * valid for y in outputs]
     return [scores, weights, chosen, count, *torch.autograd.grad(outputs, logits, cotangents)]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3000), (70, 33), (0, 4)])
+def test_parts_of_bfloat16(shape: tuple[int, int], backwards: bool) -> None:
+    x_RC = random(*shape, dtype=torch.float32).detach()
+    parts, plain = bfloat16_parts(x_RC, backwards), plain_parts(x_RC, backwards)
+    assert parts.dtype == torch.bfloat16 and parts.shape == plain.shape
+    parts, plain = (x.flip(1) if backwards else x for x in (parts, plain))
+    assert torch.equal(parts[:, 1:].double().sum(1), x_RC.double())
+    assert torch.equal(parts[:, 0], parts[:, 1])
+    # The interpreter rounds towards zero, so that the second part may have the other sign.
+    torch.testing.assert_close(parts[:, 0], plain[:, 0], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "experts", "dim"), [(300, 5, 8), (3, 64, 40), (0, 4, 8)])
+def test_the_routers_product(rows: int, experts: int, dim: int) -> None:
+    """On a GPU by torch's product of bfloat16 into float32. Parts rounded towards zero leave more to the others."""
+    x_TD, w_ED = random(rows, dim, dtype=torch.bfloat16, seed=1), random(experts, dim, dtype=torch.float32, seed=2)
+    grad_TE = random(rows, experts, dtype=torch.float32, seed=3).detach()
+    logits_TE = product_by_parts(x_TD, w_ED, "triton")
+    dx_TD, dw_ED = torch.autograd.grad(logits_TE, (x_TD, w_ED), grad_TE)
+    within(logits_TE, x_TD, w_ED.t())
+    within(dw_ED, grad_TE.t(), x_TD)
+    within(dx_TD, grad_TE, w_ED, also=2**-12, rounded=2**-8)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])

@@ -82,7 +82,7 @@ def test_the_ring_costs_what_a_rehearsal_counts() -> None:
                 operation: count / model.num_layers
                 for operation, count in operations.items()
                 if (operation.site.region, operation.site.phase) == ("attention", phase)
-                and operation.name not in ("mm", "rotate")
+                and operation.name not in ("mm", "addmm", "rotate")
                 and "_scaled_dot_product" not in operation.name
                 and "models/layers.py" not in operation.site.file
             }
@@ -124,7 +124,7 @@ def test_components() -> None:
         assert 0.1 < mapping.price.mfu < 0.7 and min(mapping.price.components.values()) >= 0
 
 
-@pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 204, 422), ("deepseek_671b", 838, 1627)])
+@pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 194, 388), ("deepseek_671b", 698, 1466)])
 def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
     config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
@@ -133,7 +133,7 @@ def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forwa
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
     for part, kilobytes in enumerate((forward, backward)):
         bytes_moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
-        assert bytes_moved / config.training.seq_len / 1000 == pytest.approx(kilobytes, rel=0.2)
+        assert bytes_moved / config.training.seq_len / 1000 == pytest.approx(kilobytes, rel=0.12)
 
 
 def test_rows_of_one_sided_kernels() -> None:

@@ -47,8 +47,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "gating in the dtype of the activations",
-            "wide = torch.promote_types(x_TD.dtype, self.wide)",
-            "wide = x_TD.dtype",
+            "options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)",
+            "options, wide = self.options, x_TD.dtype",
         ),
         (
             "the same jitter in every layer",
@@ -64,7 +64,26 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("moe/router.py", "tests/moe/test_router.py tests/train/test_validation.py"): [
-        ("jitter in validation too", "if self.options.jitter and torch.is_grad_enabled():", "if self.options.jitter:"),
+        (
+            "jitter in validation too",
+            "noise = options.jitter > 0 and torch.is_grad_enabled()",
+            "noise = options.jitter > 0",
+        ),
+    ],
+    ("moe/router_product.py", "tests/moe/test_router_product.py"): [
+        ("the router's weights lose their last 8 bits", "(rest - second).bfloat16()]", "torch.zeros_like(first)]"),
+        (
+            "the router's product by parts takes any input",
+            "fits = x_TD.dtype == torch.bfloat16 and wide",
+            "fits = wide",
+        ),
+    ],
+    ("ops/product_and_input.py", "tests/ops/test_product_and_input.py"): [
+        (
+            "of several products only the first gives the input a gradient",
+            "torch.addmm(grad_x.flatten(0, -2), grad_RN, w)",
+            "torch.mm(grad_RN, w)",
+        ),
     ],
     ("moe/balance_losses/protocol.py", "tests/moe/test_balance.py"): [
         (

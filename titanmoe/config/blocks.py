@@ -1,8 +1,8 @@
-"""What each block of a model is: whether it has experts, and how far its attention sees."""
+"""What each block of a model is: whether it has experts and how they are chosen, and how far its attention sees."""
 
 from __future__ import annotations
 
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Config, Model
 
 
 def has_experts(model: Model, layer: int) -> bool:
@@ -26,3 +26,9 @@ def window(model: Model, layer: int) -> int:
     """Positions that a token of the block sees, including its own; 0: all. A block after the last is like the last."""
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
     return 0 if every and (layer + 1) % every == 0 else model.sliding_window
+
+
+def routes_by_parts(config: Config) -> bool:
+    """Whether GPUs compute the router's product by bfloat16 parts: titanmoe.moe.router_product.takes_parts."""
+    moe, narrow = config.moe, config.training.mixed_precision_param == "bfloat16"
+    return narrow and moe.router_dtype == "float32" and moe.router_product == "auto" and not moe.jitter

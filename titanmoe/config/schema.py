@@ -433,6 +433,8 @@ class MoE:
     """Fill every expert's bin up to capacity: static shapes, even splits, no host sync."""
     router_dtype: Literal["float32", "float64"] = "float32"
     """Precision of the gating product and scores; it can only widen them."""
+    router_product: Literal["auto", "float32"] = "auto"
+    """How the gating product is computed where its input is bfloat16. auto: on GPUs in bfloat16 parts of the weights, with float32 sums, several times as fast and as exact as float32 (docs/moe.md). float32: a float32 product, to compare with it."""
     jitter: Annotated[float, BELOW_ONE] = 0.0
     """Multiply the router's input by uniform noise of 1 +- jitter (exploration; 0.01 is usual)."""
     force_balance: bool = False

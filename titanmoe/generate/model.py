@@ -146,8 +146,9 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
         seq_len=max(tp, 1),  # a multiple of tp, which is all that its laws ask for
         device=device,
     )
-    # Dropless, and the choice is the router's alone: what training adds to it is not part of the model.
-    plain_choices = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
+    # Dropless, and the choice is the router's alone: what training adds to it is not part of the model. What rules out
+    # a default is kept if the run chose it.
+    plain_choices = {"grouped_mm": "loop", "kernels": "torch", "router_product": "float32"}
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
     model = replace(trained_config.model, mtp_depth=0)

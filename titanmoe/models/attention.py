@@ -91,7 +91,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)
-        q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
+        q, x_BSD = self.wq(x_BSD, pass_on=True)
+        k, x_BSD = self.wk(x_BSD, pass_on=True)
+        v = self.wv(x_BSD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))

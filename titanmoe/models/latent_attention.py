@@ -13,7 +13,8 @@ RoPE turns pairs of two halves, (i, i + rope / 2), as everywhere here. DeepSeek'
 2j there, and row rope / 2 + j here is row 2j + 1 there.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent,
-H heads of this rank, h query and key width, n its part without positions, p its part with, v value width.
+H heads of this rank, h query and key width, n its part without positions, p its part with, v value width, X = H * h,
+m = n + v.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from titanmoe.comm.collectives import NO_GROUP, gather, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
+from titanmoe.ops.kernels import fused
 
 LATENT_EPS = 1e-6
 """The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
@@ -67,7 +69,8 @@ class LatentAttention(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
         # stream.
-        latent_Bsr, key_Bsp = self.wkv_a(x_BsD).split(self.latent, -1)
+        both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)
+        latent_Bsr, key_Bsp = both_Bsr.split(self.latent, -1)
         both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
@@ -88,13 +91,26 @@ class LatentAttention(nn.Module):
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         if self.sharpen != 1:  # here, because it is narrower than all queries
             source_BSr = source_BSr * self.sharpen
-        q_BSHh = (self.wq_b if self.wq is None else self.wq)(source_BSr)
-        q_BSHn, q_BSHp = q_BSHh.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
+        q_BSX = (self.wq_b if self.wq is None else self.wq)(source_BSr)
+        if self.in_one_pass(q_BSX):
+            from titanmoe.ops.kernels.latent_heads import Queries
+
+            width = sum(self.query)
+            return Queries.apply(q_BSX, q_BSX.shape[-1] // width, *rope).unflatten(-1, (-1, width))
+        q_BSHn, q_BSHp = q_BSX.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
         return torch.cat((q_BSHn, rotate(q_BSHp, rope, self.kernels)), -1)
 
     def keys_and_values(
         self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        k_BSHn, v_BSHv = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))).split(self.key_value, -1)
-        k_BSHp = rotate(key_BSp.unsqueeze(2), rope, self.kernels).expand(-1, -1, k_BSHn.shape[2], -1)
+        kv_BSHm, key_BS1p = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))), key_BSp.unsqueeze(2)
+        if self.in_one_pass(kv_BSHm):
+            from titanmoe.ops.kernels.latent_heads import KeysAndValues
+
+            return KeysAndValues.apply(kv_BSHm, key_BS1p, self.key_value[1], *rope)
+        k_BSHn, v_BSHv = kv_BSHm.split(self.key_value, -1)
+        k_BSHp = rotate(key_BS1p, rope, self.kernels).expand(-1, -1, k_BSHn.shape[2], -1)
         return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv
+
+    def in_one_pass(self, x: Tensor) -> bool:
+        return fused(self.kernels, x) and not torch.compiler.is_compiling()  # the compiler fuses these by itself

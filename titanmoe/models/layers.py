@@ -8,6 +8,7 @@ A module with a `tp` group takes and returns the tokens that this rank owns and 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from titanmoe.config.schema import Model
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
+from titanmoe.ops.product_and_input import product_and_input
 
 
 def promote(x: Tensor) -> Tensor:
@@ -34,8 +36,13 @@ class Linear(nn.Module):
         self.lora_A = self.lora_B = None
         self.lora_scale = 0.0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(F.linear(x, local(self.weight), None if self.bias is None else local(self.bias)), x)
+    def forward(self, x: Tensor, pass_on: bool = False) -> Any:
+        """pass_on: also the input, for the next product of it: `product_and_input`."""
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if not pass_on:
+            return self.adapted(F.linear(x, weight, bias), x)
+        y, x = product_and_input(x, weight, bias)
+        return self.adapted(y, x), x
 
     def without_bias(self, x: Tensor) -> Tensor:
         return self.adapted(F.linear(x, local(self.weight)), x)
@@ -98,7 +105,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)
-        return scatter_sum(self.down(self.w1(x_BSD), self.w3(x_BSD)), 1, self.tp)
+        gate_BSF, x_BSD = self.w1(x_BSD, pass_on=True)
+        return scatter_sum(self.down(gate_BSF, self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
         return self.w2(swiglu(gate_BSF, up_BSF))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.moe.router_product import product_by_parts, takes_parts
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
 from titanmoe.ops.kernels import fused
@@ -37,14 +38,22 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Returns logits (T, E), scores (T, E), the chosen experts' weights (T, K) and numbers (T, K), counts (B,
         E)."""
-        wide = torch.promote_types(x_TD.dtype, self.wide)
-        x_TD = x_TD.to(wide)
-        if self.options.jitter and torch.is_grad_enabled():  # no noise in validation
-            x_TD = x_TD * self._jitter(tokens.index_T, wide)
-        bias_E = None if self.bias is None else local_whole(self.bias).to(wide)
-        logits_TE = F.linear(x_TD, local_whole(self.weight).to(wide), bias_E)
+        logits_TE = self._logits(x_TD, tokens.index_T)
         choose = self._fused if fused(self.options.kernels, logits_TE) else self._plain
         return logits_TE, *choose(logits_TE, tokens)
+
+    def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
+        options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)
+        noise = options.jitter > 0 and torch.is_grad_enabled()  # none in validation
+        weight_ED = local_whole(self.weight).to(wide)
+        bias_E = None if self.bias is None else local_whole(self.bias).to(wide)
+        if not noise and takes_parts(options.router_product, x_TD, wide):
+            logits_TE = product_by_parts(x_TD, weight_ED, options.kernels)
+            return logits_TE if bias_E is None else logits_TE + bias_E
+        x_TD = x_TD.to(wide)
+        if noise:
+            x_TD = x_TD * self._jitter(index_T, wide)
+        return F.linear(x_TD, weight_ED, bias_E)
 
     def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         model = self.model

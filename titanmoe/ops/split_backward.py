@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 def with_own_node(x: Tensor) -> Tensor:
-    """The same tensor behind a node of its own: the engine cannot say whether it will visit a leaf."""
-    return x.view_as(x)
+    """The same tensor, not a leaf: the engine cannot say whether it will visit one."""
+    return x.view_as(x) if x.is_leaf and x.requires_grad else x
 
 
 def gradient_wanted(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:

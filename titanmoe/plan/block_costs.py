@@ -12,7 +12,7 @@ from functools import cache
 from operator import add
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, window
+from titanmoe.config.blocks import has_experts, routes_by_parts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.attention_backend import head_widths, kernel_refuses
@@ -182,9 +182,7 @@ class BlockCosts(RowMessages):
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
-        return (
-            work.rotated * ROPE[part] + work.normed * NORM[part] + work.copied * RESIDUAL[part] + 2 * work.moved[part]
-        )
+        return work.rotated * ROPE[part] + work.normed * NORM[part] + 2 * work.moved[part]
 
     # ---- halves: forward and backward of one microbatch
 
@@ -289,7 +287,7 @@ class BlockCosts(RowMessages):
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
-        router = self.product(T, model.num_experts, D) * 4
+        router = self._router_product(T)
         exchanged, chunks = ep * etp > 1, way.chunks if ep * etp > 1 else 1
         products = self.expert_products(R / chunks, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
@@ -314,6 +312,14 @@ class BlockCosts(RowMessages):
             cost = cost._replace(rows=self.rows(way, T * self.imbalance, ep, etp, products * times, covering))
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
+
+    def _router_product(self, T: float) -> float:
+        """Seconds forward: of a float32 product; or of one in 16 bits with as many columns as the weights' three parts
+        have, and of its sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted")."""
+        E, D = self.model.num_experts, self.model.dim
+        if not routes_by_parts(self.config):
+            return self.product(T, E, D) * 4
+        return self.product(T, 3 * E, D) + self._move_seconds(T * E * 16 + E * D * 12)
 
     def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
         """The rows of a product and the number of products that a grouped one is priced as: it fills the device with

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts
+from titanmoe.config.blocks import has_experts, routes_by_parts
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -86,10 +86,12 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 
 
 def _router(s: Widths, trained: bool) -> int:
-    """What the router keeps: its wide input, logits and scores, and where rows go."""
+    """What the router keeps: its input, wide or with the weights' parts; logits and scores; and where rows go."""
     model, T, K = s.model, s.T, s.model.top_k
+    by_parts = routes_by_parts(s.config)
+    product = model.dim * (T * s.w * trained + model.num_experts * 8 if by_parts else T * s.W * trained)
     places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
-    return T * model.dim * s.W * trained + 2 * T * model.num_experts * s.W + T * K * 8 + places
+    return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
 def _kept_for_again(s: Widths, with_rows: bool) -> int:

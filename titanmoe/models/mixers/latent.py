@@ -57,14 +57,17 @@ class Latent(MixerRules):
             Product(heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
         ]
         products += [Product(rank, model.dim, own_tokens=True)] if rank else []
+        # Of all heads, by titanmoe.ops.kernels.latent_heads: queries' ends are turned in place, and keys are written
+        # from their own part; backward writes queries' gradients anew, and those of keys and values side by side.
+        nope, rope, value = (heads * x for x in (model.qk_nope_head_dim, model.qk_rope_head_dim, model.v_head_dim))
+        moved = 2 * rope + nope + query, 2 * query + (query + value) + (nope + value)
         products += [Product(query, rank or model.dim), Product(model.dim, heads * model.v_head_dim)]
         return MixerWork(
             products,
             gathered=latents + (rank or model.dim),
             queries=query,
             keys=query + heads * model.v_head_dim,
-            rotated=(heads + 1) * model.qk_rope_head_dim,
-            copied=2 * query,
+            moved=moved,
         )
 
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:

@@ -66,7 +66,6 @@ class MixerWork(NamedTuple):
     """Turned by RoPE."""
     normed: float = 0.0
     """What norms of queries and keys read."""
-    copied: float = 0.0
     moved: tuple[float, float] = (0.0, 0.0)
     """What other kernels read and write, in forward and in backward."""
 

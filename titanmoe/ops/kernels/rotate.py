@@ -24,14 +24,23 @@ TILE = 2048
 
 
 @triton.jit
-def _rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def angles(cos, sin, at, SIGN: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, P)
+    c = tl.load(cos + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :]
+    return c, tl.load(sin + at + i, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
+
+
+@triton.jit
+def rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, out_head, HALF: tl.constexpr, P: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
+    """Of a token. out may be x."""
     i = tl.arange(0, P)[None, :]
     for first in range(0, HEADS, ROWS):
         head = first + tl.arange(0, ROWS)[:, None]
         inside = (head < HEADS) & (i < HALF)
         x1 = tl.load(x + head * per_head + i, mask=inside, other=0.0).to(c.dtype)
         x2 = tl.load(x + head * per_head + HALF + i, mask=inside, other=0.0).to(c.dtype)
-        place = out + head * (2 * HALF) + i
+        place = out + head * out_head + i
         tl.store(place, (x1 * c - x2 * s).to(out.dtype.element_ty), mask=inside)
         tl.store(place + HALF, (x2 * c + x1 * s).to(out.dtype.element_ty), mask=inside)
 
@@ -42,22 +51,20 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
             ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     sample, position = t // S, t % S
-    i = tl.arange(0, P)
-    angle = sample * of_angle + position * (2 * HALF) + i
-    c = tl.load(cos + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :]
-    s = tl.load(sin + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
-    _rotate_heads(q + sample * of_q + position * q_token, q_out + t * (H * 2 * HALF), c, s, H, q_head, HALF, P, ROWS)
-    _rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * 2 * HALF), c, s, G, k_head, HALF, P, ROWS)
+    WIDTH: tl.constexpr = 2 * HALF
+    c, s = angles(cos, sin, sample * of_angle + position * WIDTH, SIGN, HALF, P, WIDE)
+    rotate_heads(q + sample * of_q + position * q_token, q_out + t * (H * WIDTH), c, s, H, q_head, WIDTH, HALF, P, ROWS)
+    rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * WIDTH), c, s, G, k_head, WIDTH, HALF, P, ROWS)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """With numbers of a head next to each other; anything else may be strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @kernel("titanmoe::rotate")
 def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
-    q, k, cos, sin = _rows(q_BSHh), _rows(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
+    q, k, cos, sin = rows(q_BSHh), rows(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
     half = h // 2

@@ -1,0 +1,50 @@
+"""Products of one input, of which backward adds up the input's gradients, against plain ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.support import tolerances
+from titanmoe.ops.product_and_input import product_and_input
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).requires_grad_()
+
+
+def chained(x: Tensor, weights: list[Tensor], bias: Tensor) -> list[Tensor]:
+    first, x = product_and_input(x, weights[0], bias)
+    second, x = product_and_input(x, weights[1])
+    return [first, second, F.linear(x, weights[2])]
+
+
+def plain(x: Tensor, weights: list[Tensor], bias: Tensor) -> list[Tensor]:
+    return [F.linear(x, weights[0], bias), F.linear(x, weights[1]), F.linear(x, weights[2])]
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "input", "weight", "bias"])
+def test_the_gradients_are_those_of_plain_products(frozen: str) -> None:
+    x, weights, bias = random(2, 5, 8, seed=0), [random(n, 8, seed=n) for n in (6, 3, 4)], random(6, seed=9)
+    leaf = {"input": x, "weight": weights[1], "bias": bias}.get(frozen)
+    if leaf is not None:
+        leaf.requires_grad_(False)
+    leaves = [one for one in (x, *weights, bias) if one is not leaf]
+    cotangents = [random(2, 5, n, seed=10 + n).detach() for n in (6, 3, 4)]
+    results = [
+        [*outputs, *torch.autograd.grad(outputs, leaves, cotangents)]
+        for outputs in (chained(x, weights, bias), plain(x, weights, bias))
+    ]
+    for got, want in zip(*results, strict=True):
+        tolerances.close(got, want, terms=18)
+
+
+@pytest.mark.parametrize("used", ["product", "input"])
+def test_one_of_the_two_is_enough(used: str) -> None:
+    x, w = random(3, 8, seed=0), random(6, 8, seed=1)
+    y, x_after = product_and_input(x, w)
+    one, same = (y, F.linear(x, w)) if used == "product" else (x_after, x * 1)
+    got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in (one, same))
+    tolerances.close(got, want, terms=14)

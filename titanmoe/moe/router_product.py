@@ -1,0 +1,89 @@
+"""The router's float32 product on GPUs, by products of bfloat16 parts.
+
+A GPU multiplies bfloat16 far faster than float32 (an H100 15 times, without TF32), and x is bfloat16 before it is made
+wide. A float32 number is the sum of three bfloat16 ones, a product of two of those is exact in float32, and so
+
+    logits = x w1 + x w2 + x w3               w1 = bfloat16(w), w2 = bfloat16(w - w1), w3 = w - w1 - w2
+    dw     = x g1 + x g2 + x g3
+    dx     = g1 w1 + g2 w1 + g1 w2, rounded to bfloat16 as the gradient of x is anyway
+
+Logits and dw differ from the exact product by roundings of sums alone, at most (n + 2) 2^-23 sum |x| |w| of n terms,
+also if sums round towards zero: twice the bound of a float32 product. dx, before it is rounded, also leaves out at most
+2^-14 sum |g| |w|. Each line is one product, of parts side by side.
+
+Shapes: T tokens, D model, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.ops import device
+from titanmoe.ops.kernels import fused
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+
+
+def takes_parts(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
+    """Whether the product goes by parts: `[moe] router_product`. Compiled code keeps the float32 product."""
+    fits = x_TD.dtype == torch.bfloat16 and wide == torch.float32
+    return setting == "auto" and fits and device.kind(x_TD) == "cuda" and not torch.compiler.is_compiling()
+
+
+def plain_parts(x_RC: Tensor, backwards: bool) -> Tensor:
+    """(R, 4, C): the first part of each row twice, the second, the third; or in the opposite order. Both uses of them
+    are then neighbours."""
+    first = x_RC.bfloat16()
+    rest = x_RC - first
+    second = rest.bfloat16()
+    parts = [first, first, second, (rest - second).bfloat16()]
+    return torch.stack(parts[::-1] if backwards else parts, 1)
+
+
+def _parts(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
+    if fused(kernels, x_RC):
+        from titanmoe.ops.kernels.parts import bfloat16_parts
+
+        return bfloat16_parts(x_RC.contiguous(), backwards)
+    return plain_parts(x_RC, backwards)
+
+
+def _product_on_gpu(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _plain_product(a: Tensor, b: Tensor) -> Tensor:
+    return a.float() @ b.float()
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """float32 of bfloat16."""
+    return device.way(a, _product_on_gpu, cpu=_plain_product)(a, b)
+
+
+class _ProductByParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
+        E, D = w_ED.shape
+        parts_XD = _parts(w_ED.view(1, -1), False, kernels).view(4 * E, D)
+        ctx.save_for_backward(x_TD if ctx.needs_input_grad[1] else None, parts_XD)
+        ctx.kernels = kernels
+        return _wide_product(x_TD, parts_XD[E:].t()).unflatten(1, (3, E)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        x_TD, parts_XD = ctx.saved_tensors
+        E, dx_TD, dw_ED = grad_TE.shape[1], None, None
+        grads_TX = _parts(grad_TE, True, ctx.kernels).flatten(1)  # g3 g2 g1 g1
+        if gradient_wanted(ctx, 1):
+            dw_ED = _wide_product(grads_TX[:, : 3 * E].t(), x_TD).unflatten(0, (3, E)).sum(0)
+        if gradient_wanted(ctx, 0):
+            dx_TD = grads_TX[:, E:] @ parts_XD[: 3 * E]
+        return dx_TD, dw_ED, None
+
+
+def product_by_parts(x_TD: Tensor, w_ED: Tensor, kernels: str) -> Tensor:
+    """x w^T in float32, of x in bfloat16 and w in float32."""
+    return _ProductByParts.apply(with_own_node(x_TD), with_own_node(w_ED), kernels)
