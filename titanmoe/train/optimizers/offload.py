@@ -125,8 +125,8 @@ class Offload:
         yield names
 
     def _bucket(self, like: dict[str, Tensor], count: int) -> Bucket:
-        size = count * _size(like.values())
-        return Bucket(like, count, torch.zeros(size, dtype=torch.uint8, pin_memory=self.copies.page_locked))
+        where = {"device": "cpu", "pin_memory": self.copies.page_locked}
+        return Bucket(like, count, torch.zeros(count * _size(like.values()), dtype=torch.uint8, **where))
 
     def moments(self) -> dict[str, Moments]:
         """On the host, once every copy to it is done."""
