@@ -27,7 +27,7 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork, assign
-from titanmoe.data.batch import WEIGHT, Batch
+from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.prefetch import Prefetcher
@@ -50,10 +50,10 @@ class Share:
 
     def read(self, mix: Mix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
         """All microbatches of a step, concatenated."""
-        arrays = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
-        *fields, weight_NS = (None if x is None else torch.from_numpy(x) for x in arrays)
+        *arrays, further = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
+        fields = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)
-        return Batch(*fields, number_B, {} if weight_NS is None else {WEIGHT: weight_NS})
+        return Batch(*fields, number_B, {name: torch.from_numpy(x) for name, x in further.items()})
 
 
 class StepPlan(NamedTuple):
@@ -157,6 +157,8 @@ class Loader:
                 f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
                 f"{', the last filled up with padding' * padded}"
             )
+        if pairs := "\n".join(line for source in sources if (line := getattr(source.packer, "note", ""))):
+            notes["pairs"] = pairs
         even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 
