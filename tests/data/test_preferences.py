@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
         "pairs: of 5, 1 left out, whose prompt leaves no room for an answer, 3 with an answer cut (seq_len 20)"
     )
     assert sum(len(pieces.pairs_P) for pieces in packer.first_epoch()) == 8
-    assert AnswerFit(pairs((4, 20, 20), alike=10), 20, seed=0).left_out == 1  # what is left is the same
+    assert AnswerFit(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same
     assert AnswerFit(pairs((20, 3, 3)), 20, seed=0).per_epoch == 0
 
 
