@@ -134,7 +134,7 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
         begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
         tokens = tokens.where(~begins, tokens[:, :1])
     weights = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
-    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position, None, weights)
+    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position, further=weights)
 
 
 def weight(config: Config, number: int) -> torch.Tensor:

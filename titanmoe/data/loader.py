@@ -53,7 +53,8 @@ class Share:
         arrays = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
         *fields, weight_NS = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)
-        return Batch(*fields, number_B, {} if weight_NS is None else {WEIGHT: weight_NS})
+        further = {} if weight_NS is None else {WEIGHT: weight_NS}
+        return Batch(*fields, number_B=number_B, further=further)
 
 
 class StepPlan(NamedTuple):

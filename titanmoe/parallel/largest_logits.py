@@ -18,35 +18,30 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.fold.meshes import Meshes
+from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.context import Placement, _bias, _heads_first, _pairs
+from titanmoe.parallel.context import Placement, _heads_first
 
 ROWS = 512
 """Queries at a time, to limit memory."""
 
 
 @torch.no_grad()
-def largest(
-    q_BSHh: Tensor, k_BSGh: Tensor, document_BL: Tensor | None, window: int, placement: Placement, group: Group
-) -> Tensor:
+def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, group: Group) -> Tensor:
     """Of each query head, over this rank's queries and the keys of all ranks."""
     q, k = _heads_first(q_BSHh, placement.natural(all_gather(k_BSGh.contiguous(), 1, group), 1))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
     out = q.new_full(q.shape[1:3], -torch.inf)
-    chunks = placement.chunks_of(group.rank), list(range(placement.chunks))
-    for i, queries, j, keys in _pairs(q.shape[3], *chunks, window):
-        bias = _bias(document_BL, i, j, queries.stop - queries.start, window, q[:, 0, 0])
-        place = torch.arange(keys.stop - keys.start, device=q.device)
-        for begin in range(queries.start, queries.stop, ROWS):
-            rows = slice(begin, min(begin + ROWS, queries.stop))
-            own = slice(rows.start - queries.start, rows.stop - queries.start)
-            scores = q[:, :, :, rows] @ k[:, :, :, keys].mT / math.sqrt(q.shape[-1])
-            if i == j:
-                scores = scores.masked_fill(place > place[own].unsqueeze(1), -torch.inf)
-            if bias is not None:
-                scores = scores + bias[:, :, own].unsqueeze(2)
-            out = torch.maximum(out, scores.amax((0, 3, 4)))
+    for pair in placement.pairs(mask, q[:, 0], group.rank, range(placement.chunks)):
+        for begin in range(0, pair.rows.stop - pair.rows.start, ROWS):
+            own = slice(begin, begin + ROWS)
+            scores = q[pair.samples, :, :, pair.rows][:, :, :, own] @ k[pair.samples, :, :, pair.columns].mT
+            if pair.masked or pair.causal:
+                queries = slice(pair.queries.start + begin, min(pair.queries.start + begin + ROWS, pair.queries.stop))
+                seen = mask.seen(pair.samples, queries, pair.keys, q.device)
+                scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            out = torch.maximum(out, scores.amax((0, 3, 4)) / math.sqrt(q.shape[-1]))
     return out.flatten()
 
 
@@ -69,14 +64,13 @@ class LargestLogits:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        document: Tensor | None = None,
-        window: int = 0,
+        mask: Mask = CAUSAL,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if self.measures:
-            own = largest(q, k, document, window, placement, self.meshes.cp)
+            own = largest(q, k, mask, placement, self.meshes.cp)
             self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))
-        return attend(q, k, v, document, window, sinks)
+        return attend(q, k, v, mask, sinks)
 
     def begin_step(self, step: int) -> None:
         self.by_layer, self.measures = {}, step % self.every == 0

@@ -29,7 +29,7 @@ class Samples:
             place = torch.arange(share.seq_len).expand(shape)
             document, position = place // length, place % length
         further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
-        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, None, further)
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, further=further)
         return [batch] * self.microbatches
 
     def peek(self) -> list[Batch]:
