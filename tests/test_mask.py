@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,6 +80,14 @@ def test_branches_see_what_they_go_on_from_and_not_each_other() -> None:
     assert seen[23].nonzero().flatten().tolist() == [*range(6), *range(11, 18), 21, 22, 23]
     assert dense(tree(window=4), 26)[0][21].nonzero().flatten().tolist() == [15, 16, 17, 21]
     assert seen[25].nonzero().flatten().tolist() == [24, 25]
+
+
+@pytest.mark.parametrize("window", [0, 1, 4])
+def test_pairs_are_counted(window: int) -> None:
+    documents = mask_of(torch.tensor([[0] * 5 + [1] * 3, [0] * 8]), window)
+    assert documents.count(8) == dense(documents, 8).sum()
+    assert tree(window).count(26) == dense(tree(window), 26).sum()
+    assert mask_of(None, window).count(8, samples=2) == 2 * dense(mask_of(None, window), 8).sum()
 
 
 def test_causality_alone_takes_whole_chunks() -> None:

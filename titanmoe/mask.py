@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class Mask(NamedTuple):
 
     def pairs(self, chunk: int, chunks: int, query_chunks: Sequence[int], key_chunks: Sequence[int]) -> list[BlockPair]:
         """What chunks of queries see of chunks of keys, of `chunks` that have `chunk` positions each."""
-        return _pairs(self.on_host, self.window, chunk, chunks, tuple(query_chunks), tuple(key_chunks))
+        return _known_pairs(self.on_host, self.window, chunk, chunks, tuple(query_chunks), tuple(key_chunks))
 
     def count(self, length: int, samples: int = 1) -> int:
         """How many pairs of a query and a key see each other."""
@@ -131,7 +131,11 @@ def ends(document_BL: Tensor) -> Tensor:
     return after.flip(1).cummin(1).values.flip(1)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # compiled code has no documents, and cannot trace this
+def _known_pairs(*about: Any) -> list[BlockPair]:
+    return _pairs(*about)
+
+
 @lru_cache(maxsize=1024)
 def _pairs(
     host: OnHost | None,

@@ -43,6 +43,13 @@ def test_no_prediction_crosses_the_start_of_a_document() -> None:
     assert later_BL.tolist() == [[12, IGNORE, 14, IGNORE, IGNORE]]
 
 
+def test_no_prediction_goes_beyond_a_branch() -> None:
+    """Two answers of two tokens to a prompt of two: its first position would predict the first token of both."""
+    whole = batch([12, 13, 14, 15, 16, 17])._replace(until_BS=torch.tensor([[6, 6, 4, 4, 6, 6]]))
+    _, later_BL = shifts(whole)
+    assert later_BL.tolist() == [[13, IGNORE, 15, IGNORE, 17, IGNORE]]
+
+
 def test_a_token_has_its_samples_number_in_the_step_and_its_place() -> None:
     """Rank 1 of 3 has samples 14 and 15 in microbatch 2, unless they were distributed by their work."""
     one, two = batch([11, 12, 13, 14, 15]), batch([21, 22, 23, 24, 25])
