@@ -13,6 +13,11 @@ from torch import Tensor
 
 WEIGHT = "weight"
 """Of each label, in Batch.further: float32; 0 where there is no label."""
+REFERENCE = "reference"
+"""Its log-probability by the reference; there once it is known."""
+ANSWER, PAIRS = "answer", "pairs"
+"""Of pairs of answers: the number of each position's answer in its sample, 2 i for the chosen and 2 i + 1 for the
+rejected one; and how many pairs a sample has. int64."""
 
 
 class Batch(NamedTuple):

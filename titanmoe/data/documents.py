@@ -23,6 +23,8 @@ class Documents(Protocol):
     """Where it comes from and how much it is, for a person."""
     vocab_size: int
     """One above the largest token id that may occur."""
+    answers: int
+    """2: documents 2 i and 2 i + 1 are a prompt with the chosen answer and with the rejected one; else 1."""
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -42,8 +44,17 @@ class Documents(Protocol):
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         """float32: how much each of these tokens counts as a label; None: all alike."""
 
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        """The log-probability of each of these tokens as a label, by the reference (titanmoe.data.scores); None: not
+        known."""
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where these tokens are in what `whole_of` returns."""
+
 
 class MemoryDocuments:
+    answers = 1
+
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
         self.description = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
@@ -65,6 +76,19 @@ class MemoryDocuments:
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return None
+
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return None
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(start, stop)]
+
+
+def whole_of(documents: Any) -> Any:
+    """What these are a part of: the documents as they are stored."""
+    while hasattr(documents, "whole"):
+        documents = documents.whole
+    return documents
 
 
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork, assign
-from titanmoe.data.batch import WEIGHT, Batch
+from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.prefetch import Prefetcher
@@ -50,11 +50,10 @@ class Share:
 
     def read(self, mix: Mix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
         """All microbatches of a step, concatenated."""
-        arrays = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
-        *fields, weight_NS = (None if x is None else torch.from_numpy(x) for x in arrays)
+        *arrays, further = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
+        fields = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)
-        further = {} if weight_NS is None else {WEIGHT: weight_NS}
-        return Batch(*fields, number_B=number_B, further=further)
+        return Batch(*fields, number_B=number_B, further={name: torch.from_numpy(x) for name, x in further.items()})
 
 
 class StepPlan(NamedTuple):
@@ -77,12 +76,18 @@ class StepPlans:
         while True:
             samples = self.mix.take(consumed, share.global_batch_size)
             consumed = self.mix.after(consumed, share.global_batch_size)
-            number_N = share.round_robin_N
-            if self.work:
-                work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
-                number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
+            own = self.own(samples)
             state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, state_after)
+            yield StepPlan(*own, state_after)
+
+    def own(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
+        """This rank's of a step's, and their numbers in it unless these are the usual ones."""
+        share, number_N = self.share, None
+        if self.work:
+            work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
+            number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
+        which_N = share.round_robin_N if number_N is None else number_N
+        return [samples[j] for j in which_N.tolist()], number_N
 
 
 class SampleReader:
@@ -152,6 +157,8 @@ class Loader:
                 f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
                 f"{', the last filled up with padding' * padded}"
             )
+        if pairs := "\n".join(line for source in sources if (line := getattr(source.packer, "note", ""))):
+            notes["pairs"] = pairs
         even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 
@@ -240,16 +247,18 @@ class ValidationSet:
         self.mix = validation_sources(config, held_out)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        turns, share = self._take_turns(), self.share
-        for step in itertools.count(1):
-            samples: list[Sample | None] = list(itertools.islice(turns, share.global_batch_size))
-            if not samples:
-                return
-            samples += [None] * (share.global_batch_size - len(samples))
+        share = self.share
+        for step, samples in enumerate(self.steps_of_samples(), 1):
             own_samples = [samples[j] for j in share.round_robin_N.tolist()]
             yield share.read(self.mix, own_samples).chunk(share.microbatches)
             if step == self.steps:
                 return
+
+    def steps_of_samples(self) -> Iterator[list[Sample | None]]:
+        """Those of all data ranks, to the end of the set."""
+        turns, size = self._take_turns(), self.share.global_batch_size
+        while samples := list(itertools.islice(turns, size)):
+            yield [*samples, *[None] * (size - len(samples))]
 
     def _take_turns(self) -> Iterator[Sample]:
         unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]

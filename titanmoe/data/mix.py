@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from titanmoe.data.batch import WEIGHT
 from titanmoe.data.epochs import Epochs
-from titanmoe.data.pack import Arrays, Pieces, empty
+from titanmoe.data.pack import Arrays, Pieces, empty, further_of
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
 
@@ -72,7 +73,10 @@ class Mix:
         self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
     ) -> Arrays:
         """None stands for a sequence of padding only."""
-        out = empty(len(samples), seq_len, separate_documents, with_weights)
+        further = {WEIGHT: (np.dtype(np.float32), 2)} if with_weights else {}
+        for source in self.sources:
+            further |= further_of(source.packer.documents) if hasattr(source.packer, "documents") else {}
+        out = empty(len(samples), seq_len, separate_documents, further)
         for n, sample in enumerate(samples):
             if sample is not None:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)

@@ -42,6 +42,7 @@ from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
+from titanmoe.train.reference import Reference
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -82,7 +83,8 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
-    objective = OBJECTIVES.implementation(training.objective)(meshes)
+    rules = OBJECTIVES.look_up(training.objective)
+    objective = OBJECTIVES.implementation(training.objective).build(config, meshes)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     logits = LargestLogits(config.model, stages, place, meshes, every) if every else None
     gradients = Gradients(
@@ -105,7 +107,8 @@ def build_training(
     if config.validation.interval:
         documents = batches.held_out if config.validation.held_out else ()
         samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        slicer = Slicer(meshes, place, device, False, CrossEntropy(meshes))
+        own = objective if rules.answers > 1 else CrossEntropy(meshes)
+        slicer = Slicer(meshes, place, device, False, own)
         validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
@@ -157,6 +160,8 @@ def build_training(
         profile=config.profile,
         garbage=garbage(training.gc_every),
     )
+    if rules.reference:
+        made.reference = Reference(config, made)
     guard.checks = checks(config, made)
     return made
 
