@@ -131,6 +131,15 @@ def ends(document_BL: Tensor) -> Tensor:
     return after.flip(1).cummin(1).values.flip(1)
 
 
+def branches(length_PX: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """until and depth, where P stems follow each other, each with what goes on from it; X lengths, the stem's first."""
+    end_PX = np.cumsum(length_PX).reshape(length_PX.shape)
+    begin_PX, until_PX = end_PX - length_PX, end_PX.copy()
+    until_PX[:, 0], begin_PX[:, 1:] = end_PX[:, -1], begin_PX[:, 1:] - length_PX[:, :1]
+    until, begin = (np.repeat(x.ravel(), length_PX.ravel()) for x in (until_PX, begin_PX))
+    return until, np.arange(len(begin)) - begin
+
+
 @torch.compiler.assume_constant_result  # compiled code has no documents, and cannot trace this
 def _known_pairs(*about: Any) -> list[BlockPair]:
     return _pairs(*about)

@@ -32,8 +32,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from titanmoe.config.schema import Model  # noqa: E402
-from titanmoe.data.shared_prefix import share_prefix  # noqa: E402
-from titanmoe.mask import CAUSAL, BlockPair, Mask, ends, spans  # noqa: E402
+from titanmoe.mask import CAUSAL, BlockPair, Mask, branches, ends, spans  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.parallel.context import Placement, _backward_pairs, _forward_pairs, _start, _wide_zeros  # noqa: E402
 from titanmoe.parallel.flex import MASK_BLOCK, block_mask  # noqa: E402
@@ -62,12 +61,10 @@ def make_mask(name: str, length: int, window: int) -> Mask:
     if name == "pairs, two copies":
         return documents(length, text)
     if name == "pairs, shared":
-        prompt = 3 * text // 4
-        tree = share_prefix([0] * prompt, [[0] * (text - prompt + 1)] * 2)
-        size, count = len(tree.until_P), length // len(tree.until_P)
-        rest = length - count * size  # a document
-        until = np.concatenate([*(tree.until_P + n * size for n in range(count)), np.full(rest, length)])
-        depth = np.concatenate([np.tile(tree.depth_P, count), np.arange(rest)])
+        stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
+        size = stem + 2 * answer
+        trees, rest = np.tile([stem, answer, answer], (length // size, 1)), length % size
+        until, depth = branches(np.concatenate([trees, [[rest, 0, 0]]]))
         return spans(torch.from_numpy(until).unsqueeze(0), torch.from_numpy(depth).unsqueeze(0))
     mask = documents(length) if "documents" in name else CAUSAL
     return mask._replace(window=window if "window" in name else 0)

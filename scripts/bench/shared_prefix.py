@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from titanmoe.data.batch import Batch  # noqa: E402
-from titanmoe.data.shared_prefix import share_prefix  # noqa: E402
+from titanmoe.mask import branches  # noqa: E402
 from titanmoe.tokens import IGNORE  # noqa: E402
 
 SHAPE = "--model.family qwen3_moe --model.size debug --model.vocab_size 4096 --model.dim 512 --model.expert_hidden 256"
@@ -37,16 +37,20 @@ WAYS = {"copies": "two copies of the prompt", "shared": "one prompt"}
 def batch(text: int, pairs: int, way: str) -> Batch:
     """One sample, without padding."""
     draw = np.random.default_rng(0)
-    prompt, answer = 3 * text // 4, text // 4 + 1
-    fields: list[list[np.ndarray]] = [[], [], [], []]  # tokens, labels, until, depth
+    stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
+    lengths = [[stem, answer, answer]] * pairs if way == "shared" else [[stem, answer]] * (2 * pairs)
+    tokens, labels = [], []
     for _ in range(pairs):
-        given, *answers = (draw.integers(0, 4096, n).tolist() for n in (prompt, answer, answer))
-        for tree in [share_prefix(given, answers)] if way == "shared" else [share_prefix(given, [a]) for a in answers]:
-            begin = sum(map(len, fields[0]))
-            for field, more in zip(fields, (*tree[:2], tree.until_P + begin, tree.depth_P), strict=True):
-                field.append(more)
-    tokens, labels, until, depth = (torch.from_numpy(np.concatenate(field)).unsqueeze(0) for field in fields)
-    return Batch(tokens, labels, torch.ones_like(labels, dtype=torch.bool), None, depth, until)
+        prompt, *answers = (draw.integers(0, 4096, n) for n in (stem, answer + 1, answer + 1))
+        for n, ids in enumerate(answers):
+            ids[0] = answers[0][0]
+            again = [prompt] * (n == 0 or way == "copies")
+            tokens += [*again, ids[:-1]]
+            labels += [*(np.full(stem, IGNORE) for _ in again), ids[1:]]
+    until, depth = branches(np.array(lengths))
+    fields = (torch.from_numpy(x).unsqueeze(0) for x in (np.concatenate(tokens), np.concatenate(labels), depth, until))
+    ids, labels_BS, depth_BS, until_BS = fields
+    return Batch(ids, labels_BS, torch.ones_like(ids, dtype=torch.bool), None, depth_BS, until_BS)
 
 
 class Repeated:

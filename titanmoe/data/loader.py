@@ -236,7 +236,8 @@ class Loader:
     def _identity(self) -> dict[str, int | str]:
         """What the content of a sample with a given number depends on, apart from the weights of sources."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
-        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": self.options.packing, "source": source}
+        packing = self.options.packing + ", prefixes shared" * self.options.share_prefixes
+        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": packing, "source": source}
 
 
 class ValidationSet:
