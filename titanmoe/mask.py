@@ -76,12 +76,13 @@ class Mask(NamedTuple):
 
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """(B or 1, queries, keys)."""
-
-        span = (0, 1) if self.until_BL is None else samples.indices(len(self.until_BL))
-        b, q, k = (
-            torch.arange(*ends, device=device)
-            for ends in (span, (queries.start, queries.stop), (keys.start, keys.stop))
+        count = 1 if self.until_BL is None else len(self.until_BL)
+        ranges = (
+            samples.indices(count) if count > 1 else (0, 1),
+            queries.indices(queries.stop),
+            keys.indices(keys.stop),
         )
+        b, q, k = (torch.arange(*each, device=device) for each in ranges)
         return self.sees(b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
@@ -111,8 +112,8 @@ class Mask(NamedTuple):
         if self.on_host is None:
             return [slice(0, end)]
         keys = np.flatnonzero(self.on_host.until_BL[sample, :end] > first)
-        ends = np.flatnonzero(np.diff(keys, append=-1) != 1)
-        return [slice(int(keys[a]), int(keys[b]) + 1) for a, b in zip((0, *ends[:-1] + 1), ends, strict=True)]
+        last = np.flatnonzero(np.diff(keys, append=-1) != 1)
+        return [slice(int(keys[a]), int(keys[b]) + 1) for a, b in zip((0, *last[:-1] + 1), last, strict=True)]
 
 
 CAUSAL = Mask()
