@@ -41,12 +41,11 @@ from titanmoe.rehearse.work import Operations  # noqa: E402
 from titanmoe.report.draw import LIGHT, Area, Sheet, Words, svg  # noqa: E402
 
 MASKS = ("causal", "documents", "window", "documents, window", "pairs, two copies", "pairs, shared")
-KINDS = ("ring", "allgather", "ulysses")
+KINDS = ("ring, allgather", "ulysses")
 PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "attention.svg"
 BEGIN, END = "<!-- attention begins -->", "<!-- attention ends -->"
 MEDIAN, SIGMA = 2048, 1.4
-TEXT = 4096
-"""Tokens of a prompt and one answer."""
+TEXT = 4096  # a prompt and one answer
 
 
 def documents(length: int, text: int = 0) -> Mask:
@@ -72,12 +71,9 @@ def make_mask(name: str, length: int, window: int) -> Mask:
 
 def counted(mask: Mask, length: int, rows: int = 256) -> int:
     """Pairs that see each other, one by one, by the definition."""
-    place = np.arange(length, dtype=np.int32)
-    until, depth = np.full_like(place, length), place
-    if mask.until_BL is not None:
-        until = mask.until_BL[0].numpy().astype(np.int32)
-    if mask.depth_BL is not None:
-        depth = mask.depth_BL[0].numpy().astype(np.int32)
+    place, host = np.arange(length, dtype=np.int32), mask.on_host
+    until = np.full_like(place, length) if host is None else host.until_BL[0].astype(np.int32)
+    depth = place if host is None or host.depth_BL is None else host.depth_BL[0].astype(np.int32)
     total = 0
     for first in range(0, length, rows):
         q, k = slice(first, first + rows), slice(0, first + rows)
@@ -89,11 +85,8 @@ def counted(mask: Mask, length: int, rows: int = 256) -> int:
 
 
 def computed(pairs: list[BlockPair]) -> int:
-    def size(span: slice) -> int:
-        return span.stop - span.start
-
-    both = [(size(pair.queries), size(pair.keys), pair.causal) for pair in pairs]
-    return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in both)
+    sizes = [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start, p.causal) for p in pairs]
+    return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sizes)
 
 
 class Count(TorchDispatchMode, Operations):
@@ -152,11 +145,10 @@ def rows_of(name: str, length: int, cp: int, window: int, model: Model) -> Itera
         read = [moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
         about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), before
         yield Row(*about, max(work) * len(work) / sum(work), *read)
-        if kind != "ring":
-            blocks = [block_mask(placement.part(place, rank)[0], length, mask) for rank in ranks]
-            work = [int(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()) * MASK_BLOCK**2 for b in blocks]
-            about = name, length, kind, "flex", per_pair * seen, per_pair * sum(work), before
-            yield Row(*about, max(work) * len(work) / sum(work))
+        blocks = [block_mask(placement.part(place, rank)[0], length, mask) for rank in ranks]
+        work = [int(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()) * MASK_BLOCK**2 for b in blocks]
+        about = name, length, kind.removeprefix("ring, "), "flex", per_pair * seen, per_pair * sum(work), before
+        yield Row(*about, max(work) * len(work) / sum(work))
 
 
 def table(rows: list[Row]) -> str:
@@ -172,11 +164,9 @@ def table(rows: list[Row]) -> str:
 def picture(rows: list[Row]) -> str:
     """Of each mask at the greatest length: FLOPs of the ring's blocks, before and now, over those of causality."""
     longest = max(row.length for row in rows)
-    bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, "ring", "ours")]
+    bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, KINDS[0], "ours")]
     sheet = Sheet(720, 40 + 34 * len(bars), f"FLOPs of the blocks computed at {longest:,} positions")
-    sheet.marks.append(
-        Words(10, 20, f"{sheet.title}, of those under causality alone; dark: of pairs that see each other")
-    )
+    sheet.marks.append(Words(10, 20, f"{sheet.title}, of those under causality; dark: of pairs that see each other"))
     for n, row in enumerate(bars):
         y, full = 34 + 34 * n, 480 / row.before
         sheet.marks.append(Words(10, y + 16, row.mask, "ink"))
