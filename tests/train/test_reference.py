@@ -58,7 +58,8 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
     assert losses[0] == LN2 and losses[1] < LN2 and len(digest) == 16
     (again,) = world.run(1, first_steps, run, 2)
     assert again == (f"{digest}, counted before", losses)
-    other_packing = run | {"training.seq_len": 48, "training.local_batch_size": 2, "data.balance_work": True}
+    batch = {"training.local_batch_size": 5, "training.global_batch_size": 5}  # again all pairs in a step
+    other_packing = run | {"training.seq_len": 56, "data.balance_work": True} | batch
     adapters = {"lora.rank": 2}
     for size, changes in ((1, other_packing), (1, run | adapters), (4, run | FOLDED), (4, run | FOLDED | adapters)):
         found, (loss,) = world.run(size, first_steps, changes)[0]
@@ -70,7 +71,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
 @pytest.mark.parametrize(
     "more",
     [
-        {"validation.interval": 1, "validation.held_out": 3},
+        {"validation.interval": 1, "validation.held_out": 3, "training.global_batch_size": 3},
         {"parallelism.cp": 1, "parallelism.pp": 2, "parallelism.experts.ep": 2, "lora.rank": 2},
     ],
     ids=["cp, some held out", "pp and adapters"],
