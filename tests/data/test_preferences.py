@@ -15,6 +15,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data.batch import ANSWER, PAIRS
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.held_out import split
+from titanmoe.data.loader import Loader
 from titanmoe.data.pack import empty, further_of
 from titanmoe.data.pack_answers import AnswerFit
 from titanmoe.data.shards import ShardDocuments
@@ -57,25 +58,25 @@ def tokenize(*words: str) -> int:
 def test_explicit_and_implicit_prompts_give_the_same_two_documents(
     records: list[dict[str, Any]], suffix: str, tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer, made = open_tokenizer(str(bpe)), []
-    for n, record in enumerate(records):
-        file, out = write(tmp_path / f"{n}{suffix}", [record]), str(tmp_path / f"out{n}")
-        assert tokenize(file, "--tokenizer", str(bpe), "--out", out) == 0
-        assert "1 pair of answers and 1 shard\nthe answers': " in capsys.readouterr().out
-        documents = ShardDocuments(Path(out))
-        assert documents.answers == 2 and len(documents) == 2
-        ends = pairwise(documents.starts[:].tolist())
-        made.append([(documents.read(*both).tolist(), documents.label_mask(*both).tolist()) for both in ends])
-    assert made[1:] == made[:1] * (len(made) - 1)
+    records = records[:2] if suffix == ".parquet" else records  # a column has one type
+    tokenizer, out = open_tokenizer(str(bpe)), tmp_path / "out"
+    assert tokenize(write(tmp_path / f"pairs{suffix}", records), "--tokenizer", str(bpe), "--out", str(out)) == 0
+    assert f" tokens in {len(records)} pairs of answers and 1 shard\nthe answers': " in capsys.readouterr().out
+    documents = ShardDocuments(out)
+    ends = pairwise(documents.starts[:].tolist())
+    both = [(documents.read(*these).tolist(), documents.label_mask(*these).tolist()) for these in ends]
+    made = [both[n : n + 2] for n in range(0, len(both), 2)]
+    assert documents.answers == 2 and made == made[:1] * len(records)
 
     def text(tokens: list[int]) -> str:
         return tokenizer._plain.decode(tokens, skip_special_tokens=False)
 
     counted = [text([t for t, counts in zip(*document, strict=True) if counts]) for document in made[0]]
-    end = "<|endoftext|>" if records is TEXTS else "<|im_end|>\n"
-    assert counted == ([" brown fox" + end, " dog" + end] if records is TEXTS else ["jumps" + end, "over" + end])
+    texts = isinstance(records[0]["chosen"], str)
+    answers, end = ([" brown fox", " dog"], "<|endoftext|>") if texts else (["jumps", "over"], "<|im_end|>\n")
+    assert counted == [answer + end for answer in answers]
     assert all(text(tokens).endswith("<|endoftext|>") for tokens, _ in made[0])
-    assert main(["data", "verify", str(tmp_path / "out0")]) == 0
+    assert main(["data", "verify", str(out)]) == 0
 
 
 BAD = [
@@ -141,7 +142,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
         "pairs: of 5, 1 left out, whose prompt leaves no room for an answer, 3 with an answer cut (seq_len 20)"
     )
     assert sum(len(pieces.pairs_P) for pieces in packer.first_epoch()) == 8
-    assert AnswerFit(pairs((4, 20, 20), alike=10), 20, seed=0).left_out == 1  # what is left is the same
+    assert AnswerFit(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same
     assert AnswerFit(pairs((20, 3, 3)), 20, seed=0).per_epoch == 0
 
 
@@ -152,12 +153,15 @@ def test_pairs_are_held_out_whole() -> None:
     assert held_out.read(0, 18).tolist() == [t for n in (2, 5, 8) for side in (100, 110) for t in (n, n, side)]
 
 
-def test_a_source_of_which_no_pair_fits_is_refused(tmp_path: Path) -> None:
+def test_the_header_says_what_does_not_fit_and_a_source_of_which_nothing_does_is_refused(tmp_path: Path) -> None:
     from tests.parity import read
-    from titanmoe.data.sources import training_sources
 
-    file = write(tmp_path / "pairs.jsonl", [{"prompt": "x" * 40, "chosen": "a", "rejected": "b"}])
-    own = {"data.source": "files", "data.paths": [file], "data.format": "preference", "training.objective": "dpo"}
-    config = read(own | {"job.dump_folder": str(tmp_path), "model.vocab_size": 320, "training.seq_len": 32}, 1)
-    with pytest.raises(ConfigError, match=r"has no pair that fits training\.seq_len = 32: raise it"):
-        training_sources(config)
+    long = {"prompt": "x" * 40, "chosen": "a", "rejected": "b"}
+    own = {"data.source": "files", "data.format": "preference", "training.objective": "dpo", "model.vocab_size": 320}
+    own |= {"job.dump_folder": str(tmp_path), "training.seq_len": 48, "training.global_batch_size": 1}
+    file = write(tmp_path / "some.jsonl", [long, TEXTS[0]])
+    loader = Loader(read(own | {"data.paths": [file]}, 1), 0, 1)
+    assert loader.notes()["pairs"].startswith("some.jsonl: of 2, 1 left out, whose prompt leaves no room for an answer")
+    file = write(tmp_path / "none.jsonl", [long])
+    with pytest.raises(ConfigError, match=r"none\.jsonl .* has no pair that fits training\.seq_len = 48: raise it"):
+        Loader(read(own | {"data.paths": [file]}, 1), 0, 1)

@@ -77,7 +77,7 @@ def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
     answer = out.further[ANSWER][0]
     assert [int((out.labels_NS[0][answer == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]
     packer, _ = packed(documents([(9, 3, 3), (20, 3, 3)]), 16, share=True)
-    assert packer.left_out == 1
+    assert packer.num_left_out == 1
 
 
 @pytest.mark.parametrize(

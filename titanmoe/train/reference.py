@@ -91,8 +91,8 @@ class Reference:
                 raise ConfigError([*dict.fromkeys(problems)])
             return all(documents.stored_scores for documents in sources)
 
-        taken = raise_on_all_ranks(self.group, mine)
-        return all(on_all_ranks(self.group, lambda: taken))
+        complete = raise_on_all_ranks(self.group, mine)
+        return all(on_all_ranks(self.group, lambda: complete))
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
