@@ -136,7 +136,7 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
     further = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
     if config.training.objective == "dpo":
         further |= pairs(numbers, document, labels)
-    return Batch(tokens, labels, torch.stack(valid), document, position, None, further)
+    return Batch(tokens, labels, torch.stack(valid), document, position, further=further)
 
 
 def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:

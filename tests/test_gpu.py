@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
@@ -106,7 +107,7 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
     q, k, v = (torch.randn(2, 128, heads, 32, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True)
     document = torch.stack([torch.arange(128, device="cuda") // n for n in (10, 50)]) if documents else None
-    want, got = (attend(q, k, v, document, window, sinks) for attend in (causal_attention, alone))
+    want, got = (attend(q, k, v, mask_of(document, window), sinks) for attend in (causal_attention, alone))
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
     torch.testing.assert_close(got, want, **close)
     grad = torch.randn_like(want)
@@ -199,9 +200,9 @@ def test_flex_attention_is_the_plain_one(dtype: torch.dtype, window: int, docume
     q, k, v = (torch.randn(2, 500, heads, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True) if with_sinks else None
     document = torch.stack([torch.arange(500, device="cuda") // n for n in (60, 300)]) if documents else None
-    want = causal_attention(q, k, v, document, window, sinks)
+    want = causal_attention(q, k, v, mask_of(document, window), sinks)
     masks = Masks(Placement(1, zigzag=False), 0)
-    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=NO_GROUP)
+    got = flex_attention_over(q, k, v, mask_of(document, window), sinks, masks=masks, group=NO_GROUP)
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 3e-3, "atol": 3e-3}
     torch.testing.assert_close(got, want, **close)
     grad, inputs = torch.randn_like(want), (q, k, v, *([sinks] if with_sinks else []))
@@ -216,8 +217,8 @@ def test_flex_attention_of_a_ranks_queries_is_the_plain_one(rank: int) -> None:
     """As under allgather with cp = 2, values narrower than keys as in latent attention."""
     q, k, v = (torch.randn(2, 512, 4, w, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in (96, 96, 64))
     document, placement = torch.arange(512, device="cuda").expand(2, -1) // 200, Placement(2, zigzag=True)
-    want = placement.part(causal_attention(q, k, v, document), rank)
-    got = flex(placement.part(q, rank), k, v, Masks(placement, rank)(512, document, 0, q.device), None)
+    want = placement.part(causal_attention(q, k, v, mask_of(document)), rank)
+    got = flex(placement.part(q, rank), k, v, Masks(placement, rank)(512, mask_of(document), q.device), None)
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
     grad = torch.randn_like(want)
     grads = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (got, want)), strict=True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import parity
+from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
@@ -45,6 +46,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
     config = parity.read(narrow | {"moe.kernels": "auto", "parallelism.attention_backend": "plain"} | changes, 1)
     config.moe.kernels = "triton"  # which is refused on CPUs
     B, L = config.training.local_batch_size, config.training.seq_len
+    mask = mask_of(torch.arange(L).expand(B, L) // 3 if documents else None)
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
         context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
@@ -56,7 +58,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
             index // L,
             torch.ones_like(index, dtype=torch.bool),
             torch.zeros((), dtype=torch.int64),
-            index.view(B, L) // 3 if documents else None,
+            mask.to(lambda x: x.to("meta")),
         )
         for moe in model.moe_layers().values():
             moe.begin_step(1, torch.ones((), dtype=torch.float64), B)

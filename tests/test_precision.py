@@ -16,9 +16,11 @@ from torch import Tensor
 
 from tests import reference
 from tests.support import tolerances
+from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
 from titanmoe.models.vocabulary import chunked_cross_entropy, cross_entropy
@@ -115,7 +117,7 @@ def test_attention_in_plain_operations(documents: bool, dtype: torch.dtype) -> N
     document = torch.arange(24)[None].expand(2, -1) // 7 if documents else None
     q, k, v = (random(2, 24, 4, 16, dtype=dtype, seed=seed) for seed in range(3))
     sinks = random(4, dtype=dtype, seed=3)
-    held(lambda q, k, v, sinks: causal_attention(q, k, v, document, 5, sinks), q, k, v, sinks, terms=16 + 24)
+    held(lambda q, k, v, sinks: causal_attention(q, k, v, mask_of(document, 5), sinks), q, k, v, sinks, terms=16 + 24)
 
 
 @pytest.mark.parametrize("chunks", [1, 16])
@@ -123,8 +125,8 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     """The kernel rounds each piece and its operands, and its exp has a few bits less than float32's."""
     q, k, v = (random(2, 4, 16 * 8, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     out, lse = context._start(q, v, None)
-    everything = list(range(chunks))
-    context._forward_pairs(q, k, v, everything, everything, None, out, lse)
+    pairs = Mask().pairs(128 // chunks, chunks, range(chunks), range(chunks))
+    context._forward_pairs(q, k, v, pairs, Mask(), out, lse)
     assert out.dtype == lse.dtype == torch.float32
     exact, exact_lse = block_reference(q.double(), k.double(), v.double(), None, True)
     assert (out - exact).norm() <= tolerances.unit(torch.bfloat16) * exact.norm()
@@ -139,7 +141,7 @@ def test_blocked_attention_is_softmax_of_wide_sums() -> None:
     results = []
     for wide in (torch.bfloat16, torch.float64):
         leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
-        out = blocked_attention(*leaves)
+        out = blocked_attention(*leaves, Mask())
         results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).bfloat16().to(wide))])
     for got, exact, roundings in zip(*results, (3, 7, 7, 7), strict=True):
         assert (got - exact).norm() <= (roundings / 3) ** 0.5 * tolerances.unit(torch.bfloat16) * exact.norm()

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from titanmoe.mask import CAUSAL, Mask
+
 IGNORE = -100
 """The label of a position that has no loss."""
 
@@ -25,8 +27,8 @@ class Tokens(NamedTuple):
     """False for padding, which visits no expert and is not counted anywhere."""
     microbatch: Tensor
     """Index of the microbatch within the step, a scalar."""
-    document_BL: Tensor | None = None
-    """Document of each position of the whole sequence; None when a sample is one document."""
+    mask: Mask = CAUSAL
+    """Which positions of the whole sequence see which, apart from a layer's window."""
     next_BS: Tensor | None = None
     """Id of the token after each one of the attention slice; None unless the model also predicts the one after that."""
     later_BS: Tensor | None = None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import parity
 from tests.support.families import attends
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
@@ -18,6 +19,7 @@ from titanmoe.models.count import (
     forward_flops_per_token,
     layer_flops,
     parameters,
+    training_work,
 )
 from titanmoe.models.families import names, preset
 from titanmoe.models.tensors import Tuning
@@ -291,3 +293,15 @@ def test_the_docs_table_is_the_count():
     wrong = set(page.splitlines()) - set(renew(page).splitlines())
     assert not wrong, "rewrite them: python -m titanmoe.models docs/models.md"
     assert "| mixtral | 8x7b | 46,702,792,704 | 12,879,925,248 | 79.714 |" in page
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_work_by_what_is_seen_is_that_of_a_whole_sequence(family: str) -> None:
+    """Of a token in a sequence of 512, which sees half of it or a window's positions on average."""
+    model = Model(**parity.preset_of(family))
+    frozen = Tuning.of(parity.read({"training.freeze": ["layers.0.*", "embed.*"]}, 1))
+    for tuning in (Tuning(), frozen):
+        work = training_work(model, tuning)
+        seen = {width: (width or 512) * (1 - (width or 512) / 1024) for width in work.per_pair}
+        total = work.per_token + sum(cost * seen[width] for width, cost in work.per_pair.items())
+        assert total == pytest.approx(flops_per_token(model, 512, tuning), rel=1e-3)

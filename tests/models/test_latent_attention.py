@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.support import tolerances
 from titanmoe.config.schema import Model
+from titanmoe.mask import Mask
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 
@@ -81,5 +82,5 @@ def test_equals_transformers(model: Model) -> None:
     position_BS = torch.arange(24).expand(2, -1)
     mask = torch.full((24, 24), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     want, _ = theirs(x_BSD, turn(x_BSD, position_BS), mask)
-    got = ours(x_BSD, rope_angles(position_BS, model, model.qk_rope_head_dim, torch.float64), None)
+    got = ours(x_BSD, rope_angles(position_BS, model, model.qk_rope_head_dim, torch.float64), Mask())
     tolerances.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are in float32

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import tolerances
+from tests.support.masks import mask_of
 from titanmoe.ops.cpu import blocked_attention as blocked
 from titanmoe.ops.cpu.blocked_attention import QUERIES, blocked_attention
 
@@ -35,7 +36,7 @@ def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
     results = []
     for attend, wide in (blocked_attention, dtype), (plain, torch.float64):
         q, k, v = (x.detach().to(wide).requires_grad_() for x in leaves)
-        out = attend(q, k, v, document)
+        out = attend(q, k, v, mask_of(document) if attend is blocked_attention else document)
         results.append((out, *torch.autograd.grad((out * weight).sum(), (q, k, v))))
     return zip(*results, strict=True)
 
@@ -66,7 +67,7 @@ def test_documents_of_any_length(lengths):
     q, k, v, weight = (torch.randn(len(lengths), 2, 400, 4, generator=make, dtype=torch.float64) for _ in range(4))
     leaves, results = [x.requires_grad_() for x in (q, k, v)], []
     for attend in (blocked_attention, plain):
-        out = attend(*leaves, document)
+        out = attend(*leaves, mask_of(document) if attend is blocked_attention else document)
         results.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
     for got, want in zip(*results, strict=True):
         assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
@@ -79,7 +80,7 @@ def test_work_is_that_of_the_documents():
         document = (torch.arange(16 * QUERIES) // length).unsqueeze(0)
         x = [torch.randn(1, 2, 16 * QUERIES, 8, requires_grad=True) for _ in range(3)]
         with FlopCounterMode(display=False) as counter:
-            blocked_attention(*x, document).sum().backward()
+            blocked_attention(*x, mask_of(document)).sum().backward()
         cost.append(counter.get_total_flops())
     pairs = 16 * 17 / 2
     assert cost[0] / cost[1] == pytest.approx(pairs / 16)

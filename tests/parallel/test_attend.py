@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity
+from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.fold.attention_backend import pick_backend
@@ -72,10 +73,10 @@ def test_what_torch_cannot_do_here_is_refused(changes: dict, message: str) -> No
 
 
 def test_documents_that_come_nevertheless_are_refused() -> None:
-    x, document = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4)
+    x, mask = torch.zeros(1, 4, 2, 16), mask_of(torch.zeros(1, 4))
     rest = dict(placement=Placement(2, True), masks=Masks(Placement(2, True), 0), group=Group("", 2, 0))
     with pytest.raises(ValueError, match="neither documents nor windows"):
-        attend(x, x, x, document, backend="torch", kind="ring", **rest)
+        attend(x, x, x, mask, backend="torch", kind="ring", **rest)
 
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
@@ -134,8 +135,8 @@ def test_chunks_of_a_sequence_do_too(window: int, documents: bool) -> None:
     """Documents, windows and sinks as on one rank of a GPU, forward and backward."""
     q, k, v = (torch.empty(2, 128, n, 32, device="meta", dtype=HALF, requires_grad=True) for n in (4, 2, 2))
     sinks = torch.empty(4, device="meta", dtype=HALF, requires_grad=True)
-    document = torch.empty(2, 128, device="meta", dtype=torch.int64) if documents else None
+    mask = mask_of(torch.arange(128).expand(2, -1) // 50 if documents else None, window).to(lambda x: x.to("meta"))
     with KernelsOfGpus():
-        out = alone(q, k, v, document, window, sinks)
+        out = alone(q, k, v, mask, sinks)
         grads = torch.autograd.grad(out, (q, k, v, sinks), torch.empty_like(out))
     assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, HALF) for x in (q, k, v, sinks)]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from titanmoe.data.batch import Batch
-from titanmoe.parallel.batch_slice import shifted, take_slice
+from titanmoe.parallel.batch_slice import mask_of, shifted, take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.tokens import IGNORE
 
@@ -21,22 +21,33 @@ def batch(labels: list[int], document: list[int] | None = None) -> Batch:
     return Batch(*(x if x is None else x.unsqueeze(0) for x in whole))
 
 
+def shifts(given: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    return shifted(given, mask_of(given).until_BL)
+
+
 def test_the_next_token_and_the_label_after_it() -> None:
-    next_BL, later_BL = shifted(batch([11, 12, 13, 14, 15]))
+    next_BL, later_BL = shifts(batch([11, 12, 13, 14, 15]))
     assert next_BL.tolist() == [[11, 12, 13, 14, 15]]
     assert later_BL.tolist() == [[12, 13, 14, 15, IGNORE]]
 
 
 def test_a_position_whose_next_label_is_ignored_has_none() -> None:
-    next_BL, later_BL = shifted(batch([IGNORE, 12, IGNORE, 14, IGNORE]))
+    next_BL, later_BL = shifts(batch([IGNORE, 12, IGNORE, 14, IGNORE]))
     assert next_BL.tolist() == [[11, 12, 13, 14, 14]]  # the last position has no next token and no label
     assert later_BL.tolist() == [[12, IGNORE, 14, IGNORE, IGNORE]]
 
 
 def test_no_prediction_crosses_the_start_of_a_document() -> None:
-    _, later_BL = shifted(batch([11, 12, 13, 14, 15], document=[0, 0, 1, 1, 2]))
+    _, later_BL = shifts(batch([11, 12, 13, 14, 15], document=[0, 0, 1, 1, 2]))
     # Position 1 would see the embedding of the next document's first token, so it has no label.
     assert later_BL.tolist() == [[12, IGNORE, 14, IGNORE, IGNORE]]
+
+
+def test_no_prediction_goes_beyond_a_branch() -> None:
+    """Two answers of two tokens to a prompt of two: its first position would predict the first token of both."""
+    whole = batch([12, 13, 14, 15, 16, 17])._replace(until_BS=torch.tensor([[6, 6, 4, 4, 6, 6]]))
+    _, later_BL = shifts(whole)
+    assert later_BL.tolist() == [[13, IGNORE, 15, IGNORE, 17, IGNORE]]
 
 
 def test_a_token_has_its_samples_number_in_the_step_and_its_place() -> None:

@@ -13,13 +13,19 @@ from torch._dynamo.utils import counters
 
 from tests import parity, world
 from tests.support.case_features import DISPATCHERS, MODELS, TRAINED
+from tests.support.masks import mask_of, tree
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.pipeline_schedules import splits_backward
+from titanmoe.mask import CAUSAL
 from titanmoe.models.families import preset
+from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
+from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
+from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parts import PARTS
 from titanmoe.tokens import Tokens
@@ -184,6 +190,26 @@ def test_few_graphs_are_called_in_a_block() -> None:
     }
     assert graphs == {0: {"attention", "ffn"}, 1: {"attention", "moe.shared"}}
     assert all(moe.experts.graph is not None for moe in model.moe_layers().values())
+
+
+def test_documents_leave_the_graph_and_windows_do_not() -> None:
+    """The blocks that are computed depend on the documents of a batch: no graph for each, and none again."""
+    changes = {"model.sliding_window": 3, "model.full_attention_every": 0, "training.seq_len": 26}
+    config, mode = parity.read(changes, 1), torch.compile(lambda *given: attention(*given), backend="aot_eager")
+    model = Transformer(config, 1, torch.float64)
+    context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
+    attention = model.layers["0"].attention
+    for parameter in attention.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    x_BSD = torch.randn(1, 26, config.model.dim, dtype=torch.float64)
+    rope = rope_angles(torch.arange(26).unsqueeze(0), config.model, config.model.head_dim, torch.float64)
+    made, documents = [], [mask_of(torch.arange(26).unsqueeze(0) // n) for n in (5, 7)]
+    for mask in (CAUSAL, tree(), *documents):
+        counters.clear()
+        torch.testing.assert_close(mode(x_BSD, rope, mask), attention(x_BSD, rope, mask), rtol=1e-12, atol=1e-12)
+        made.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
+    torch._dynamo.reset()
+    assert made[0] == (0, 1) and made[1][0] and made[3] == (0, 0), made
 
 
 def test_models_of_other_sizes_in_one_process() -> None:

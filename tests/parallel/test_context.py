@@ -15,16 +15,16 @@ from torch import Tensor
 
 from tests import world
 from tests.support import tolerances
+from tests.support.masks import mask_of, tree
 from titanmoe.comm.collectives import Group
-from titanmoe.models.attention import causal_attention
+from titanmoe.mask import Mask
+from titanmoe.models.attention import causal_attention, plain_attention
 from titanmoe.parallel.attention_block import block, block_backward, block_reference
 from titanmoe.parallel.context import (
     Placement,
     _backward_pairs,
-    _bias,
     _forward_pairs,
     _Gathered,
-    _pairs,
     _Ring,
     _swap,
     alone,
@@ -153,56 +153,23 @@ def test_blocks_merge_to_the_whole(
         return torch.cat([x.detach()[:, :, c * C : (c + 1) * C] for c in held], 2)
 
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
+    mask = mask_of(document)
     for held in arrivals:
-        _forward_pairs(q.detach(), of(k, held), of(v, held), mine, held, document, out, lse)
+        _forward_pairs(q.detach(), of(k, held), of(v, held), mask.pairs(C, chunks, mine, held), mask, out, lse)
     close(out, want)
 
     cotangent = random(*out.shape, dtype=dtype, seed=9)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for held in arrivals:
         part_k, part_v = (torch.zeros(B, H, len(held) * C, WIDTH, dtype=dtype) for _ in range(2))
-        _backward_pairs(
-            cotangent, q.detach(), of(k, held), of(v, held), mine, held, document, out, lse, dq, part_k, part_v
-        )
+        pairs = mask.pairs(C, chunks, mine, held)
+        _backward_pairs(cotangent, q.detach(), of(k, held), of(v, held), pairs, mask, out, lse, dq, part_k, part_v)
         for place, chunk in enumerate(held):
             here, there = slice(place * C, (place + 1) * C), slice(chunk * C, (chunk + 1) * C)
             dk[:, :, there] += part_k[:, :, here]
             dv[:, :, there] += part_v[:, :, here]
     for grad, wanted in zip((dq, dk, dv), torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
-
-
-@given(st.integers(1, 3), st.integers(1, 24), st.integers(0, 30), st.booleans())
-def test_the_pairs_see_what_the_window_and_causality_let_them(size: int, chunk: int, window: int, cut: bool) -> None:
-    """Every visible (query, key) pair occurs on exactly one rank, once, whatever chunks are skipped or cut finer."""
-    placement = Placement(size, zigzag=True)
-    length = placement.chunks * chunk
-    document = (torch.arange(length) // 5).unsqueeze(0) if cut else None
-    everything = list(range(placement.chunks))
-    seen = torch.zeros(length, length)
-    for rank in range(size):
-        mine = placement.chunks_of(rank)
-        where = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in mine])
-        for i, rows, j, keys in _pairs(len(where), mine, everything, window):
-            step = rows.stop - rows.start
-            bias = _bias(document, i, j, step, window, torch.zeros(1))
-            allowed = torch.ones(step, step) if bias is None else (bias[0, 0] == 0).float()
-            if bias is None and i == j:
-                allowed = allowed.tril()  # the kernel's flag
-            assert cut or allowed.any(), "a pair that could have been skipped"
-            seen[where[rows].unsqueeze(1), torch.arange(keys.start, keys.stop)] += allowed
-    apart = torch.arange(length).unsqueeze(1) - torch.arange(length)
-    want = (apart >= 0) & (apart < (window or length))
-    if document is not None:
-        want = want & (document[0].unsqueeze(1) == document[0])
-    assert torch.equal(seen, want.float())
-
-
-def test_a_narrow_window_leaves_out_most_pairs() -> None:
-    """4096 positions, a window of 128: 8 chunks of 512, each with itself and the one before."""
-    pairs = _pairs(4096, [0], [0], 128)
-    assert [(i, j) for i, _, j, _ in pairs] == [(i, j) for i in range(8) for j in (i - 1, i) if j >= 0]
-    assert {rows.stop - rows.start for _, rows, _, _ in pairs} == {512}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,7 +186,7 @@ def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, document
         sinks_H = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=dtype, requires_grad=True)
         inputs.append(sinks_H)
     document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
-    want, got = (attend(q, k, v, document, window, sinks_H) for attend in (causal_attention, alone))
+    want, got = (attend(q, k, v, mask_of(document, window), sinks_H) for attend in (causal_attention, alone))
     close(got, want)
     cotangent = random(*want.shape, dtype=dtype, seed=9)
     grads = zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (got, want)), strict=True)
@@ -229,14 +196,34 @@ def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, document
         close(grad, wanted, scale)
 
 
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_branches_are_attended_to_alike_by_all(with_sinks: bool, window: int) -> None:
+    """Blocked and by chunks, against plain operations."""
+    mask, length, dtype = tree(window), 26, torch.float64
+    q, k, v = (random(1, length, n, WIDTH, dtype=dtype, seed=n + s).requires_grad_() for s, n in enumerate((H, 2, 2)))
+    inputs = [q, k, v]
+    sinks = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=dtype, requires_grad=True) if with_sinks else None
+    inputs += [sinks] * with_sinks
+    q_first, k_first, v_first = (x.transpose(1, 2) for x in (q, k, v))
+    want = plain_attention(q_first, k_first, v_first, mask, sinks).transpose(1, 2)
+    cotangent = random(*want.shape, dtype=dtype, seed=9)
+    wanted = torch.autograd.grad(want, inputs, cotangent, retain_graph=True)
+    for attend in (causal_attention, alone):
+        out = attend(q, k, v, mask, sinks)
+        close(out, want)
+        for grad, other in zip(torch.autograd.grad(out, inputs, cotangent), wanted, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-11, atol=1e-12)
+
+
 def test_a_sink_is_a_share_that_goes_nowhere() -> None:
     q, k, v = (random(1, 5, 2, WIDTH, dtype=torch.float64, seed=s) for s in range(3))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
     lse = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
     sinks = torch.tensor([0.3, -2.0], dtype=torch.float64)
     kept = lse.exp() / (lse.exp() + sinks.exp().unsqueeze(1))
-    alone(q, k, v, None, 0, None, lambda told: close(told, lse))
-    close(alone(q, k, v, None, 0, sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
+    alone(q, k, v, Mask(), None, lambda told: close(told, lse))
+    close(alone(q, k, v, Mask(), sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(1, 3))
@@ -268,17 +255,18 @@ def added_up_on_the_ring() -> None:
     group, shape = Group(dist.group.WORLD.group_name, size, rank), (B, H, C, WIDTH)
     q, k, v, grad = ([random(*shape, dtype=torch.bfloat16, seed=size * s + r) for r in range(size)] for s in range(4))
     inputs = [x[rank].requires_grad_() for x in (q, k, v)]
-    out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, None, 0, None)
+    out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, Mask(), None)
     grads = torch.autograd.grad(out, inputs, grad[rank])
     wide, others = ([torch.zeros(shape) for _ in range(3)] for _ in range(2))
     with torch.no_grad():
         for r in range(rank, size):
             out, lse = torch.zeros(shape), torch.full(shape[:3], -torch.inf)
             for chunk in reversed(range(r + 1)):
-                _forward_pairs(q[r], k[chunk], v[chunk], [r], [chunk], None, out, lse)
+                _forward_pairs(q[r], k[chunk], v[chunk], Mask().pairs(C, size, [r], [chunk]), Mask(), out, lse)
             for chunk in reversed(range(r + 1)) if r == rank else [rank]:
                 dq, (dk, dv) = (wide if r == rank else others)[0], (wide if chunk == rank else others)[1:]
-                _backward_pairs(grad[r], q[r], k[chunk], v[chunk], [r], [chunk], None, out.bfloat16(), lse, dq, dk, dv)
+                pairs, final = Mask().pairs(C, size, [r], [chunk]), out.bfloat16()
+                _backward_pairs(grad[r], q[r], k[chunk], v[chunk], pairs, Mask(), final, lse, dq, dk, dv)
     for got, want in zip(grads, wide, strict=True):
         assert torch.equal(got, want.bfloat16())
 
@@ -289,17 +277,17 @@ def test_the_ring_adds_up_gradients_in_float32() -> None:
 
 def test_gradients_of_all_keys_are_added_up_in_float32() -> None:
     """Of a rank with the first and the last of four chunks."""
-    placement, mine, theirs = Placement(2, zigzag=True), [0, 3], [0, 1, 2, 3]
+    placement, pairs = Placement(2, zigzag=True), Mask().pairs(C, 4, [0, 3], range(4))
     q, k, v, grad = (random(B, H, n * C, WIDTH, dtype=torch.bfloat16, seed=n) for n in (2, 4, 4, 2))
     sinks = torch.arange(H, dtype=torch.bfloat16)
     inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
-    grads = torch.autograd.grad(_Gathered.apply(*inputs, placement, 0, None, 0, None), inputs, grad)
+    grads = torch.autograd.grad(_Gathered.apply(*inputs, placement, 0, Mask(), None), inputs, grad)
     wide, out = [torch.zeros(x.shape) for x in (q, k, v)], torch.zeros(q.shape)
     lse = sinks.detach().float().view(-1, 1).expand(q.shape[:3]).clone()
     with torch.no_grad():
-        _forward_pairs(q, k, v, mine, theirs, None, out, lse)
+        _forward_pairs(q, k, v, pairs, Mask(), out, lse)
         out = out.bfloat16()
-        _backward_pairs(grad, q, k, v, mine, theirs, None, out, lse, *wide)
+        _backward_pairs(grad, q, k, v, pairs, Mask(), out, lse, *wide)
         share = (sinks.float().view(-1, 1) - lse).exp()
         wide.append(-(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)))
     for got, want in zip(grads, wide, strict=True):

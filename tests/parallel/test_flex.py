@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.support.masks import mask_of, tree
 from titanmoe.comm.collectives import NO_GROUP
+from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
 from titanmoe.parallel.context import Placement, alone
@@ -50,7 +52,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
         document = begins.cumsum(1)
     for rank in range(size):
         position = placement.part(torch.arange(length).unsqueeze(0), rank)[0]
-        mask = block_mask(position, length, document, window)
+        mask = block_mask(position, length, mask_of(document, window))
         apart = position.unsqueeze(1) - torch.arange(length)
         want = ((apart >= 0) & (apart < (window or length))).unsqueeze(0)
         if document is not None:
@@ -69,7 +71,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
 
 def test_most_blocks_of_short_documents_are_left_out() -> None:
     """8 documents of 512 in 4096 positions: 4 blocks each, 10 of whose 16 pairs are causal, 6 of them whole."""
-    asks, takes = visited(block_mask(torch.arange(4096), 4096, (torch.arange(4096) // 512).unsqueeze(0), 0))
+    asks, takes = visited(block_mask(torch.arange(4096), 4096, mask_of((torch.arange(4096) // 512).unsqueeze(0))))
     assert (int(asks.sum()), int(takes.sum())) == (8 * 4, 8 * 6)
 
 
@@ -81,11 +83,18 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
     q, k, v = (random(B, length, n, WIDTH, seed=s) for s, n in enumerate((H, G, G)))
     sinks = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=torch.float64) if with_sinks else None
     document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
-    masks, lse = Masks(Placement(1, zigzag=False), 0), []
-    got = flex_attention_over(q, k, v, document, window, sinks, lse.append, masks=masks, group=NO_GROUP)
-    torch.testing.assert_close(got, causal_attention(q, k, v, document, window, sinks), rtol=1e-12, atol=1e-12)
-    alone(q, k, v, document, window, None, lse.append)
+    masks, mask, lse = Masks(Placement(1, zigzag=False), 0), mask_of(document, window), []
+    got = flex_attention_over(q, k, v, mask, sinks, lse.append, masks=masks, group=NO_GROUP)
+    torch.testing.assert_close(got, causal_attention(q, k, v, mask, sinks), rtol=1e-12, atol=1e-12)
+    alone(q, k, v, mask, None, lse.append)
     torch.testing.assert_close(*lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_branches_too(window: int) -> None:
+    q, k, v = (random(1, 26, n, WIDTH, seed=s) for s, n in enumerate((H, G, G)))
+    got = flex_attention_over(q, k, v, tree(window), masks=Masks(Placement(1, zigzag=False), 0), group=NO_GROUP)
+    torch.testing.assert_close(got, causal_attention(q, k, v, tree(window)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("zigzag", [True, False])
@@ -94,9 +103,9 @@ def test_the_queries_of_a_rank_see_what_they_would_alone(zigzag: bool) -> None:
     length, placement = 24, Placement(3, zigzag)
     q, k, v = (random(B, length, n, w, seed=s) for s, (n, w) in enumerate(((H, WIDTH), (H, WIDTH), (H, 10))))
     document = torch.stack([torch.arange(length) // n for n in (5, 11)])
-    want = causal_attention(q, k, v, document)
+    want = causal_attention(q, k, v, mask_of(document))
     for rank in range(3):
-        mask = Masks(placement, rank)(length, document, 0, q.device)
+        mask = Masks(placement, rank)(length, mask_of(document), q.device)
         got = flex(placement.part(q, rank), k, v, mask, None)
         torch.testing.assert_close(got, placement.part(want, rank), rtol=1e-12, atol=1e-12)
 
@@ -105,11 +114,11 @@ def test_layers_share_a_mask_and_microbatches_do_not(monkeypatch: pytest.MonkeyP
     made = []
     monkeypatch.setattr(room, "block_mask", lambda *given: made.append(given) or len(made))
     masks, cpu = Masks(Placement(1, zigzag=False), 0), torch.device("cpu")
-    first, second = torch.zeros(1, 8), torch.zeros(1, 8)
+    first, second = mask_of(torch.zeros(1, 8)), mask_of(torch.zeros(1, 8))
     for window in (0, 4, 0, 4):
-        masks(8, first, window, cpu)
+        masks(8, first._replace(window=window), cpu)
     assert len(made) == 2
-    assert masks(8, second, 0, cpu) == 3 and masks(8, second, 0, cpu) == 3
-    assert masks(8, None, 0, cpu) == 4 and masks(8, None, 0, cpu) == 4
-    first += 1  # the same tensor, other documents
-    assert masks(8, first, 4, cpu) == 5
+    assert masks(8, second, cpu) == 3 and masks(8, second, cpu) == 3
+    assert masks(8, Mask(), cpu) == 4 and masks(8, Mask(), cpu) == 4
+    first.until_BL.sub_(1)  # the same tensor, other documents
+    assert masks(8, first._replace(window=4), cpu) == 5

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tests import parity
 from tests.support.live_bytes import Live
+from tests.support.masks import mask_of
 from titanmoe.comm import recomputation
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
@@ -48,9 +49,9 @@ def run(model: Model, mode: str) -> tuple[list[Tensor], int]:
     x_BSD = torch.randn(B, S, model.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rope = rope_angles(torch.arange(S).expand(B, S), model, model.qk_rope_head_dim, torch.float64)
     leaves = [x_BSD.requires_grad_(), *module.parameters()]
-    document_BS = (torch.arange(S) // 5).expand(B, S)
+    mask = mask_of((torch.arange(S) // 5).expand(B, S))
     with Live() as live:
-        y_BSD = module(x_BSD, rope, document_BS)
+        y_BSD = module(x_BSD, rope, mask)
     kept = live.now
     first = torch.autograd.grad(y_BSD.square().sum(), leaves, retain_graph=True)
     second = torch.autograd.grad(y_BSD.square().sum(), leaves)  # schedules that split backward run it twice

@@ -6,6 +6,7 @@ A fault is a function that breaks something and returns a function that repairs 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def loss_divided_by_local_tokens() -> Callable[[], None]:
             totals = count(self, batches)
             mine = sum(int((b.labels_BS != -100).sum()) for b in batches)
             dp = self.meshes.fold.dp
-            return gradients.Totals(torch.tensor(float(mine * dp), dtype=torch.float64), totals.tokens, totals.samples)
+            return replace(totals, count=torch.tensor(float(mine * dp), dtype=torch.float64))
 
         return run
 

@@ -27,7 +27,15 @@ from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report
 
 LOAD = [100.0, 300.0, 0.0, 0.0]
-VALUES = {"loss": 5.5, "grad_norm": 1.25, "lr": 3e-4, "tokens": 1000.0, "imbalance": 1.5, "layers.3.imbalance": 1.5}
+VALUES = {
+    "loss": 5.5,
+    "grad_norm": 1.25,
+    "lr": 3e-4,
+    "tokens": 1000.0,
+    "flops": 2e9,
+    "imbalance": 1.5,
+    "layers.3.imbalance": 1.5,
+}
 
 
 @pytest.fixture
@@ -77,7 +85,7 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
     assert (first["step_time_s"], first["tokens_per_s"]) == (50.0, 20.0)
     assert (second["step_time_s"], second["tokens_per_s"]) == (1.0, 1000.0)
     assert (last["step_time_s"], last["tokens_per_s"]) == (2.5, 400.0)
-    assert last["mfu"] == pytest.approx(400.0 * run.flops_per_token / (4 * 1e9))
+    assert last["mfu"] == pytest.approx(2 * 2e9 / 5 / (4 * 1e9))
     assert last["memory_gib"] > 0.05
     assert {name: last[name] for name in VALUES} == VALUES
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config import ConfigError
 from titanmoe.parallel import largest_logits
@@ -41,7 +42,7 @@ def test_the_largest_is_that_of_the_whole_score_matrix(
     seen = (apart >= 0) & ((apart < window) if window else True)
     seen = seen & ((document.unsqueeze(2) == document.unsqueeze(1)) if documents else torch.tensor(True))
     want = logits.masked_fill(~seen.view(-1, 1, 12, 12), -torch.inf).amax((0, 2, 3))
-    got = largest(q, k, document, window, Placement(1, zigzag=False), NO_GROUP)
+    got = largest(q, k, mask_of(document, window), Placement(1, zigzag=False), NO_GROUP)
     assert torch.allclose(got, want, rtol=1e-6, atol=0)
 
 

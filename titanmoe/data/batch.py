@@ -31,6 +31,9 @@ class Batch(NamedTuple):
     """int64: document of each position, one run of positions each; None when a sample is one document."""
     position_BS: Tensor | None = None
     """int64: each position's place in its document, for RoPE; None when a sample is one document."""
+    until_BS: Tensor | None = None
+    """int64, where documents branch (titanmoe.mask): the place after the last position that sees this one. position_BS
+    is then its depth."""
     number_B: Tensor | None = None
     """int64: number of each sample within the step; None: microbatch by microbatch, and within each, data rank by data
     rank."""

@@ -57,7 +57,8 @@ def count_sequences(packer: Stream | BestFit, epochs: int) -> list[int]:
     if isinstance(packer, Stream):
         return packer.count(epochs)
     file = _file(packer.documents)
-    name = f"{packer.documents.fingerprint}, best_fit {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
+    way = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
+    name = f"{packer.documents.fingerprint}, {way}"
     kept = _read(file)
     counts = packer.count(epochs, kept.get(name, ()))
     if file is not None and len(counts) > len(kept.get(name, ())):

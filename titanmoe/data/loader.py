@@ -53,7 +53,7 @@ class Share:
         *arrays, further = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
         fields = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)
-        return Batch(*fields, number_B, {name: torch.from_numpy(x) for name, x in further.items()})
+        return Batch(*fields, number_B=number_B, further={name: torch.from_numpy(x) for name, x in further.items()})
 
 
 class StepPlan(NamedTuple):
@@ -236,7 +236,8 @@ class Loader:
     def _identity(self) -> dict[str, int | str]:
         """What the content of a sample with a given number depends on, apart from the weights of sources."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
-        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": self.options.packing, "source": source}
+        packing = self.options.packing + ", prefixes shared" * self.options.share_prefixes
+        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": packing, "source": source}
 
 
 class ValidationSet:

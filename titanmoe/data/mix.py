@@ -76,7 +76,8 @@ class Mix:
         further = {WEIGHT: (np.dtype(np.float32), 2)} if with_weights else {}
         for source in self.sources:
             further |= further_of(source.packer.documents) if hasattr(source.packer, "documents") else {}
-        out = empty(len(samples), seq_len, separate_documents, further)
+        branches = any(getattr(source.packer, "share", False) for source in self.sources)
+        out = empty(len(samples), seq_len, separate_documents, further, branches)
         for n, sample in enumerate(samples):
             if sample is not None:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)

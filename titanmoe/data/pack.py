@@ -50,6 +50,8 @@ class Arrays(NamedTuple):
     valid_NS: np.ndarray
     document_NS: np.ndarray | None
     position_NS: np.ndarray | None
+    until_NS: np.ndarray | None
+    """Where documents branch."""
     further: dict[str, np.ndarray]
     """As in Batch."""
 
@@ -59,9 +61,12 @@ def empty(
     seq_len: int,
     separate_documents: bool,
     further: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
+    branches: bool = False,
 ) -> Arrays:
-    """All padding: its document id is -1. further: of what else there is, its dtype, and whether it is a number per
-    position (2) or per sequence (1)."""
+    """All padding: its document id is -1, and it sees itself alone where documents branch.
+
+    further: of what else there is, its dtype, and whether it is a number per position (2) or per sequence (1).
+    """
     shape = (count, seq_len)
     return Arrays(
         np.zeros(shape, np.int64),
@@ -69,6 +74,7 @@ def empty(
         np.zeros(shape, bool),
         np.full(shape, -1, np.int64) if separate_documents else None,
         np.zeros(shape, np.int64) if separate_documents else None,
+        np.tile(np.arange(1, seq_len + 1), (count, 1)) if branches else None,
         {name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in further.items()},
     )
 
@@ -181,6 +187,8 @@ class PackedBuffer:
 
 
 class BestFit:
+    name = "best_fit"
+
     def __init__(self, documents: Documents, seq_len: int, seed: int):
         self.documents, self.seq_len, self.seed = documents, seq_len, seed
         self.pairs = max(0, int(documents.starts[len(documents)]) - len(documents))

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Data
+from titanmoe.data.formats import answers_in
+from titanmoe.models.families import mixers
 
 
 def steps_in(texts: list[str]) -> list[range]:
@@ -29,6 +31,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     yield from _mix(config)
     yield from _epochs(config)
     yield from _packing(config)
+    yield from _shared_prefixes(config)
     yield from _validation(config)
 
 
@@ -98,6 +101,30 @@ def _packing(config: Config) -> Iterator[Violation]:
             ("data.balance_work", "data.packing"),
             'data.balance_work = true evens out the cost of samples, but with data.packing = "stream" all cost the '
             'same: set packing = "documents" or "best_fit", or balance_work = false',
+        )
+
+
+def _shared_prefixes(config: Config) -> Iterator[Violation]:
+    data = config.data
+    if not data.share_prefixes:
+        return
+    if data.source != "files" or not all(answers_in(path, config) > 1 for path in data.paths):
+        yield Violation(
+            ("data.share_prefixes", "data.format"),
+            "data.share_prefixes = true is for pairs of answers, which go on from one prompt, and the data has none: "
+            'set it to false, or data.format = "preference"',
+        )
+    if data.balance_work:
+        yield Violation(
+            ("data.share_prefixes", "data.balance_work"),
+            "data.balance_work = true weighs documents by their lengths, and with data.share_prefixes = true they go "
+            "on from one another: set either to false",
+        )
+    for name in sorted({mixer.name for mixer in mixers(config.model) if not mixer.attends}):
+        yield Violation(
+            ("data.share_prefixes", "model.family"),
+            f"data.share_prefixes = true lets two answers go on from one prompt, and the {name} of model.family = "
+            f'"{config.model.family}" takes tokens one after the other: set it to false',
         )
 
 

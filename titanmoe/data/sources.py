@@ -138,7 +138,7 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
         packer_seed = seed if k == 0 else key("source", seed, k)
         packer: Stream | BestFit
         if corpus.answers > 1:
-            packer = AnswerFit(corpus, seq_len, packer_seed)
+            packer = AnswerFit(corpus, seq_len, packer_seed, config.data.share_prefixes)
         elif config.data.packing == "best_fit":
             packer = BestFit(corpus, seq_len, packer_seed)
         else:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, gather, local
+from titanmoe.mask import Mask
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
@@ -95,10 +96,10 @@ class CachedAttention:
         q_1THh: Tensor,
         k_1TGh: Tensor,
         v_1TGv: Tensor,
-        document: None,
-        window: int = 0,
+        mask: Mask,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
+        window = mask.window
         rows, (q, k, v) = self.rows, (q_1THh, k_1TGh, v_1TGv)
         out_1THv = q.new_zeros(*q.shape[:3], v.shape[-1])
         if rows.begins:
@@ -109,7 +110,7 @@ class CachedAttention:
                 n = end - first
                 unit = 4 * window if 0 < 4 * window < n else UNIT
                 padded = [F.pad(x[:, first:end], (0, 0, 0, 0, 0, -n % unit)) for x in (q, k, v)]
-                out_1THv[:, first:end] = self.attend(*padded, None, window, sinks_H)[:, :n]
+                out_1THv[:, first:end] = self.attend(*padded, mask, sinks_H)[:, :n]
                 self.k_BGLh[row, :, :n] = k[0, first:end].transpose(0, 1)
                 self.v_BGLv[row, :, :n] = v[0, first:end].transpose(0, 1)
         elif count := sum(rows.num_new):

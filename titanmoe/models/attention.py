@@ -15,56 +15,41 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
+from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate_both
 from titanmoe.ops import device
 from titanmoe.ops.cpu.blocked_attention import blocked_attention
 
 
 def causal_attention(
-    q_BSHh: Tensor,
-    k_BSGh: Tensor,
-    v_BSGh: Tensor,
-    document_BS: Tensor | None = None,
-    window: int = 0,
-    sinks_H: Tensor | None = None,
+    q_BSHh: Tensor, k_BSGh: Tensor, v_BSGh: Tensor, mask: Mask = CAUSAL, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Every position sees itself and earlier ones of its own document; query head i uses key head i // (H / G).
+    """Every position sees what the mask lets it; query head i uses key head i // (H / G).
 
-    window: each position sees that many, including itself. sinks_H: the logit of one more key, whose value is zero.
-    Windows and sinks use plain operations here; `titanmoe.parallel.attend` replaces them with faster ones.
+    sinks_H: the logit of one more key, whose value is zero. Windows and sinks use plain operations here;
+    `titanmoe.parallel.attend` replaces them with faster ones.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
-    if window or sinks_H is not None:
-        return plain_attention(q, k, v, document_BS, window, sinks_H).transpose(1, 2)
+    if mask.window or sinks_H is not None:
+        return plain_attention(q, k, v, mask, sinks_H).transpose(1, 2)
     attention = device.way(q, plain_attention, cpu=blocked_attention, compiled=True)
-    return attention(q, k, v, document_BS).transpose(1, 2)
+    return attention(q, k, v, mask).transpose(1, 2)
 
 
-def plain_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    document_BS: Tensor | None = None,
-    window: int = 0,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:
     """The same with heads before positions, (B, H, S, h)."""
-    mask = None
-    if document_BS is not None:
-        mask = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)).tril().unsqueeze(1)
-    if window:
-        near = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        mask = near if mask is None else mask & near
-    grouped = q.shape[1] != k.shape[1]
-    if sinks_H is not None:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        sinks = promote(sinks_H).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        shares = torch.cat((scores.masked_fill(~mask, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
-        return (shares @ promote(v)).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+    grouped, all_places = q.shape[1] != k.shape[1], slice(0, q.shape[2])
+    causal = mask.until_BL is None and not mask.window
+    if sinks_H is None and causal:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    seen = mask.seen(slice(None), all_places, all_places, q.device).unsqueeze(1)
+    if sinks_H is None:
+        return F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=grouped)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    sinks = promote(sinks_H).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores.masked_fill(~seen, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
+    return (shares @ promote(v)).to(q.dtype)
 
 
 class Attention(nn.Module):
@@ -89,7 +74,7 @@ class Attention(nn.Module):
         self.tp = NO_GROUP
         self.attend = causal_attention
 
-    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
+    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         k, x_BSD = self.wk(x_BSD, pass_on=True)
@@ -101,7 +86,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         sinks_H = None if self.sinks is None else local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
-        out_BSHh = self.attend(q, k, v, document_BL, self.window, sinks_H)
+        out_BSHh = self.attend(q, k, v, mask._replace(window=self.window), sinks_H)
         y_BsD = scatter_sum(self.wo.without_bias(out_BSHh.flatten(2)), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

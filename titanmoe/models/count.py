@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, moe_blocks
+from titanmoe.config.blocks import has_experts, moe_blocks, window
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
@@ -116,6 +117,29 @@ def flops_per_token(model: Model, seq_len: int, tuning: Tuning | None = None) ->
         return 3 * forward_flops_per_token(model, seq_len)
     blocks, ends = work_of_parts(model, seq_len, tuning)
     return sum(work.forward + work.backward for part in (*blocks, (ends,)) for work in part)
+
+
+class TrainingWork(NamedTuple):
+    """FLOPs to train, forward and backward."""
+
+    per_token: float = 0.0
+    """Apart from the positions that it sees."""
+    per_pair: Mapping[int, float] = MappingProxyType({})
+    """Of a position and one that it sees: by window (0: none), summed over the blocks that have it."""
+
+
+NO_WORK = TrainingWork()
+"""Where nothing is counted."""
+
+
+def training_work(model: Model, tuning: Tuning) -> TrainingWork:
+    blocks, ends = work_of_parts(model, 1, tuning)
+    per_token, per_pair = float(sum(ends)), {}
+    for layer, (mixer, block) in enumerate(zip(mixers(model), blocks, strict=True)):
+        pair, width = mixer.pair_flops(model) * (1 + block.scores.factor), window(model, layer)
+        per_pair[width] = per_pair.get(width, 0.0) + pair
+        per_token += sum(map(sum, block)) - pair / 2  # by the formula above, a sequence of one sees half a position
+    return TrainingWork(per_token, per_pair)
 
 
 def trained_parameters(model: Model, tuning: Tuning) -> int:

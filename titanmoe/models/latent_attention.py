@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, gather, scatter_sum
 from titanmoe.config.schema import Model
+from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
 from titanmoe.ops.kernels import fused
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         # Recomputation replaces it with a function that does not keep the tensors in between.
         self.make_and_use = make_and_use
 
-    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
+    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
         # stream.
         both_Bsr, x_BsD = self.wkv_a(x_BsD, pass_on=True)
@@ -78,13 +79,13 @@ class LatentAttention(nn.Module):
         if self.wq is None:
             out_BSHv = self.make_and_use(
                 lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
-                lambda q, k, v: self.attend(q, k, v, document_BL),
+                lambda q, k, v: self.attend(q, k, v, mask),
             )
         else:  # queries are a product of the full width: not recomputed
             q_BSHh = self.queries(source_BSr, rope)
             out_BSHv = self.make_and_use(
                 lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
-                lambda k, v: self.attend(q_BSHh, k, v, document_BL),
+                lambda k, v: self.attend(q_BSHh, k, v, mask),
             )
         return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
 

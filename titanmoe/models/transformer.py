@@ -15,6 +15,7 @@ from titanmoe import observe
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.mask import Mask
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.rules import MixerRules
@@ -50,13 +51,13 @@ class Block(nn.Module):
             self.ffn = FeedForward(model.dim, model.dense_hidden, dtype)
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        return self.feed(self.attend(x_BsD, rope, tokens.document_BL), tokens)
+        return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
 
     # The two halves are methods so that recomputation can wrap either of them.
-    def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
+    def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
-            y_BsD = self.attention(y_BsD, rope, document_BL)
+            y_BsD = self.attention(y_BsD, rope, mask)
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:

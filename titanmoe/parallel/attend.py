@@ -11,6 +11,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.fold.attention_backend import head_widths, pick_backend
+from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
 from titanmoe.parallel import attention_kernel
@@ -23,8 +24,7 @@ def attend(
     q_BSHh: Tensor,
     k_BSGh: Tensor,
     v_BSGh: Tensor,
-    document_BL: Tensor | None = None,
-    window: int = 0,
+    mask: Mask = CAUSAL,
     sinks_H: Tensor | None = None,
     tell_lse: TellLse = None,
     *,
@@ -36,7 +36,7 @@ def attend(
     ring_lacks: str = "",
     flex: Callable[..., Tensor] = flex,
 ) -> Tensor:
-    masked, sinks = document_BL is not None or window > 0, sinks_H is not None
+    masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
     implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks)
     if backend == "torch" and why:
@@ -44,18 +44,26 @@ def attend(
     layout = {"placement": placement, "group": group}
     if implementation == "ring":
         return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, tell_lse, **layout)
-    inputs = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H, tell_lse)
-    if group.size > 1 and kind == "ulysses":
-        whole = partial(_flexed, masks=masks, flex=flex) if implementation == "flex" else on_one_rank
-        return ulysses_attention(*inputs, **layout, whole=whole)
+    inputs = (q_BSHh, k_BSGh, v_BSGh, mask, sinks_H, tell_lse)
+    if implementation == "flex" and group.size > 1 and kind == "ulysses":
+        return ulysses_attention(*inputs, **layout, whole=partial(_flexed, masks=masks, flex=flex))
     if implementation == "flex":
         return flex_attention_over(*inputs, masks=masks, group=group, flex=flex)
-    return OVER_CP[kind](*inputs, **layout) if group.size > 1 else on_one_rank(*inputs)
+    if mask.until_BL is not None:
+        return _outside_graphs(kind, *inputs, **layout)
+    return _plain(kind, *inputs, **layout)
 
 
-def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, tell_lse, *, masks: Masks, flex) -> Tensor:
-    mask = masks(k_BLGh.shape[1], document_BL, window, q_BLHh.device)
-    return flex(q_BLHh, k_BLGh, v_BLGh, mask, sinks_H, tell_lse)
+def _plain(kind: str, *inputs, **layout) -> Tensor:
+    return OVER_CP[kind](*inputs, **layout) if layout["group"].size > 1 else on_one_rank(*inputs)
+
+
+_outside_graphs = torch.compiler.disable(_plain)
+"""A graph cannot depend on the values of a batch, and what is computed does, where documents are kept apart."""
+
+
+def _flexed(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H, tell_lse, *, masks: Masks, flex) -> Tensor:
+    return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], mask, q_BLHh.device), sinks_H, tell_lse)
 
 
 def context_parallel(

@@ -9,6 +9,7 @@ Shapes: B samples, S positions of the attention slice, T owned tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_gather
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
+from titanmoe.mask import Mask, ends, spans
 from titanmoe.parallel.context import Placement
 from titanmoe.tokens import IGNORE, Tokens
 
@@ -30,16 +32,22 @@ class Slice(NamedTuple):
     """As in Batch: per position (B, S), or per sample (B,)."""
 
 
-def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
+def mask_of(batch: Batch) -> Mask:
+    if batch.until_BS is not None:
+        return spans(batch.until_BS, batch.position_BS)
+    return Mask() if batch.document_BS is None else spans(ends(batch.document_BS))
+
+
+def shifted(batch: Batch, until_BS: Tensor | None) -> tuple[Tensor, Tensor]:
     """For each position the next token, and the label of the token after that; for whole samples, before they are cut.
 
-    There is no label at the end of a sample, or if the next token starts another document.
+    There is no label at the end of a sample, or if the next token starts another document or one of several branches.
     """
-    ids, labels, document = batch.tokens_BS, batch.labels_BS, batch.document_BS
+    ids, labels = batch.tokens_BS, batch.labels_BS
     beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
     later = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
-    if document is not None:
-        later = later.where(document == torch.cat((document[:, 1:], document[:, -1:]), 1), IGNORE)
+    if until_BS is not None:
+        later = later.where(until_BS == torch.cat((until_BS[:, 1:], until_BS[:, -1:]), 1), IGNORE)
     return torch.cat((ids[:, 1:], beyond), 1), later
 
 
@@ -52,9 +60,10 @@ def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
     """with_mtp: include what multi-token prediction needs."""
-    tensors = *batch[:-1], *(shifted(batch) if with_mtp else (None, None))
-    ids, labels, valid, document, position, number, following, later = (
-        x if x is None else to_device(x, device) for x in tensors
+    mask, parts = mask_of(batch), (batch.tokens_BS, batch.labels_BS, batch.valid_BS, batch.position_BS, batch.number_B)
+    ids, labels, valid, position, number, following, later = (
+        x if x is None else to_device(x, device)
+        for x in (*parts, *(shifted(batch, mask.until_BL) if with_mtp else (None, None)))
     )
     samples, length = ids.shape
     place = torch.arange(length, device=device).expand(samples, length)
@@ -74,7 +83,7 @@ def take_slice(
         sample_T=owned(sample),
         valid_T=owned(valid),
         microbatch=torch.full((), microbatch, device=device),
-        document_BL=document,
+        mask=mask.to(partial(to_device, device=device)),
         next_BS=over_cp(following) if with_mtp else None,
         later_BS=over_cp(later) if with_mtp else None,
     )

@@ -7,9 +7,9 @@ chunks r and 2n-1-r, so that all ranks compute equally many (query, key) pairs u
     allgather   every rank gets the keys and values of the whole sequence
     ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
 
-Ring and allgather run in `_forward_pairs` and `_backward_pairs`, on pairs of a query chunk and a key chunk: a later key
-chunk is skipped, the same one is causal, an earlier one is fully visible (document masks apply to both). With a sliding
-window chunks are cut finer, and pairs that are too far apart are skipped as well.
+Ring and allgather run in `_forward_pairs` and `_backward_pairs`, on the pairs of queries and keys that the mask lists:
+whole chunks under causality alone, else a block of queries with a run of keys that some of them see. Where documents
+leave nothing to see in the keys that come around, a rank computes nothing.
 
 A sink is one more key of value zero with a given logit: the log-sum-exp starts from it instead of from -inf, and
 merging does the rest. All that backward needs of it is the final log-sum-exp. Without context parallel, blocks with a
@@ -22,7 +22,7 @@ h head width, which may differ for values.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_to_all, gather, send_rows, wait
 from titanmoe.config.schema import Parallelism
+from titanmoe.mask import BlockPair, Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
 from titanmoe.parallel.attention_block import block, block_backward
@@ -77,81 +78,38 @@ class Placement(NamedTuple):
         pieces = x.chunk(self.chunks, dim)
         return torch.cat([pieces[chunk] for chunk in self.order()], dim)
 
+    def pairs(self, mask: Mask, q: Tensor, rank: int, key_chunks: Sequence[int]) -> list[BlockPair]:
+        """What the queries of a rank, (B, H, S, h), see of these chunks of keys."""
+        chunks = self.chunks_of(rank)
+        return mask.pairs(q.shape[2] // len(chunks), self.chunks, chunks, key_chunks)
+
 
 def placement(options: Parallelism) -> Placement:
     return Placement(options.cp, options.cp_placement == "zigzag")
 
 
-def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, like: Tensor) -> Tensor | None:
-    """(B, 1, c, c): 0 where query chunk i may see key chunk j, else -inf; None if only causality hides keys."""
-    beyond = window and (i - j + 1) * length > window  # whether the first key is too far from the last query
-    if document_BL is None and not beyond:
-        return None
-    place = torch.arange(length, device=like.device)
-    apart = (i - j) * length + place.unsqueeze(1) - place
-    allowed = (apart >= 0) & (apart < window) if beyond else apart >= 0
-    if document_BL is not None:
-        query, key = (document_BL[:, n * length : (n + 1) * length] for n in (i, j))
-        allowed = allowed & (query.unsqueeze(2) == key.unsqueeze(1))
-    bias = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill(~allowed, -torch.inf)
-    return bias.expand(like.shape[0], length, length).unsqueeze(1)
-
-
-def _finer(chunks: list[int], length: int, window: int) -> list[int]:
-    """Each chunk of `length` cut into several, of at least four windows each: longer chunks would be mostly masked."""
-    parts = max(n for n in range(1, max(1, length // (4 * window)) + 1) if length % n == 0)
-    return [chunk * parts + part for chunk in chunks for part in range(parts)]
-
-
-def _pairs(
-    length: int, query_chunks: list[int], key_chunks: list[int], window: int
-) -> list[tuple[int, slice, int, slice]]:
-    """(query chunk, its positions, key chunk, its positions), without pairs that the causal mask or the window hides.
-
-    length: positions of all query chunks together.
-    """
-    if window:
-        query_chunks, key_chunks = (
-            _finer(chunks, length // len(query_chunks), window) for chunks in (query_chunks, key_chunks)
-        )
-    size = length // len(query_chunks)
-    return [
-        (i, slice(a * size, (a + 1) * size), j, slice(b * size, (b + 1) * size))
-        for a, i in enumerate(query_chunks)
-        for b, j in enumerate(key_chunks)
-        if j <= i and not (window and (i - j - 1) * size + 1 >= window)
-    ]
-
-
-def _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window=0) -> None:
-    """Merge attention to the given key chunks into out (wide) and lse, both (B, H, S, .)."""
-    for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
-        bias = _bias(document, i, j, rows.stop - rows.start, window, q)
-        o, s = block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
-        before = lse[:, :, rows]
+def _forward_pairs(q, k, v, pairs: list[BlockPair], mask: Mask, out, lse) -> None:
+    """Merge attention in these pairs of queries and keys into out (wide) and lse, both (B, H, S, .)."""
+    for pair in pairs:
+        rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
+        o, s = block(q[rows], k[columns], v[columns], mask.bias(pair, q), pair.causal)
+        before = lse[rows]
         after = torch.logaddexp(before, s)
         pivot = after.masked_fill(after == -torch.inf, 0)  # no key seen yet
-        out[:, :, rows] = out[:, :, rows] * (before - pivot).exp().unsqueeze(-1) + o * (s - pivot).exp().unsqueeze(-1)
-        lse[:, :, rows] = after
+        out[rows] = out[rows] * (before - pivot).exp().unsqueeze(-1) + o * (s - pivot).exp().unsqueeze(-1)
+        lse[rows] = after
 
 
-def _backward_pairs(grad, q, k, v, query_chunks, key_chunks, document, out, lse, dq, dk, dv, window=0) -> None:
-    """Add the gradients through the given key chunks to dq, dk, dv (wide)."""
-    for i, rows, j, keys in _pairs(q.shape[2], query_chunks, key_chunks, window):
-        bias = _bias(document, i, j, rows.stop - rows.start, window, q)
-        gq, gk, gv = block_backward(
-            grad[:, :, rows].contiguous(),
-            q[:, :, rows],
-            k[:, :, keys],
-            v[:, :, keys],
-            bias,
-            out[:, :, rows].contiguous(),
-            lse[:, :, rows].contiguous(),
-            i == j and bias is None,
-        )
-        dq[:, :, rows] += gq
-        dk[:, :, keys] += gk
-        dv[:, :, keys] += gv
+def _backward_pairs(grad, q, k, v, pairs: list[BlockPair], mask: Mask, out, lse, dq, dk, dv) -> None:
+    """Add the gradients through these pairs to dq, dk, dv (wide)."""
+    for pair in pairs:
+        rows, columns = (pair.samples, slice(None), pair.rows), (pair.samples, slice(None), pair.columns)
+        own = (x[rows].contiguous() for x in (out, lse))
+        bias = mask.bias(pair, q)
+        gq, gk, gv = block_backward(grad[rows].contiguous(), q[rows], k[columns], v[columns], bias, *own, pair.causal)
+        dq[rows] += gq
+        dk[columns] += gk
+        dv[columns] += gv
 
 
 def _wide_zeros(x: Tensor) -> Tensor:
@@ -178,24 +136,23 @@ class _Gathered(torch.autograd.Function):
     """Attention of this rank's query chunks to all key chunks, given in the order of the sequence."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, rank, document, window, tell_lse):
-        query_chunks, key_chunks = placement.chunks_of(rank), list(range(placement.chunks))
+    def forward(ctx, q, k, v, sinks, placement, rank, mask, tell_lse):
+        ctx.pairs, ctx.mask = placement.pairs(mask, q, rank, range(placement.chunks)), mask
         out, lse = _start(q, v, sinks)
-        _forward_pairs(q, k, v, query_chunks, key_chunks, document, out, lse, window)
+        _forward_pairs(q, k, v, ctx.pairs, mask, out, lse)
         if tell_lse is not None:
             tell_lse(lse)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.query_chunks, ctx.key_chunks, ctx.window = query_chunks, key_chunks, window
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, sinks, out, lse, document = ctx.saved_tensors
+        q, k, v, sinks, out, lse = ctx.saved_tensors
         dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
-        _backward_pairs(grad, q, k, v, ctx.query_chunks, ctx.key_chunks, document, out, lse, dq, dk, dv, ctx.window)
+        _backward_pairs(grad, q, k, v, ctx.pairs, ctx.mask, out, lse, dq, dk, dv)
         dsinks = _sinks_grad(grad, out, lse, sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
@@ -217,41 +174,39 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, placement, group, document, window, tell_lse):
-        query_chunks = placement.chunks_of(group.rank)
+    def forward(ctx, q, k, v, sinks, placement, group, mask, tell_lse):
         out, lse = _start(q, v, sinks)
         kv = _pack(k, v)
         for hop in range(group.size):
             next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
-            key_chunks = placement.chunks_of((group.rank - hop) % group.size)
-            _forward_pairs(q, *_unpack(kv, k, v), query_chunks, key_chunks, document, out, lse, window)
+            pairs = placement.pairs(mask, q, group.rank, placement.chunks_of((group.rank - hop) % group.size))
+            _forward_pairs(q, *_unpack(kv, k, v), pairs, mask, out, lse)
             if next_kv is not None:
                 kv = wait(next_kv, group)
         if tell_lse is not None:
             tell_lse(lse)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.placement, ctx.group, ctx.window = placement, group, window
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.placement, ctx.group, ctx.mask = placement, group, mask
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, sinks, out, lse, document = ctx.saved_tensors
-        placement, group = ctx.placement, ctx.group
-        query_chunks = placement.chunks_of(group.rank)
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        placement, group, mask = ctx.placement, ctx.group, ctx.mask
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)
         for hop in range(group.size):
             next_kv = _pass_on(kv, group) if hop < group.size - 1 else None
-            key_chunks = placement.chunks_of((group.rank - hop) % group.size)
+            pairs = placement.pairs(mask, q, group.rank, placement.chunks_of((group.rank - hop) % group.size))
             keys_values, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
-            _backward_pairs(grad, q, *keys_values, query_chunks, key_chunks, document, out, lse, dq, *grads, ctx.window)
+            _backward_pairs(grad, q, *keys_values, pairs, mask, out, lse, dq, *grads)
             # The gradients follow their keys; after the last hop they are back on the keys' own rank.
             dkv = wait(_pass_on(dkv, group), group)
             if next_kv is not None:
                 kv = wait(next_kv, group)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
-        return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None, None
+        return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 
 
 def _heads_first(*xs: Tensor) -> list[Tensor]:
@@ -260,28 +215,27 @@ def _heads_first(*xs: Tensor) -> list[Tensor]:
 
 
 def ring_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, placement: Placement, group: Group
 ) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, sinks_H, placement, group, document_BL, window, tell_lse).transpose(1, 2)
+    return _Ring.apply(q, k, v, sinks_H, placement, group, mask, tell_lse).transpose(1, 2)
 
 
 def allgather_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, placement: Placement, group: Group
 ) -> Tensor:
     k, v = (placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = _heads_first(q_BSHh, k, v)
-    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, document_BL, window, tell_lse).transpose(1, 2)
+    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, mask, tell_lse).transpose(1, 2)
 
 
 def ulysses_attention(
     q_BSHh,
     k_BSGh,
     v_BSGh,
-    document_BL,
-    window=0,
+    mask: Mask,
     sinks_H=None,
-    tell_lse=None,
+    tell_lse: TellLse = None,
     *,
     placement: Placement,
     group: Group,
@@ -294,7 +248,7 @@ def ulysses_attention(
     q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
     if sinks_H is not None:
         sinks_H = sinks_H.chunk(group.size)[group.rank]
-    out = (whole or on_one_rank)(q, k, v, document_BL, window, sinks_H, tell_lse)
+    out = (whole or on_one_rank)(q, k, v, mask, sinks_H, tell_lse)
     return _swap(placement.by_rank(out, 1), 1, 2, group)
 
 
@@ -302,9 +256,9 @@ alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group
 """Attention over the whole sequence on this rank, chunk by chunk."""
 
 
-def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None, tell_lse: TellLse = None) -> Tensor:
-    inputs = (q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H)
-    if not window and sinks_H is None and tell_lse is None:
+def on_one_rank(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None) -> Tensor:
+    inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
+    if not mask.window and sinks_H is None and tell_lse is None:
         return causal_attention(*inputs)
     return alone(*inputs, tell_lse)
 

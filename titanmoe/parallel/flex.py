@@ -1,6 +1,6 @@
 """Attention by torch's flex_attention: documents, windows and sinks without a mask of the whole sequence.
 
-The first and last position and document of each block decide which blocks of keys a block of queries sees, in
+The least and greatest numbers of each block's mask decide which blocks of keys a block of queries sees, in
 O(blocks^2) numbers; inside a block that is neither fully hidden nor fully visible, the kernel checks every pair.
 
 Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's; H query heads, G key heads,
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titanmoe.comm.collectives import Group, gather
+from titanmoe.mask import Mask
 from titanmoe.models.layers import promote
 from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import Placement, TellLse
@@ -36,21 +37,25 @@ def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
     return mask_BQN.sum(-1, dtype=torch.int32).unsqueeze(1), order.unsqueeze(1)
 
 
-def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, window: int) -> BlockMask:
+def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
     """The mask for queries at these positions of the sequence and keys at all positions."""
-    place_L = torch.arange(length, device=position_S.device)
-    query, key = ([x.unsqueeze(dim) for x in _ends(at.unsqueeze(0))] for at, dim in ((position_S, 2), (place_L, 1)))
+
+    def ends(of_queries_BS: Tensor, of_keys_BL: Tensor) -> list[list[Tensor]]:
+        return [[x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((of_queries_BS, 2), (of_keys_BL, 1))]
+
+    place_1L = torch.arange(length, device=position_S.device).unsqueeze(0)
+    query, key = ends(position_S.unsqueeze(0), place_1L)
     some = query[1] >= key[0]
     every = query[0] >= key[1]
-    if window:
-        some = some & (query[0] - key[1] < window)
-        every = every & (query[1] - key[0] < window)
-    if document_BL is not None:
-        query_doc, key_doc = (
-            [x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((document_BL[:, position_S], 2), (document_BL, 1))
-        )
-        some = some & (query_doc[0] <= key_doc[1]) & (key_doc[0] <= query_doc[1])
-        every = every & (query_doc[0] == key_doc[1]) & (key_doc[0] == query_doc[1])
+    if mask.until_BL is not None:
+        until = [x.unsqueeze(1) for x in _ends(mask.until_BL)]
+        some = some & (query[0] < until[1])
+        every = every & (query[1] < until[0])
+    if mask.window:
+        if mask.depth_BL is not None:
+            query, key = ends(mask.depth_BL[:, position_S], mask.depth_BL)
+        some = some & (query[0] - key[1] < mask.window)
+        every = every & (query[1] - key[0] < mask.window)
     # The last block may be short: it has pairs that do not exist, so it is never fully visible.
     if len(position_S) % MASK_BLOCK:
         every = every & (torch.arange(every.shape[1], device=every.device) < every.shape[1] - 1).unsqueeze(1)
@@ -58,13 +63,7 @@ def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, wind
         every = every & (torch.arange(every.shape[2], device=every.device) < every.shape[2] - 1)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        at = position_S[q]
-        allowed = at >= k
-        if window:
-            allowed = allowed & (at - k < window)
-        if document_BL is not None:
-            allowed = allowed & (document_BL[b, at] == document_BL[b, k])
-        return allowed
+        return mask.sees(b, position_S[q], k)
 
     return BlockMask.from_kv_blocks(
         *_ordered(some & ~every), *_ordered(every), MASK_BLOCK, sees, seq_lengths=(len(position_S), length)
@@ -81,15 +80,15 @@ class Masks:
     def positions(self, length: int, device: torch.device) -> Tensor:
         return self.placement.part(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
 
-    def __call__(self, length: int, document_BL: Tensor | None, window: int, device: torch.device) -> BlockMask:
+    def __call__(self, length: int, mask: Mask, device: torch.device) -> BlockMask:
         if torch.compiler.is_compiling():
-            return block_mask(self.positions(length, device), length, document_BL, window)
-        key, version = (length, window, device), 0 if document_BL is None else document_BL._version
-        document, at, mask = self.last.get(key, (None, -1, None))
-        if document is not document_BL or at != version:
-            mask = block_mask(self.positions(length, device), length, document_BL, window)
-            self.last[key] = document_BL, version, mask
-        return mask
+            return block_mask(self.positions(length, device), length, mask)
+        key, version = (length, mask.window, device), 0 if mask.until_BL is None else mask.until_BL._version
+        until, at, blocks = self.last.get(key, (None, -1, None))
+        if until is not mask.until_BL or at != version:
+            blocks = block_mask(self.positions(length, device), length, mask)
+            self.last[key] = mask.until_BL, version, blocks
+        return blocks
 
 
 @functools.cache
@@ -122,8 +121,8 @@ def flex(
 
 
 def flex_attention_over(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, tell_lse=None, *, masks: Masks, group: Group, flex=flex
+    q_BSHh, k_BSGh, v_BSGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None, *, masks: Masks, group: Group, flex=flex
 ) -> Tensor:
     """This rank's queries against the gathered keys and values of the whole sequence."""
     k, v = (masks.placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
-    return flex(q_BSHh, k, v, masks(k.shape[1], document_BL, window, q_BSHh.device), sinks_H, tell_lse)
+    return flex(q_BSHh, k, v, masks(k.shape[1], mask, q_BSHh.device), sinks_H, tell_lse)

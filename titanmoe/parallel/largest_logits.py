@@ -19,35 +19,31 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group, all_gather, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.fold.meshes import Meshes
+from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.context import Placement, _bias, _heads_first, _pairs
+from titanmoe.parallel.context import Placement, _heads_first
 
 SCORES = 1 << 25
 """Logits at a time, unless a query sees more keys: 128 MiB in float32, however long sequences are."""
 
 
 @torch.no_grad()
-def largest(
-    q_BSHh: Tensor, k_BSGh: Tensor, document_BL: Tensor | None, window: int, placement: Placement, group: Group
-) -> Tensor:
+def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, group: Group) -> Tensor:
     """Of each query head, over this rank's queries and the keys of all ranks."""
     q, k = _heads_first(q_BSHh, placement.natural(all_gather(k_BSGh.contiguous(), 1, group), 1))
     q, k = promote(q).unflatten(1, (k.shape[1], -1)), promote(k).unsqueeze(2)
     out = q.new_full(q.shape[1:3], -torch.inf)
-    chunks = placement.chunks_of(group.rank), list(range(placement.chunks))
-    for i, queries, j, keys in _pairs(q.shape[3], *chunks, window):
-        bias = _bias(document_BL, i, j, queries.stop - queries.start, window, q[:, 0, 0])
-        place = torch.arange(keys.stop - keys.start, device=q.device)
-        step = max(1, SCORES // (q[:, :, :, 0, 0].numel() * len(place)))
-        for begin in range(queries.start, queries.stop, step):
-            rows = slice(begin, min(begin + step, queries.stop))
-            own = slice(rows.start - queries.start, rows.stop - queries.start)
-            scores = (q[:, :, :, rows] @ k[:, :, :, keys].mT).div_(math.sqrt(q.shape[-1]))
-            if i == j:
-                scores.masked_fill_(place > place[own].unsqueeze(1), -torch.inf)
-            if bias is not None:
-                scores.add_(bias[:, :, own].unsqueeze(2))
+    for pair in placement.pairs(mask, q[:, 0], group.rank, range(placement.chunks)):
+        mine, keys = q[pair.samples, :, :, pair.rows], k[pair.samples, :, :, pair.columns]
+        step = max(1, SCORES // (mine[:, :, :, 0, 0].numel() * keys.shape[3]))
+        for begin in range(0, mine.shape[3], step):
+            scores = (mine[:, :, :, begin : begin + step] @ keys.mT).div_(math.sqrt(q.shape[-1]))
+            if pair.masked or pair.causal:
+                first = pair.queries.start + begin
+                queries = slice(first, min(first + step, pair.queries.stop))
+                seen = mask.seen(pair.samples, queries, pair.keys, q.device)
+                scores.masked_fill_(~seen[:, None, None], -torch.inf)
             out = torch.maximum(out, scores.amax((0, 3, 4)))
     return out.flatten()
 
@@ -79,16 +75,15 @@ class LargestLogits:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        document: Tensor | None = None,
-        window: int = 0,
+        mask: Mask = CAUSAL,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if not self.measures:
-            return attend(q, k, v, document, window, sinks)
+            return attend(q, k, v, mask, sinks)
         if self.by_bound:
-            return attend(q, k, v, document, window, sinks, lambda lse: self._note(layer, lse.amax((0, 2))))
-        self._note(layer, largest(q, k, document, window, placement, self.meshes.cp))
-        return attend(q, k, v, document, window, sinks)
+            return attend(q, k, v, mask, sinks, lambda lse: self._note(layer, lse.amax((0, 2))))
+        self._note(layer, largest(q, k, mask, placement, self.meshes.cp))
+        return attend(q, k, v, mask, sinks)
 
     def _note(self, layer: int, own: Tensor) -> None:
         self.by_layer[layer] = torch.maximum(own, self.by_layer.get(layer, own))

@@ -35,7 +35,7 @@ class Samples:
             further[REFERENCE] = torch.zeros(shape)
         if self.objective.answers > 1:
             further |= {ANSWER: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
-        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, None, further)
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, further=further)
         return [batch] * self.microbatches
 
     def peek(self) -> list[Batch]:

@@ -253,6 +253,8 @@ def rehearse(
         exchange = _assume_routing(config, training, recorder, Routing(config, fold, Samples, assumed))
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
+        # Of batches, which are on the host: nothing to wait for.
+        stack.enter_context(replaced(FakeTensor, "numpy", lambda x: values.known_values(x).numpy()))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.gpu_stand_ins())
         training.optimizer.moments()  # allocated now, as in every step but the first

@@ -14,7 +14,7 @@ from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
 
 GROUPS = {
-    "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens", "max_logit"),
+    "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens", "flops", "max_logit"),
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),

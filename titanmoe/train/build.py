@@ -17,7 +17,7 @@ from titanmoe.data.rules import steps_in
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.balance import statistics
@@ -138,7 +138,7 @@ def build_training(
         buffers=buffers,
         moe_layers=gradients.moe_layers,
         loader=batches,
-        slicer=Slicer(meshes, place, device, with_mtp, objective),
+        slicer=Slicer(meshes, place, device, with_mtp, objective, training_work(config.model, Tuning.of(config))),
         gradients=gradients,
         guard=guard,
         optimizer=optimizer,
@@ -185,6 +185,5 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         runtime,
         fold,
         clock,
-        flops_per_token(config.model, config.training.seq_len, Tuning.of(config)),
         peak,
     )

@@ -16,11 +16,12 @@ from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
+from titanmoe.models.count import NO_WORK, TrainingWork
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.moe.layer import MoE, sum_statistics
 from titanmoe.observe import named
-from titanmoe.parallel.batch_slice import Slice, take_slice, to_device
+from titanmoe.parallel.batch_slice import Slice, mask_of, take_slice, to_device
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.norm import grad_norm
@@ -38,6 +39,7 @@ class Totals:
     count: Tensor  # of what the objective divides by, such as labels
     tokens: Tensor  # tokens that are not padding
     samples: Tensor  # that are not all padding
+    flops: Tensor  # of the model, forward and backward
 
 
 @dataclass
@@ -59,6 +61,7 @@ class StepScalars:
     overflowed: float
     norm: float
     tokens: float
+    flops: float
     layers: dict[int, list[float]]
     """Of each MoE layer: rows per expert, then its statistics."""
     max_logits: list[float]
@@ -82,17 +85,36 @@ class Slicer:
     """From a data rank's batches to what this rank works on."""
 
     def __init__(
-        self, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool, objective: Objective
+        self,
+        meshes: Meshes,
+        placement: Placement,
+        device: torch.device,
+        with_mtp: bool,
+        objective: Objective,
+        work: TrainingWork = NO_WORK,
     ):
         self.meshes, self.placement, self.device, self.with_mtp = meshes, placement, device, with_mtp
-        self.objective = objective
+        self.objective, self.work = objective, work
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = [
-            torch.stack((self.objective.count(b).double(), b.valid_BS.sum().double(), b.valid_BS.any(1).sum().double()))
+            torch.stack(
+                [
+                    self.objective.count(b).double(),
+                    b.valid_BS.sum().double(),
+                    b.valid_BS.any(1).sum().double(),
+                    b.valid_BS.sum().double() * self.work.per_token + self._of_pairs(b),
+                ]
+            )
             for b in batches
         ]
         return Totals(*all_reduce(to_device(torch.stack(mine).sum(0), self.device), self.meshes.data))
+
+    def _of_pairs(self, batch: Batch) -> float:
+        """FLOPs of positions and what they see."""
+        (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
+        counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
+        return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
         where = (self.meshes, self.placement, self.device)
@@ -149,8 +171,14 @@ class Gradients:
         logits = self.logits.over_ranks(self.device) if self.logits else None
         by_block = norm.new_empty(0) if logits is None else logits.amax(1)
         metrics = self.objective.metrics
-        loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
-            (sums[:4], torch.stack((norm.double(), work.totals.tokens)), sums[4:], experts.flatten(), by_block)
+        loss, mtp_loss, stop, overflowed, norm_now, tokens, flops, *rest = torch.cat(
+            (
+                sums[:4],
+                torch.stack((norm.double(), work.totals.tokens, work.totals.flops)),
+                sums[4:],
+                experts.flatten(),
+                by_block,
+            )
         ).tolist()
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         tp, (own_metrics, rest) = self.meshes.tp.size, (rest[: len(metrics)], rest[len(metrics) :])
@@ -159,7 +187,7 @@ class Gradients:
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
         scalars = StepScalars(
-            loss, mtp_loss, stop, overflowed, norm_now, tokens, layers, rest[experts.numel() :], reported
+            loss, mtp_loss, stop, overflowed, norm_now, tokens, flops, layers, rest[experts.numel() :], reported
         )
         return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own, logits)
 

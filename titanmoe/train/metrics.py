@@ -101,7 +101,6 @@ class Metrics(Observer):
     runtime: Runtime
     fold: Fold
     clock: Clock
-    flops_per_token: float
     peak: float | None
     """FLOP/s of a device."""
 
@@ -123,7 +122,7 @@ class Metrics(Observer):
         self._spikes, self._collapse = Spikes(), Collapse(self.model.num_experts, self.model.top_k)
         self._first_loss: tuple[int, float] | None = None
         self._last_loss, self._begun = 0.0, time.monotonic()
-        self._tokens = 0.0  # since the last line
+        self._tokens = self._flops = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
@@ -204,7 +203,7 @@ class Metrics(Observer):
             self.event(step, "divergence", text)
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._log_experts(step, loads)
-        self._tokens += values["tokens"]
+        self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
         if not (self._due(step, self.options.log_every) or "val_loss" in values):
             return
         now, first = time.monotonic(), self._last_step is None
@@ -217,7 +216,7 @@ class Metrics(Observer):
         record["tokens_per_s"] = self._tokens / seconds
         record["step_time_s"] = seconds / steps
         if self.peak:
-            record["mfu"] = record["tokens_per_s"] * self.flops_per_token / (self.peak * self.runtime.world)
+            record["mfu"] = self._flops / seconds / (self.peak * self.runtime.world)
         record["memory_gib"] = memory_gib(self.runtime.device)
         record |= values
         record |= {f"time.{name}": value for name, value in self.clock.take(steps).items()}
@@ -228,7 +227,7 @@ class Metrics(Observer):
         report = Report(step, record, loads, self._average, eta, self._divergence.text)
         for outlet in self._sinks:
             outlet.put(lambda sink: sink.log(report))
-        self._tokens, self._last_step, self._since = 0.0, step, now
+        self._tokens, self._flops, self._last_step, self._since = 0.0, 0.0, step, now
 
     @property
     def _average(self) -> float:

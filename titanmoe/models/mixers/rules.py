@@ -1,7 +1,7 @@
 """What is known of a mixer without torch: its parameters, its work, the memory that it keeps, and what it refuses.
 
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
-and called with the tokens that a rank owns, cos and sin of RoPE, and the document of each position; it returns what is
+and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
 added to the residual stream. `tp_dims` of its class says which dims of its parameters tp splits; `tp` is then its
 group.
 """

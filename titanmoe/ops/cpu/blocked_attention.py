@@ -3,8 +3,8 @@
 torch's own kernel for CPUs reaches a fifth of the machine's bf16 peak, and does not support values narrower than keys
 (latent attention): there torch computes in float32 and keeps all scores. Here a block of QUERIES sees all keys up to
 its end at once, so its softmax is complete; backward computes it again. As many heads are processed together as keep
-SCORES scores in the cache. If there are several documents, a block only sees those that reach into it, so short ones
-cost little.
+SCORES scores in the cache. A block only sees the runs of keys that the mask shows to one of its queries, so short
+documents cost little.
 
 As in any attention with plain bf16 products, scores and weights are rounded to bf16; softmax and all sums are wide.
 
@@ -19,49 +19,45 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from titanmoe.mask import Mask
+
 QUERIES = 128
 SCORES = 1 << 21
 
 
-def _begins(document_S: Tensor) -> list[int]:
-    """For each block: where the document of its first position begins."""
-    place = torch.arange(len(document_S))
-    begins = torch.ones_like(place, dtype=torch.bool)
-    begins[1:] = document_S[1:] != document_S[:-1]
-    return torch.where(begins, place, 0).cummax(0).values[::QUERIES].tolist()
+Block = tuple[slice, list[slice], Tensor]
 
 
-def _hidden(first: int, end: int, low: int, document_S: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(c, k), added to scores: -inf for later positions and for those of another document."""
-    hidden = torch.ones(end - first, end - low, dtype=torch.bool).triu(1 + first - low)
-    if document_S is not None:
-        hidden |= document_S[first:end].unsqueeze(1) != document_S[low:end]
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+def _blocks(S: int, mask: Mask, sample: int, dtype: torch.dtype) -> Iterator[Block]:
+    """Queries, the runs of keys that they see, and (c, k), added to scores: -inf for what single queries do not see."""
+    for first in range(0, S, QUERIES):
+        queries = slice(first, min(first + QUERIES, S))
+        runs = mask.key_runs(sample, first, queries.stop)
+        own, cpu = slice(sample, sample + 1), torch.device("cpu")
+        seen = torch.cat([mask.seen(own, queries, run, cpu)[0] for run in runs], 1)
+        yield queries, runs, torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-Block = tuple[slice, slice, Tensor]
-
-
-def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[Block]:
-    """Queries, the keys that they see, and which of those are hidden."""
-    reads_documents = document_S is not None and not torch.compiler.is_compiling()  # a graph cannot depend on values
-    begins = _begins(document_S) if reads_documents else [0] * -(-S // QUERIES)
-    for first, low in zip(range(0, S, QUERIES), begins, strict=True):
-        end = min(first + QUERIES, S)
-        yield slice(first, end), slice(low, end), _hidden(first, end, low, document_S, dtype)
-
-
-def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[slice, slice, list[Block]]]:
+def _work(q_BGgSh: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, list[Block]]]:
     """Samples, key heads, blocks. With documents, each sample has its own blocks."""
     B, G, g, S, _ = q_BGgSh.shape
     together = max(SCORES // max(g * min(QUERIES, S) * S, 1), 1)
-    samples = 1 if document_BS is not None else max(together // G, 1)
+    samples = 1 if mask.until_BL is not None else max(together // G, 1)
     blocks: list[Block] = []
     for sample in range(0, B, samples):
-        if document_BS is not None or not blocks:
-            blocks = list(_blocks(S, None if document_BS is None else document_BS[sample], q_BGgSh.dtype))
+        if mask.until_BL is not None or not blocks:
+            blocks = list(_blocks(S, mask, sample, q_BGgSh.dtype))
         for head in range(0, G, together):
             yield slice(sample, sample + samples), slice(head, head + together), blocks
+
+
+def _at(x_nSw: Tensor, runs: list[slice]) -> Tensor:
+    return x_nSw[:, runs[0]] if len(runs) == 1 else torch.cat([x_nSw[:, run] for run in runs], 1)
+
+
+def _add(x_nSw: Tensor, runs: list[slice], more_nkw: Tensor) -> None:
+    for run, part in zip(runs, more_nkw.split([run.stop - run.start for run in runs], 1), strict=True):
+        x_nSw[:, run] += part
 
 
 def _shares(q_nRh: Tensor, k_nkh: Tensor, hidden: Tensor) -> Tensor:
@@ -72,46 +68,48 @@ def _shares(q_nRh: Tensor, k_nkh: Tensor, hidden: Tensor) -> Tensor:
 
 class _Blocked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BGgSh, k_BGSh, v_BGSv, document_BS):
+    def forward(ctx, q_BGgSh, k_BGSh, v_BGSv, mask):
         B, G, g, S, _ = q_BGgSh.shape
         # As the output projection needs it: positions before heads.
         out = q_BGgSh.new_empty(B, S, G, g, v_BGSv.shape[-1]).permute(0, 2, 3, 1, 4)
-        for samples, heads, blocks in _work(q_BGgSh, document_BS):
+        for samples, heads, blocks in _work(q_BGgSh, mask):
             q, k, v = (x[samples, heads].flatten(0, 1).contiguous() for x in (q_BGgSh, k_BGSh, v_BGSv))
             y = out[samples, heads]
-            for queries, keys, hidden in blocks:
-                share = _shares(q[:, :, queries].flatten(1, 2), k[:, keys], hidden)
+            for queries, runs, hidden in blocks:
+                share = _shares(q[:, :, queries].flatten(1, 2), _at(k, runs), hidden)
                 to = y[:, :, :, queries]
-                to.copy_(torch.bmm(share, v[:, keys]).view(to.shape))
-        ctx.save_for_backward(q_BGgSh, k_BGSh, v_BGSv, document_BS)
+                to.copy_(torch.bmm(share, _at(v, runs)).view(to.shape))
+        ctx.save_for_backward(q_BGgSh, k_BGSh, v_BGSv)
+        ctx.mask = mask
         return out
 
     @staticmethod
     def backward(ctx, grad_BGgSv):
-        q_BGgSh, k_BGSh, v_BGSv, document_BS = ctx.saved_tensors
+        (q_BGgSh, k_BGSh, v_BGSv), mask = ctx.saved_tensors, ctx.mask
         (B, G, g, S, h), wide = q_BGgSh.shape, torch.promote_types(q_BGgSh.dtype, torch.float32)
         dq_BGgSh = q_BGgSh.new_empty(B, S, G, g, h).permute(0, 2, 3, 1, 4)
         dk_BGSh, dv_BGSv = (x.new_empty(B, S, G, x.shape[-1]).transpose(1, 2) for x in (k_BGSh, v_BGSv))
-        for samples, heads, blocks in _work(q_BGgSh, document_BS):
+        for samples, heads, blocks in _work(q_BGgSh, mask):
             q, k, v = (x[samples, heads].flatten(0, 1).contiguous() for x in (q_BGgSh, k_BGSh, v_BGSv))
             dy, dq = grad_BGgSv[samples, heads].flatten(0, 1), dq_BGgSh[samples, heads]
             dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (k, v))
-            for queries, keys, hidden in blocks:
+            for queries, runs, hidden in blocks:
                 q_nRh, dy_nRv = q[:, :, queries].flatten(1, 2), dy[:, :, queries].flatten(1, 2)
-                share = _shares(q_nRh, k[:, keys], hidden)
-                dv[:, keys] += torch.bmm(share.transpose(1, 2), dy_nRv)
-                dshare = torch.bmm(dy_nRv, v[:, keys].transpose(1, 2))
+                k_nkh = _at(k, runs)
+                share = _shares(q_nRh, k_nkh, hidden)
+                _add(dv, runs, torch.bmm(share.transpose(1, 2), dy_nRv))
+                dshare = torch.bmm(dy_nRv, _at(v, runs).transpose(1, 2))
                 dscore = torch._softmax_backward_data(dshare, share, -1, share.dtype)
                 to = dq[:, :, :, queries]
-                to.copy_(torch.bmm(dscore, k[:, keys]).mul_(h**-0.5).view(to.shape))
-                dk[:, keys] += torch.bmm(dscore.transpose(1, 2), q_nRh)
+                to.copy_(torch.bmm(dscore, k_nkh).mul_(h**-0.5).view(to.shape))
+                _add(dk, runs, torch.bmm(dscore.transpose(1, 2), q_nRh))
             for sum_nSw, whole in (dk.mul_(h**-0.5), dk_BGSh), (dv, dv_BGSv):
                 to = whole[samples, heads]
                 to.copy_(sum_nSw.view(to.shape))
         return dq_BGgSh, dk_BGSh, dv_BGSv, None
 
 
-def blocked_attention(q_BHSh: Tensor, k_BGSh: Tensor, v_BGSv: Tensor, document_BS: Tensor | None = None) -> Tensor:
-    """(B, H, S, v). Every position sees itself and those before it, within its own document if documents are given."""
+def blocked_attention(q_BHSh: Tensor, k_BGSh: Tensor, v_BGSv: Tensor, mask: Mask) -> Tensor:
+    """(B, H, S, v). The mask has no window."""
     q_BGgSh = q_BHSh.unflatten(1, (k_BGSh.shape[1], -1))
-    return _Blocked.apply(q_BGgSh, k_BGSh, v_BGSv, document_BS).flatten(1, 2)
+    return _Blocked.apply(q_BGgSh, k_BGSh, v_BGSv, mask).flatten(1, 2)

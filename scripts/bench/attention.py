@@ -1,0 +1,200 @@
+"""What attention computes and reads under each mask, kind of context parallelism and backend; nothing is run.
+
+    python scripts/bench/attention.py [--lengths 8192 32768 131072] [--cp 8] [--window 1024] [--write]
+
+For one layer of Qwen3-30B-A3B's shape and one sequence, forward; backward is 2.5 times the products in the same blocks.
+
+    seen       FLOPs of the pairs of a query and a key that the mask lets see each other, compared with a count of all
+               pairs one by one: the two are equal, or this fails
+    computed   FLOPs of the blocks that are computed, of all ranks
+    makespan   those of the busiest rank, over the mean
+    read       bytes that the busiest rank's kernels read and write, forward and backward: as a rehearsal counts them
+    before     the same when only causality hides blocks
+
+Documents have log-normal lengths from 256 to 131072. Pairs are two answers to a prompt that is 3/4 of each text, with
+the prompt there twice or once. --write puts table and picture into docs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from titanmoe.config.schema import Model  # noqa: E402
+from titanmoe.mask import CAUSAL, BlockPair, Mask, branches, ends, spans  # noqa: E402
+from titanmoe.models.families import preset  # noqa: E402
+from titanmoe.parallel.context import Placement, _backward_pairs, _forward_pairs, _start, _wide_zeros  # noqa: E402
+from titanmoe.parallel.flex import MASK_BLOCK, block_mask  # noqa: E402
+from titanmoe.rehearse.code_site import CodeSite  # noqa: E402
+from titanmoe.rehearse.work import Operations  # noqa: E402
+from titanmoe.report.draw import LIGHT, Area, Sheet, Words, svg  # noqa: E402
+
+MASKS = ("causal", "documents", "window", "documents, window", "pairs, two copies", "pairs, shared")
+KINDS = ("ring, allgather", "ulysses")
+PAGE, PICTURE = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "attention.svg"
+BEGIN, END = "<!-- attention begins -->", "<!-- attention ends -->"
+MEDIAN, SIGMA = 2048, 1.4
+TEXT = 4096  # a prompt and one answer
+
+
+def documents(length: int, text: int = 0) -> Mask:
+    """That fill a sequence: texts of one length, or log-normal ones, of which the last one is cut."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, length // 256).clip(256, 131072).astype(int)
+    end_N = np.minimum((np.full_like(drawn, text) if text else drawn).cumsum(), length)
+    return spans(ends(torch.from_numpy(np.searchsorted(end_N, np.arange(length), side="right")).unsqueeze(0)))
+
+
+def make_mask(name: str, length: int, window: int) -> Mask:
+    text = min(TEXT, length // 2)
+    if name == "pairs, two copies":
+        return documents(length, text)
+    if name == "pairs, shared":
+        stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
+        size = stem + 2 * answer
+        trees, rest = np.tile([stem, answer, answer], (length // size, 1)), length % size
+        until, depth = branches(np.concatenate([trees, [[rest, 0, 0]]]))
+        return spans(torch.from_numpy(until).unsqueeze(0), torch.from_numpy(depth).unsqueeze(0))
+    mask = documents(length) if "documents" in name else CAUSAL
+    return mask._replace(window=window if "window" in name else 0)
+
+
+def counted(mask: Mask, length: int, rows: int = 256) -> int:
+    """Pairs that see each other, one by one, by the definition."""
+    place, host = np.arange(length, dtype=np.int32), mask.on_host
+    until = np.full_like(place, length) if host is None else host.until_BL[0].astype(np.int32)
+    depth = place if host is None or host.depth_BL is None else host.depth_BL[0].astype(np.int32)
+    total = 0
+    for first in range(0, length, rows):
+        q, k = slice(first, first + rows), slice(0, first + rows)
+        seen = (place[k] <= place[q, None]) & (place[q, None] < until[k])
+        if mask.window:
+            seen &= depth[q, None] - depth[k] < mask.window
+        total += int(np.count_nonzero(seen))
+    return total
+
+
+def computed(pairs: list[BlockPair]) -> int:
+    sizes = [(p.queries.stop - p.queries.start, p.keys.stop - p.keys.start, p.causal) for p in pairs]
+    return sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in sizes)
+
+
+class Count(TorchDispatchMode, Operations):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.add(func, args, kwargs or {}, out, CodeSite())
+        return out
+
+
+def moved(pairs: list[BlockPair], mask: Mask, queries: int, keys: int, heads: int, model: Model) -> int:
+    """Bytes of forward and backward in bfloat16 on tensors without values, as on GPUs."""
+
+    def of(heads: int, length: int) -> Tensor:
+        return torch.empty(1, heads, length, model.head_dim, device="meta", dtype=torch.bfloat16)
+
+    group = model.num_heads // model.num_kv_heads
+    q, (k, v) = of(heads, queries), (of(max(1, heads // group), keys) for _ in range(2))
+    on_meta = mask.to(lambda x: x.to("meta"))
+    with Count() as count:
+        out, lse = _start(q, v, None)
+        _forward_pairs(q, k, v, pairs, on_meta, out, lse)
+        grads = [_wide_zeros(x) for x in (q, k, v)]
+        _backward_pairs(q, q, k, v, pairs, on_meta, out.to(q.dtype), lse, *grads)
+    return count.total().moved
+
+
+class Row(NamedTuple):
+    mask: str
+    length: int
+    kind: str
+    backend: str
+    seen: int
+    computed: int
+    before: int
+    makespan: float
+    read: int = 0
+    read_before: int = 0
+
+
+def rows_of(name: str, length: int, cp: int, window: int, model: Model) -> Iterator[Row]:
+    mask, per_pair = make_mask(name, length, window), 4 * model.num_heads * model.head_dim
+    seen, place = mask.count(length), torch.arange(length).unsqueeze(0)
+    if (one_by_one := counted(mask, length)) != seen:
+        raise SystemExit(f"{name}, {length}: {seen} pairs by the formula, {one_by_one} one by one")
+    for kind in KINDS:
+        # Ulysses gives each rank the whole sequence and a share of the heads.
+        placement, share = (Placement(1, zigzag=False), cp) if kind == "ulysses" else (Placement(cp, zigzag=True), 1)
+        chunk, sizes = length // placement.chunks, (length // placement.size, length, model.num_heads // share)
+        ranks, chunks = range(placement.size), range(placement.chunks)
+        own, causal = (
+            [which.pairs(chunk, len(chunks), placement.chunks_of(rank), chunks) for rank in ranks]
+            for which in (mask, CAUSAL)
+        )
+        work, before = [computed(pairs) for pairs in own], per_pair * sum(map(computed, causal))
+        busiest = max(ranks, key=work.__getitem__)
+        read = [moved(pairs[busiest], which, *sizes, model) for pairs, which in ((own, mask), (causal, CAUSAL))]
+        about = name, length, kind, "ours", per_pair * seen, per_pair * sum(work), before
+        yield Row(*about, max(work) * len(work) / sum(work), *read)
+        blocks = [block_mask(placement.part(place, rank)[0], length, mask) for rank in ranks]
+        work = [int(b.kv_num_blocks.sum() + b.full_kv_num_blocks.sum()) * MASK_BLOCK**2 for b in blocks]
+        about = name, length, kind.removeprefix("ring, "), "flex", per_pair * seen, per_pair * sum(work), before
+        yield Row(*about, max(work) * len(work) / sum(work))
+
+
+def table(rows: list[Row]) -> str:
+    head = "mask | length | cp kind | backend | seen, GFLOP | computed | before | makespan | read, MiB | before"
+    out = [f"| {head} |", "|---" * 10 + "|"]
+    for r in rows:
+        flops = f"{r.seen / 1e9:,.1f} | {r.computed / r.seen:.2f} | {r.before / r.seen:.2f}"
+        read = f"{r.read / 2**20:,.0f} | {r.read_before / 2**20:,.0f}" if r.read else "- | -"
+        out.append(f"| {r.mask} | {r.length:,} | {r.kind} | {r.backend} | {flops} | {r.makespan:.2f} | {read} |")
+    return "\n".join(out)
+
+
+def picture(rows: list[Row]) -> str:
+    """Of each mask at the greatest length: FLOPs of the ring's blocks, before and now, over those of causality."""
+    longest = max(row.length for row in rows)
+    bars = [row for row in rows if (row.length, row.kind, row.backend) == (longest, KINDS[0], "ours")]
+    sheet = Sheet(720, 40 + 34 * len(bars), f"FLOPs of the blocks computed at {longest:,} positions")
+    sheet.marks.append(Words(10, 20, f"{sheet.title}, of those under causality; dark: of pairs that see each other"))
+    for n, row in enumerate(bars):
+        y, full = 34 + 34 * n, 480 / row.before
+        sheet.marks.append(Words(10, y + 16, row.mask, "ink"))
+        for role, value in (("grid", row.before), ("c2", row.computed), ("c0", row.seen)):
+            x = 150 + value * full
+            sheet.marks.append(Area([(150, y), (x, y), (x, y + 22), (150, y + 22)], role))
+        sheet.marks.append(Words(640, y + 16, f"{row.computed / row.before:.1%}", "ink"))
+    colours = ";".join(f"--{role}:{value}" for role, value in LIGHT.items())
+    style = f"{colours};background:{LIGHT['card']};font-family:sans-serif"
+    return svg(sheet, f' xmlns="http://www.w3.org/2000/svg" style="{style}"') + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072])
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=MASKS)
+    parser.add_argument("--cp", type=int, default=8)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args(argv)
+    model = Model(**preset("qwen3_moe", "30b_a3b"))
+    rows = [row for n in args.lengths for name in args.masks for row in rows_of(name, n, args.cp, args.window, model)]
+    print(table(rows))
+    if args.write:
+        PICTURE.write_text(picture(rows))
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
+
+
+if __name__ == "__main__":
+    main()

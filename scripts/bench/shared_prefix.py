@@ -1,0 +1,116 @@
+"""Time and memory of a step on pairs of answers, with their prompt there twice and once, on this machine's CPU.
+
+    python scripts/bench/shared_prefix.py [--text 1024] [--pairs 2] [--steps 3]
+
+Prompts are 3/4 of a text. Each way runs in a process of its own, on one rank. CPU time is that of the median step,
+after one that is not timed; memory is the peak of the process over that before the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from titanmoe.data.batch import Batch  # noqa: E402
+from titanmoe.mask import branches  # noqa: E402
+from titanmoe.tokens import IGNORE  # noqa: E402
+
+SHAPE = "--model.family qwen3_moe --model.size debug --model.vocab_size 4096 --model.dim 512 --model.expert_hidden 256"
+SHAPE += " --model.head_dim 64 --training.device cpu --data.source synthetic --checkpoint.enable false"
+WAYS = {"copies": "two copies of the prompt", "shared": "one prompt"}
+
+
+def batch(text: int, pairs: int, way: str) -> Batch:
+    """One sample, without padding."""
+    draw = np.random.default_rng(0)
+    stem, answer = 3 * text // 4 - 1, text // 4 + 1  # the prompt's last token is there for each answer
+    lengths = [[stem, answer, answer]] * pairs if way == "shared" else [[stem, answer]] * (2 * pairs)
+    tokens, labels = [], []
+    for _ in range(pairs):
+        prompt, *answers = (draw.integers(0, 4096, n) for n in (stem, answer + 1, answer + 1))
+        for n, ids in enumerate(answers):
+            ids[0] = answers[0][0]
+            again = [prompt] * (n == 0 or way == "copies")
+            tokens += [*again, ids[:-1]]
+            labels += [*(np.full(stem, IGNORE) for _ in again), ids[1:]]
+    until, depth = branches(np.array(lengths))
+    fields = (torch.from_numpy(x).unsqueeze(0) for x in (np.concatenate(tokens), np.concatenate(labels), depth, until))
+    ids, labels_BS, depth_BS, until_BS = fields
+    return Batch(ids, labels_BS, torch.ones_like(ids, dtype=torch.bool), None, depth_BS, until_BS)
+
+
+class Repeated:
+    """Takes the place of a run's loader."""
+
+    def __init__(self, given: Batch):
+        self.batches, self.global_batch_size, self.microbatches = [given], 1, 1
+
+    def peek(self) -> list[Batch]:
+        return self.batches
+
+    next_step = peek
+
+
+def one(way: str, text: int, pairs: int, steps: int) -> None:
+    import os
+
+    from titanmoe.parts import PARTS
+    from titanmoe.train.build import build_training
+    from titanmoe.train.launch import read
+    from titanmoe.train.runtime import start, stop
+    from titanmoe.train.trainer import Trainer
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = batch(text, pairs, way)
+    sizes = ["--training.seq_len", str(given.tokens_BS.shape[1]), "--training.local_batch_size", "1"]
+    config = read([*SHAPE.split(), *sizes, "--training.global_batch_size", "1"], 1, PARTS)
+    trainer = Trainer(build_training(config, start(config), loader=lambda *args: Repeated(given)))
+    before, times, loss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, [], 0.0
+    for step in range(steps + 1):
+        began = time.process_time()
+        report = trainer.train_step()
+        times += [time.process_time() - began] * (step > 0)
+        loss = loss or report["loss"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    labels = int((given.labels_BS != IGNORE).sum())
+    about = {"tokens": given.tokens_BS.shape[1], "labels": labels, "loss": loss}
+    print(json.dumps(about | {"seconds": median(times), "MiB": peak / 1024}), flush=True)
+    stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=int, default=1024, help="tokens of a prompt and an answer")
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.way:
+        return one(args.way, args.text, args.pairs, args.steps)
+    print("| | tokens | labels | first loss | CPU time of a step | memory |\n|---|---|---|---|---|---|")
+    for way, name in WAYS.items():
+        command = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+        row: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        figures = f"{row['loss']:.6f} | {row['seconds']:.2f} s | {row['MiB']:,.0f} MiB"
+        print(f"| {name} | {row['tokens']:,} | {row['labels']:,} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

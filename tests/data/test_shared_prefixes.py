@@ -1,0 +1,92 @@
+"""data.share_prefixes: pairs of answers with their prompt there once, from the documents of both."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity
+from tests.support.masks import dense
+from titanmoe.config import ConfigError
+from titanmoe.data.batch import ANSWER, PAIRS
+from titanmoe.data.documents import MemoryDocuments
+from titanmoe.data.pack import Arrays, empty, further_of
+from titanmoe.data.pack_answers import AnswerFit
+from titanmoe.mask import spans
+from titanmoe.tokens import IGNORE
+
+
+def documents(sizes: list[tuple[int, int, int]]) -> MemoryDocuments:
+    """Of prompts and both answers. All begin with a 1; the last token of each answer is its end, 2."""
+    draw, tokens, counted, starts = np.random.default_rng(0), [], [], [0]
+    for prompt, *answers in sizes:
+        stem = [1, *draw.integers(3, 30, prompt - 1).tolist()]
+        for n, answer in enumerate(answers):
+            tokens += [*stem, 40 + n, *draw.integers(3, 30, answer - 2).tolist(), 2]
+            counted += [False] * prompt + [True] * answer
+            starts.append(len(tokens))
+    out = MemoryDocuments("pairs", np.array(tokens), np.array(starts), np.array(counted))
+    out.answers = 2
+    return out
+
+
+def packed(corpus: MemoryDocuments, seq_len: int, share: bool) -> tuple[AnswerFit, Arrays]:
+    packer = AnswerFit(corpus, seq_len, 0, share)
+    count = packer.count(1)[0]
+    out = empty(count, seq_len, True, further_of(corpus), share)
+    for n, pieces in enumerate(packer.take(count)):
+        packer.fill(pieces, out, n)
+    return packer, out
+
+
+SIZES = [(9, 3, 4), (5, 6, 2), (1, 4, 3), (12, 2, 2), (7, 5, 5)]
+
+
+def answers_of(out: Arrays, share: bool) -> list[tuple[list[int], ...]]:
+    """Tokens, labels and positions of what the last position of each answer sees, in the order of the answers."""
+    found = []
+    for n in range(len(out.tokens_NS)):
+        answer, length = out.further[ANSWER][n], out.tokens_NS.shape[1]
+        until = torch.from_numpy(out.until_NS[n : n + 1]) if share else None
+        seen = dense(spans(until), length)[0].numpy() if share else None
+        for one in range(2 * out.further[PAIRS][n]):
+            own = np.flatnonzero((answer == one) & out.valid_NS[n])
+            if share:
+                own = np.flatnonzero(seen[own[-1]])
+            found.append(tuple(x[n, own].tolist() for x in (out.tokens_NS, out.labels_NS, out.position_NS)))
+    return sorted(found)
+
+
+def test_each_answer_sees_what_it_did_with_a_prompt_of_its_own() -> None:
+    corpus = documents(SIZES)
+    (_, apart), (packer, shared) = (packed(corpus, 32, share) for share in (False, True))
+    assert answers_of(shared, True) == answers_of(apart, False)
+    saved = sum(prompt - 1 for prompt, *_ in SIZES)
+    assert packer.pairs == apart.valid_NS.sum() - saved == shared.valid_NS.sum()
+    padding = np.where(shared.valid_NS, 0, shared.until_NS - np.arange(1, 33))
+    assert not padding.any(), "padding sees itself alone"
+    assert (shared.labels_NS != IGNORE).sum() == (apart.labels_NS != IGNORE).sum()
+
+
+def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
+    """Of 8 + 2 * 7 positions, and of 8 + 2 * 5 that are shared: the longer answer gives way."""
+    packer, out = packed(documents([(9, 3, 12)]), 16, share=True)
+    assert packer.note == "pairs: of 1, 1 with an answer cut (seq_len 16)"
+    assert out.valid_NS.all() and packer.pairs == 16
+    answer = out.further[ANSWER][0]
+    assert [int((out.labels_NS[0][answer == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]
+    packer, _ = packed(documents([(9, 3, 3), (20, 3, 3)]), 16, share=True)
+    assert packer.num_left_out == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "is for pairs of answers"),
+        ({"data.balance_work": True}, "set either to false"),
+    ],
+)
+def test_what_it_does_not_fit_is_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parity.read({"data.share_prefixes": True} | changes, 1)

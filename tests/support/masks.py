@@ -1,0 +1,40 @@
+"""Masks by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titanmoe.mask import Mask, ends, spans
+
+
+def mask_of(document_BL: Tensor | None, window: int = 0) -> Mask:
+    """Documents on any device, with a window."""
+    if document_BL is None:
+        return Mask(window=window)
+    return spans(ends(document_BL.cpu())).to(lambda x: x.to(document_BL.device))._replace(window=window)
+
+
+def tree(window: int = 0) -> Mask:
+    """26 positions: a prompt of 6, two answers of 5 and 7, of which the second has two ends of 3; a document of 2."""
+    prompt, answer = list(range(6)), list(range(6, 11))
+    second, end = list(range(6, 13)), list(range(13, 16))
+    until = [24] * 6 + [11] * 5 + [24] * 7 + [21] * 3 + [24] * 3 + [26] * 2
+    depth = prompt + answer + second + end * 2 + [0, 1]
+    return spans(*(torch.tensor([x]) for x in (until, depth)))._replace(window=window)
+
+
+def dense(mask: Mask, length: int) -> Tensor:
+    """(B, L, L), by the definition: whether a query sees a key, a pair at a time."""
+    until = torch.full((1, length), length) if mask.until_BL is None else mask.until_BL
+    depth = torch.arange(length).expand_as(until) if mask.depth_BL is None else mask.depth_BL
+    rows = zip(until.tolist(), depth.tolist(), strict=True)
+    return torch.tensor(
+        [
+            [
+                [k <= q < u[k] and (not mask.window or d[q] - d[k] < mask.window) for k in range(length)]
+                for q in range(length)
+            ]
+            for u, d in rows
+        ]
+    )
