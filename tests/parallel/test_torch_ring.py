@@ -11,6 +11,7 @@ from tests import world
 from tests.support import tolerances
 from titanmoe.comm.collectives import Group
 from titanmoe.parallel import torch_ring
+from titanmoe.mask import Mask
 from titanmoe.parallel.context import Placement, ring_attention
 
 B, S, H, WIDTH = 2, 8, 4, 16
@@ -35,8 +36,8 @@ def compared(zigzag: bool, dtype: torch.dtype, key_heads: int, value_width: int,
     options = vars(torch_ring._torch._cp_options).copy()
     lse, layout = [], {"placement": placement, "group": group}
     got = torch_ring.torch_ring_attention(*inputs[:3], sinks, lse.append, **layout)
-    want = ring_attention(*inputs[:3], None, 0, sinks, **layout)
-    ring_attention(*inputs[:3], None, 0, None, lse.append, **layout)
+    want = ring_attention(*inputs[:3], Mask(), sinks, **layout)
+    ring_attention(*inputs[:3], Mask(), None, lse.append, **layout)
     tolerances.close(*lse, terms=4 * WIDTH, roundings=4 * 16)
     grads = [torch.autograd.grad(out, inputs, cotangent) for out in (got, want)]
     assert vars(torch_ring._torch._cp_options) == options, "torch's global is left changed"
