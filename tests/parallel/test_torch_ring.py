@@ -10,8 +10,8 @@ from torch import Tensor
 from tests import world
 from tests.support import tolerances
 from titanmoe.comm.collectives import Group
-from titanmoe.parallel import torch_ring
 from titanmoe.mask import Mask
+from titanmoe.parallel import torch_ring
 from titanmoe.parallel.context import Placement, ring_attention
 
 B, S, H, WIDTH = 2, 8, 4, 16
