@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import WEIGHT, Batch
+from titanmoe.data.batch import KEPT, KEPT_LOG_P, WEIGHT, Batch
 from titanmoe.data.loader import Share
+from titanmoe.train.objectives.rules import OBJECTIVES
 
 DOCUMENTS = 4
 """Documents per sample, if the recipe packs several into one."""
@@ -17,6 +18,7 @@ class Samples:
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.share = Share(config, data_rank, data_ranks)
+        self.kept, _ = OBJECTIVES.look_up(config.training.objective).kept(config)
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
 
     def next_step(self) -> list[Batch]:
@@ -29,6 +31,9 @@ class Samples:
             place = torch.arange(share.seq_len).expand(shape)
             document, position = place // length, place % length
         further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
+        if self.kept:
+            further |= {KEPT: torch.zeros((*shape, self.kept), dtype=torch.int64)}
+            further |= {KEPT_LOG_P: torch.zeros((*shape, self.kept + 1))}
         batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, None, further)
         return [batch] * self.microbatches
 

@@ -12,6 +12,7 @@ import torch
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
+from titanmoe.data.answers import AnswerSet
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.data.rules import steps_in
 from titanmoe.fold.degrees import Fold, derive
@@ -28,11 +29,13 @@ from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
+from titanmoe.train.answers import Answers, ChoiceSums
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.clock import Clock
 from titanmoe.train.console import Shown
 from titanmoe.train.divergence import Expected
+from titanmoe.train.find_teacher import check_tokenizer
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import header, set_up
@@ -47,6 +50,7 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.skips import Skips
 from titanmoe.train.step_report import StepReport
+from titanmoe.train.teacher import TeachingSlicer
 from titanmoe.train.training import Training
 from titanmoe.train.validation import Validation
 
@@ -72,9 +76,9 @@ def build_training(
     batches = loader(config, meshes.data.rank, meshes.data.size)
 
     stages = build(config, meshes, batches.microbatches, device)
-    for stage in stages:
-        if stage.head is not None:
-            stage.head.with_entropy = OBJECTIVES.look_up(training.objective).entropy
+    rules = OBJECTIVES.look_up(training.objective)
+    for head in (stage.head for stage in stages if stage.head is not None):
+        head.with_entropy, (head.kept, head.temperature) = rules.entropy, rules.kept(config)
     engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
@@ -82,7 +86,7 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
-    objective = OBJECTIVES.implementation(training.objective)(meshes)
+    objective = OBJECTIVES.implementation(training.objective).of(config, meshes)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     logits = LargestLogits(config.model, stages, place, meshes, every) if every else None
     gradients = Gradients(
@@ -101,12 +105,22 @@ def build_training(
     weights = gradients.parameters
     optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
+    slicer = Slicer(meshes, place, device, with_mtp, objective)
+    if config.distillation.teacher:
+        slicer = TeachingSlicer(config, slicer, batches.microbatches, state, build)
+        if batches.mix.tokenizer:
+            check_tokenizer(slicer.teacher, batches.mix.tokenizer.identity)
     validation = None
     if config.validation.interval:
         documents = batches.held_out if config.validation.held_out else ()
         samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        slicer = Slicer(meshes, place, device, False, CrossEntropy(meshes))
-        validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
+        plain = Slicer(meshes, place, device, False, CrossEntropy(meshes))
+        validation = Validation(config.validation.interval, training.steps, samples, plain, gradients, state)
+    answers, questions = config.validation.answers, None
+    if answers.interval:
+        choices = AnswerSet(config, meshes.data.rank, meshes.data.size, batches.mix.tokenizer)
+        plain = Slicer(meshes, place, device, False, ChoiceSums(meshes))
+        questions = Answers(answers.interval, training.steps, choices, plain, gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
@@ -125,6 +139,8 @@ def build_training(
         config.lora,
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
+    if isinstance(slicer, TeachingSlicer):
+        slicer.fill(checkpoints.group)
     clock = Clock(device)
     made = Training(
         runtime=runtime,
@@ -135,7 +151,7 @@ def build_training(
         buffers=buffers,
         moe_layers=gradients.moe_layers,
         loader=batches,
-        slicer=Slicer(meshes, place, device, with_mtp, objective),
+        slicer=slicer,
         gradients=gradients,
         guard=guard,
         optimizer=optimizer,
@@ -151,6 +167,7 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
+        answers=questions,
         set_up=set_up(config, fold.pp, batches.microbatches, engine, device) | optimizer.notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,

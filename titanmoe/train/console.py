@@ -64,6 +64,9 @@ def figures(record: dict[str, float]) -> dict[str, str]:
         best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
         shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
         shown["perplexity"] = f"{value:.2f}" if (value := record["val_perplexity"]) < 1e6 else f"{value:.2e}"
+    for name, value in record.items():
+        if name.startswith("answers.") and name.endswith(".accuracy"):
+            shown[name.split(".", 1)[1].removesuffix(".accuracy")] = f"{value:.1%} right"
     return shown
 
 

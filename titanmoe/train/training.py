@@ -13,6 +13,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
+from titanmoe.train.answers import Answers
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.gradients import Gradients, Slicer
@@ -63,12 +64,18 @@ class Training:
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
+    answers: Answers | None
     set_up: dict[str, str]
     """Rows of the header."""
     metrics: Metrics
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
+
+    @property
+    def evaluations(self) -> list[Validation | Answers]:
+        """What may be due after a step."""
+        return [evaluation for evaluation in (self.validation, self.answers) if evaluation]
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
+from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import Scores
@@ -25,6 +26,11 @@ from titanmoe.parallel.batch_slice import Slice
 class Objective:
     def __init__(self, meshes: Meshes):
         self.meshes = meshes
+
+    @classmethod
+    def of(cls, config: Config, meshes: Meshes) -> Objective:
+        """Of a run; one with options of its own reads them here."""
+        return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         return self.sum(Scores(*scores_NBS), piece)

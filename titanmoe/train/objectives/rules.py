@@ -23,6 +23,10 @@ class ObjectiveRules(Rules):
     entropy = False
     """Whether it reads the entropy at each label, too."""
 
+    def kept(self, config: Config) -> tuple[int, float]:
+        """Of how many ids at each position it reads the log p, besides the label's, and with which temperature."""
+        return 0, 1.0
+
     def loss_of_a_guess(self, config: Config) -> float:
         """Of a model that gives every token the same probability; a loss that stays above is reported. Infinite if it
         is not known."""
@@ -35,6 +39,12 @@ class ObjectiveRules(Rules):
                 f'training.objective = "{config.training.objective}" says nothing of the token after next, which '
                 f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
                 '"cross_entropy"',
+            )
+        if config.distillation.teacher and not self.kept(config)[0]:
+            yield Violation(
+                ("training.objective", "distillation.teacher"),
+                f'training.objective = "{config.training.objective}" reads nothing of distillation.teacher, which is '
+                'set: use objective = "distillation", or teacher = ""',
             )
 
 
@@ -55,6 +65,29 @@ class WeightedCrossEntropyRules(ObjectiveRules):
             )
 
 
+class DistillationRules(ObjectiveRules):
+    help = "distillation learns from a teacher's distributions as [distillation] says."
+    implementation = "titanmoe.train.objectives.distillation:Distilled"
+
+    def kept(self, config: Config) -> tuple[int, float]:
+        return config.distillation.top, config.distillation.temperature
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        options, vocabulary = config.distillation, config.model.vocab_size
+        if options.top > vocabulary:
+            yield Violation(
+                ("distillation.top", "model.vocab_size"),
+                f"distillation.top = {options.top} keeps more ids than model.vocab_size = {vocabulary}: use at most "
+                f"{vocabulary}, which keeps all",
+            )
+        if not options.teacher:
+            yield Violation(
+                ("training.objective", "distillation.teacher"),
+                'training.objective = "distillation" has no teacher: name its folder in distillation.teacher',
+            )
+
+
 class CrossEntropyRules(ObjectiveRules):
     help = "cross_entropy is the mean over all labels."
     implementation = "titanmoe.train.objectives.cross_entropy:CrossEntropy"
@@ -68,6 +101,7 @@ OBJECTIVES = Kind(
     "training.objective",
     {
         "cross_entropy": CrossEntropyRules(),
+        "distillation": DistillationRules(),
         "weighted_cross_entropy": WeightedCrossEntropyRules(),
     },
     ObjectiveRules,
