@@ -25,7 +25,7 @@ def find_teacher(folder: str) -> WholeModel:
 
 
 def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
-    """The run's, with the teacher's model, whose layers are spread evenly: nothing is trained, recomputed or dropped."""
+    """The run's, with the model of the teacher, its layers spread evenly; nothing is trained, recomputed or dropped."""
     return replace(
         config,
         model=replace(teacher.config.model, mtp_depth=0),
