@@ -30,6 +30,7 @@ from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.generate.generate_command import add_generate
+from titanmoe.launcher.score_command import add_score
 from titanmoe.launcher.slurm import add_slurm
 from titanmoe.launcher.train_command import add_train
 from titanmoe.plan.plan_command import add_plan
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenizer(commands)
     add_tokenize(commands)
     add_data(commands)
+    add_score(commands)
     add_generate(commands)
     add_report(commands)
     add_rehearse(commands)

@@ -228,6 +228,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
     message = problems(tmp_path, "out", source)
     assert message.startswith(f"{source / '1.jsonl'}:22: 'text' is a number, not text (mend it, or ")
+    assert f"{source / '1.jsonl'}:23: " in message  # both at once
     # Finished work is reused by a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)

@@ -1,5 +1,5 @@
-"""A number for the frozen weights under adapters, the same under every mapping: adapters only fit those that they were
-trained on.
+"""A number for a model's weights, the same under every mapping: adapters only fit the frozen weights that they were
+trained on, and scores are those of one model.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
+from titanmoe.parallel.frozen import held_dtype
 from titanmoe.parallel.materialize import blocks_of, piece
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -26,12 +27,14 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def number(name: str, parameter: Tensor) -> int:
-    """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it."""
+def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
+    """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it.
+    dtype: as which they are taken, if not as they are stored."""
     part, offset = piece(parameter.detach())
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for rows, index in blocks_of(part, offset, parameter.shape):
-        bits = rows.contiguous().view(BITS[part.element_size()]).to(torch.int64)
+        rows = rows.to(dtype or part.dtype).contiguous()
+        bits = rows.view(BITS[rows.element_size()]).to(torch.int64)
         total += (bits * (2 * index + 1)).sum()
     return int(total) * (counter_rng.key("base", name) | 1)
 
@@ -43,6 +46,25 @@ def digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
         return sum(number(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
 
     return together(group, mine)
+
+
+def model_digest(
+    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], compute: torch.dtype, group: Group
+) -> str:
+    """Of a model as it computes, whether its weights are stored as wide or wider. All ranks call it together.
+
+    parameters: by their names in checkpoints. buffers: whole on every rank that has them."""
+
+    def mine() -> int:
+        return sum(
+            number(name, parameter, held_dtype(name, compute))
+            for name, parameter in parameters.items()
+            if _is_first_copy(parameter)
+        )
+
+    by_rank = on_all_ranks(group, lambda: {name: number(name, buffer) for name, buffer in buffers.items()})
+    of_buffers = {name: value for some in by_rank for name, value in some.items()}
+    return f"{(int(together(group, mine), 16) + sum(of_buffers.values())) % (1 << 64):016x}"
 
 
 def together(group: Group, mine: Callable[[], int]) -> str:

@@ -42,6 +42,13 @@ class Documents(Protocol):
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         """float32: how much each of these tokens counts as a label; None: all alike."""
 
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        """The log-probability of each of these tokens as a label, by the reference (titanmoe.data.scores); None: not
+        known."""
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where these tokens are in what `whole_of` returns."""
+
 
 class MemoryDocuments:
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
@@ -65,6 +72,19 @@ class MemoryDocuments:
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return None
+
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return None
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(start, stop)]
+
+
+def whole_of(documents: Any) -> Any:
+    """What these are a part of: the documents as they are stored."""
+    while hasattr(documents, "whole"):
+        documents = documents.whole
+    return documents
 
 
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config.parse_json import parse_json
+from titanmoe.data.documents import whole_of
 from titanmoe.data.pack import BUFFER, ORDER, BestFit, Stream
 from titanmoe.data.shuffle import permute
 from titanmoe.data.write_shards import write_json
@@ -67,9 +68,8 @@ def count_sequences(packer: Stream | BestFit, epochs: int) -> list[int]:
 
 def _file(documents: Any) -> Path | None:
     """None: not made of shards."""
-    while hasattr(documents, "whole"):
-        documents = documents.whole
-    return documents.folder / FILE if hasattr(documents, "folder") else None
+    whole = whole_of(documents)
+    return whole.folder / FILE if hasattr(whole, "folder") else None
 
 
 def _read(file: Path | None) -> dict[str, list[int]]:

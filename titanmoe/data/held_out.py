@@ -57,6 +57,12 @@ class Cut:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self.whole.label_weights(start, stop)
 
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.scores(start, stop)
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return self.whole.ranges(start, stop)
+
 
 class DocumentRange:
     """Documents [first, end) of each run."""
@@ -87,6 +93,12 @@ class DocumentRange:
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._joined(self.whole.label_weights, start, stop)
+
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self._joined(self.whole.scores, start, stop)
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [ends for a, b in self._ranges(start, stop) for ends in self.whole.ranges(a, b)]
 
     def _joined(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
         parts = [read(a, b) for a, b in self._ranges(start, stop)]

@@ -76,12 +76,18 @@ class StepPlans:
         while True:
             samples = self.mix.take(consumed, share.global_batch_size)
             consumed = self.mix.after(consumed, share.global_batch_size)
-            number_N = share.round_robin_N
-            if self.work:
-                work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
-                number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
+            own = self.own(samples)
             state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, state_after)
+            yield StepPlan(*own, state_after)
+
+    def own(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
+        """This rank's of a step's, and their numbers in it unless these are the usual ones."""
+        share, number_N = self.share, None
+        if self.work:
+            work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
+            number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
+        which_N = share.round_robin_N if number_N is None else number_N
+        return [samples[j] for j in which_N.tolist()], number_N
 
 
 class SampleReader:
@@ -239,16 +245,18 @@ class ValidationSet:
         self.mix = validation_sources(config, held_out)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        turns, share = self._take_turns(), self.share
-        for step in itertools.count(1):
-            samples: list[Sample | None] = list(itertools.islice(turns, share.global_batch_size))
-            if not samples:
-                return
-            samples += [None] * (share.global_batch_size - len(samples))
+        share = self.share
+        for step, samples in enumerate(self.steps_of_samples(), 1):
             own_samples = [samples[j] for j in share.round_robin_N.tolist()]
             yield share.read(self.mix, own_samples).chunk(share.microbatches)
             if step == self.steps:
                 return
+
+    def steps_of_samples(self) -> Iterator[list[Sample | None]]:
+        """Those of all data ranks, to the end of the set."""
+        turns, size = self._take_turns(), self.share.global_batch_size
+        while samples := list(itertools.islice(turns, size)):
+            yield [*samples, *[None] * (size - len(samples))]
 
     def _take_turns(self) -> Iterator[Sample]:
         unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]

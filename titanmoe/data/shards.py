@@ -7,6 +7,7 @@ NAME.counted       for chats: a byte per token, 1 where the token counts towards
 NAME.weights       for chats whose labels are weighted: float32, how much each token counts as a label
 NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above, one file after the other; checked when a run
                    first reads them. Folders made before have none
+scores/            what models say of the tokens (titanmoe.data.scores)
 tokenizer/         the tokenizer's files, which a run copies into its checkpoints; none for bytes
 """
 
@@ -18,13 +19,16 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
+
+if TYPE_CHECKING:
+    from titanmoe.data.scores import StoredScores
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -155,9 +159,11 @@ class ShardDocuments:
         self.description = (
             f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
         )
-        self._names = [shard["name"] for shard in shards]
+        self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
-        self._first_token = np.cumsum([0, *tokens], dtype=np.int64)
+        self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
+        self.stored_scores: StoredScores | None = None
+        """Of the reference, once it is known which model that is."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}
         """Which blocks of a file have been checked against their sums."""
@@ -170,7 +176,7 @@ class ShardDocuments:
 
     @property
     def shards(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     @property
     def has_sums(self) -> bool:
@@ -191,9 +197,15 @@ class ShardDocuments:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._read("weights", WEIGHTS, start, stop) if self.has_label_weights else None
 
+    def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.stored_scores.read(start, stop) if self.stored_scores else None
+
+    def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        return [(start, stop)]
+
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []
-        for shard, begin, end in _by_shard(self._first_token, start, stop):
+        for shard, begin, end in by_shard(self.first_token, start, stop):
             part = self._items(shard, extension, dtype, slice(begin, end))
             if extension == "tokens" and int(part.max()) >= self.vocab_size:
                 at = begin + int(part.argmax())
@@ -254,7 +266,7 @@ class ShardDocuments:
         return f"between bytes {block * BLOCK:,} and {block * BLOCK + len(data):,}"
 
     def _file(self, shard: int, extension: str) -> Path:
-        return self.folder / f"{self._names[shard]}.{extension}"
+        return self.folder / f"{self.names[shard]}.{extension}"
 
     def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
         array = self._maps.get((shard, extension))
@@ -293,22 +305,22 @@ class Starts:
         for shard in np.unique(shard_N):
             in_shard = shard_N == shard
             local = self._shard(shard, at_N[in_shard] - self._first[shard])
-            start_N[in_shard] = local.astype(np.int64) + self._documents._first_token[shard]
+            start_N[in_shard] = local.astype(np.int64) + self._documents.first_token[shard]
         return start_N
 
     def _row(self, begin: int, end: int) -> np.ndarray:
         parts = [np.empty(0, np.int64)]
-        for shard, low, high in _by_shard(self._first, begin, min(end, len(self) - 1)):
-            parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._documents._first_token[shard])
+        for shard, low, high in by_shard(self._first, begin, min(end, len(self) - 1)):
+            parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._documents.first_token[shard])
         if begin < end == len(self):
-            parts.append(self._documents._first_token[-1:])
+            parts.append(self._documents.first_token[-1:])
         return np.concatenate(parts)
 
     def _shard(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
         return self._documents._items(int(shard), "starts", np.dtype("<u8"), where)
 
 
-def _by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The range as ranges within shards, given the first item of each shard."""
     shard = int(np.searchsorted(first, begin, side="right")) - 1
     while begin < end:

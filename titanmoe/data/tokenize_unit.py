@@ -30,6 +30,8 @@ BATCH = 1 << 20
 """Characters that are tokenized together."""
 EXAMPLES = 3
 """Skipped lines that a record quotes."""
+REFUSED = 20
+"""Bad lines that are named at once."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ class ShardUnit:
     def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
-            tokens = 0
-            for entry, tokens_T, weight_T in self._encoded(batch):
+            tokens, encoded = 0, self._encoded(batch)
+            for entry, tokens_T, weight_T in encoded:
+                if self.job.bad_lines == "error" and _is_bad(entry, tokens_T):
+                    raise _refusal([entry, *(entry for entry, tokens_T, _ in encoded if _is_bad(entry, tokens_T))])
                 tokens += self._add_entry(entry, tokens_T, weight_T)
             progress(size, tokens)
         self._close(last=True)
@@ -151,14 +155,11 @@ class ShardUnit:
                 with_weights = self.chat is not None and self.job.label_weights
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None, with_weights)
             self.writer.add(tokens_T, weight_T)
-        elif isinstance(entry, Record) and entry.value == "":
+        elif not _is_bad(entry, tokens_T):
             self.progress.empty += 1
         else:
-            why = entry.why
-            if self.job.bad_lines == "error":
-                raise ConfigError([f'{why} (mend it, or leave such ones out: bad_lines = "skip")'])
             self.progress.skipped += 1
-            self.examples = [*self.examples, why][:EXAMPLES]
+            self.examples = [*self.examples, entry.why][:EXAMPLES]
         self.progress.items += 1
         return 0 if tokens_T is None else len(tokens_T)
 
@@ -169,6 +170,17 @@ class ShardUnit:
         write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", record)
         self.writer, self.progress, self.examples = None, Progress(self.progress.items), []
         self.shard += 1
+
+
+def _is_bad(entry: Record | Bad, tokens_T: np.ndarray | None) -> bool:
+    return tokens_T is None and not (isinstance(entry, Record) and entry.value == "")
+
+
+def _refusal(bad: list[Bad]) -> ConfigError:
+    """bad: the first one, and those that were read with it."""
+    more = len(bad) - REFUSED
+    problems = [f'{entry.why} (mend it, or leave such ones out: bad_lines = "skip")' for entry in bad[:REFUSED]]
+    return ConfigError(problems + [f"and {more:,} more soon after them"] * (more > 0))
 
 
 def _is_text(entry: Record | Bad) -> bool:

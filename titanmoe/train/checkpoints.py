@@ -268,6 +268,7 @@ class Checkpoints:
         if model_only:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
+        self.about_run |= {name: saved.record[name] for name in ("reference",) if name in saved.record}
         if self.validation:
             self.validation.load_state_dict(saved.record.get("validation", {}))
         self.optimizer.resume(self.state.updates)

@@ -28,6 +28,8 @@ class Checked(NamedTuple):
     """The number of ranks that it was checked for."""
     source: str
     """Where it comes from, for a message."""
+    scores: bool = False
+    """Whether the ranks count scores of the data (titanmoe.train.scoring) and do not train."""
 
 
 @contextmanager
@@ -44,4 +46,4 @@ def received(parts: Parts) -> Checked | None:
     if not (file := os.environ.get(FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
-    return Checked(build(values["config"], parts), values["ranks"], values["source"])
+    return Checked(build(values["config"], parts), values["ranks"], values["source"], values["scores"])

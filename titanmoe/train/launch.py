@@ -150,6 +150,13 @@ def receive(checked: Checked, world: int, chunks: Callable[[Config, int], int] =
     return config
 
 
+def only_forward(config: Config) -> Config:
+    """The same model without anything that only training needs; adapters stay, and are left out of what is counted."""
+    training = config.training if config.lora.rank else replace(config.training, freeze=["*"])
+    checkpoint = replace(config.checkpoint, enable=False, model_only=True)
+    return replace(config, training=training, checkpoint=checkpoint)
+
+
 def for_launcher(config: Config, draft: Draft) -> list[str]:
     """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
     recipe = draft.command_line.recipe
@@ -178,6 +185,7 @@ def main(
     try:
         if checked := received(parts):
             config = receive(checked, world_size(), chunks)
+            config = only_forward(config) if checked.scores else config
         else:
             waiting("reading the recipe")
             config = read(argv, world_size(), parts, chunks)
@@ -203,6 +211,10 @@ def main(
         waiting("building the model")
         training = build_training(config, runtime, **seams)
         failure.leave_advice(partial(out_of_memory.advice, training, config))
+        if checked and checked.scores:
+            from titanmoe.train.reference import count
+
+            return count(config, training)
         with watch(config, training):
             signal = Trainer(training).train()
         return 128 + signal if signal else 0

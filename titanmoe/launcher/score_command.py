@@ -1,0 +1,64 @@
+"""`titanmoe score`: what a recipe's model says of data, counted by the recipe's ranks and kept beside the shards."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from titanmoe.config import ConfigError
+from titanmoe.config.load import format_problems
+from titanmoe.launcher.train_command import parse_words, prepare, start
+from titanmoe.train.waiting import waiting
+
+USAGE = """\
+usage: titanmoe score RECIPE.toml [--data PATH ...] [options] [--TABLE.FIELD VALUE ...]
+
+Counts the log-probability that the model which the recipe begins from gives to every label of its data, under the
+recipe's mapping, and keeps it beside the shards with the model's digest: scores/DIGEST in their folder. A run whose
+objective needs them finds them there. Data that has its scores is left as it is.
+
+  --data PATH ...
+      what to count, in place of the recipe's data.paths
+Other options are those of titanmoe train.
+"""
+
+
+def add_score(commands: argparse._SubParsersAction) -> None:
+    score = commands.add_parser("score", add_help=False, help="what a model says of data, for preferences")
+    score.set_defaults(run=lambda args: run_score(args.overrides), overrides=[])
+
+
+def run_score(words: Sequence[str]) -> int:
+    paths, rest = _data(words)
+    request = parse_words(rest)
+    if request.get("help"):
+        print(USAGE, end="", flush=True)
+        return 0
+    # It keeps no gradients and no moments, and writes to no run's folder.
+    request.options["memory"] = "ignore"
+    request.rest += ["--checkpoint.enable=false"]
+    if paths is not None:
+        request.rest += ["--data.source=files", "--data.paths", *paths, "--data.weights=", "--data.fields="]
+        if not paths:
+            request.problems.append("command line: --data names nothing: give token shards, files or folders")
+    try:
+        prepared = prepare(request)
+        return start(replace(prepared, checked=prepared.checked._replace(scores=True)))
+    except KeyboardInterrupt:
+        waiting("")
+        return 130
+    except ConfigError as error:
+        waiting("")
+        print(format_problems(error.problems, error.source), file=sys.stderr, flush=True)
+        return 2
+
+
+def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
+    """What follows --data, up to the next option, and the other words."""
+    if "--data" not in words:
+        return None, list(words)
+    at = list(words).index("--data")
+    end = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), len(words))
+    return list(words[at + 1 : end]), [*words[:at], *words[end:]]
