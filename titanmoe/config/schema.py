@@ -277,6 +277,8 @@ class Distillation:
 
     teacher: str = ""
     """The model to learn from: a folder in Hugging Face's format, a run or a checkpoint, with the vocabulary of this model and the tokenizer of the data. It is computed in each step, under the run's own mapping, and is not trained."""
+    scores: str = ""
+    """In place of `teacher`: what it says, counted once and kept beside the token shards, by the name that `titanmoe score --top` gives it. Such a run has no second model in memory."""
     top: Annotated[int, COUNT] = 64
     """How many ids of each position are kept of the teacher's distribution, the likeliest; all others are one more class. model.vocab_size keeps everything. More costs memory: a number for each, per token."""
     temperature: Annotated[float, Range(0, without_low=True)] = 1.0

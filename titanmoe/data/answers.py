@@ -165,5 +165,5 @@ class AnswerSet:
                 out.valid_NS[n, places], choice_NS[n, places] = True, number
                 out.document_NS[n, places], out.position_NS[n, places] = number, np.arange(end - begin)
                 begin = end
-        *fields, _ = (None if x is None else torch.from_numpy(x) for x in out)
+        fields = (torch.from_numpy(x) for x in out[:5])
         return Batch(*fields, None, {CHOICE: torch.from_numpy(choice_NS)})

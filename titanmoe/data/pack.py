@@ -50,9 +50,17 @@ class Arrays(NamedTuple):
     position_NS: np.ndarray | None
     weight_NS: np.ndarray | None
     """Of each label; None if all count alike."""
+    kept_NS: np.ndarray | None = None
+    """A teacher's record in place of each label (titanmoe.data.scores)."""
 
 
-def empty(count: int, seq_len: int, separate_documents: bool, with_weights: bool = False) -> Arrays:
+def empty(
+    count: int,
+    seq_len: int,
+    separate_documents: bool,
+    with_weights: bool = False,
+    record: np.dtype | None = None,
+) -> Arrays:
     """All padding: its document id is -1."""
     shape = (count, seq_len)
     return Arrays(
@@ -62,6 +70,7 @@ def empty(count: int, seq_len: int, separate_documents: bool, with_weights: bool
         np.full(shape, -1, np.int64) if separate_documents else None,
         np.zeros(shape, np.int64) if separate_documents else None,
         np.zeros(shape, np.float32) if with_weights else None,
+        None if record is None else np.zeros(shape, record),
     )
 
 
@@ -74,6 +83,10 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: Arrays, n: in
     if out.weight_NS is not None:
         weights = documents.label_weights(start, stop)
         out.weight_NS[n, places] = 1 if weights is None else weights[1:]
+    if out.kept_NS is not None:
+        out.kept_NS[n, places] = kept = documents.kept(start + 1, stop)
+        # Of the first epoch every sequence was scored; where documents are cut elsewhere, a few labels were not.
+        out.labels_NS[n, places][np.isnan(kept["log_p"][:, 0])] = IGNORE
 
 
 class Stream:

@@ -182,6 +182,11 @@ class Scores(NamedTuple):
     classes_CBS: Tensor | None = None
     """log p of every kept id, with the head's temperature, and last of all others together; there if ids are kept."""
 
+    @classmethod
+    def of(cls, numbers_NBS: Tensor) -> Scores:
+        """From the head's numbers: the loss alone, with the entropy, or with two classes or more."""
+        return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
+
 
 class Head(nn.Module):
     """Final norm, projection to the vocabulary, loss. With labels: the Scores of each as one tensor (N, B, S), which

@@ -63,12 +63,13 @@ def build_training(
     checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
     reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
+    likeliest: bool = False,
 ) -> Training:
     """All ranks call it together. The arguments after `runtime` replace a component.
 
     loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
     config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its
-    dispatchers, from their tables.
+    dispatchers, from their tables. likeliest: the head says the likeliest ids, as a teacher's; this cannot train.
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
@@ -79,6 +80,8 @@ def build_training(
     rules = OBJECTIVES.look_up(training.objective)
     for head in (stage.head for stage in stages if stage.head is not None):
         head.with_entropy, (head.kept, head.temperature) = rules.entropy, rules.kept(config)
+        if likeliest:
+            head.top, head.temperature = config.distillation.top, config.distillation.temperature
     engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}

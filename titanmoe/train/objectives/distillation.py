@@ -30,9 +30,6 @@ class Distilled(CrossEntropy):
     def of(cls, config: Config, meshes: Meshes) -> Distilled:
         return cls(meshes, config.distillation)
 
-    def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
-        return self.sum(Scores(scores_NBS[0], classes_CBS=scores_NBS[1:]), piece)
-
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         log_p_CBS = piece.further[KEPT_LOG_P].movedim(-1, 0)
         # A class that the teacher has nothing in adds nothing, if the model's is empty too: nothing, not 0 * -inf.

@@ -33,7 +33,7 @@ class Objective:
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
-        return self.sum(Scores(*scores_NBS), piece)
+        return self.sum(Scores.of(scores_NBS), piece)
 
     @abstractmethod
     def sum(self, scores: Scores, piece: Slice) -> Tensor:

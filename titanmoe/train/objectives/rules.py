@@ -40,12 +40,13 @@ class ObjectiveRules(Rules):
                 f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
                 '"cross_entropy"',
             )
-        if config.distillation.teacher and not self.kept(config)[0]:
-            yield Violation(
-                ("training.objective", "distillation.teacher"),
-                f'training.objective = "{config.training.objective}" reads nothing of distillation.teacher, which is '
-                'set: use objective = "distillation", or teacher = ""',
-            )
+        for name in ("teacher", "scores"):
+            if getattr(config.distillation, name) and not self.kept(config)[0]:
+                yield Violation(
+                    ("training.objective", f"distillation.{name}"),
+                    f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
+                    f'is set: use objective = "distillation", or {name} = ""',
+                )
 
 
 class WeightedCrossEntropyRules(ObjectiveRules):
@@ -81,10 +82,18 @@ class DistillationRules(ObjectiveRules):
                 f"distillation.top = {options.top} keeps more ids than model.vocab_size = {vocabulary}: use at most "
                 f"{vocabulary}, which keeps all",
             )
-        if not options.teacher:
+        if bool(options.teacher) == bool(options.scores):
+            how = "two teachers" if options.teacher else "no teacher"
             yield Violation(
-                ("training.objective", "distillation.teacher"),
-                'training.objective = "distillation" has no teacher: name its folder in distillation.teacher',
+                ("training.objective", "distillation.teacher", "distillation.scores"),
+                f'training.objective = "distillation" has {how}: name its folder in distillation.teacher, or what it '
+                "said of the data in distillation.scores",
+            )
+        if options.scores and config.data.source != "files":
+            yield Violation(
+                ("distillation.scores", "data.source"),
+                f'distillation.scores lie beside token shards, and data.source = "{config.data.source}" has none: set '
+                'source = "files"',
             )
 
 
