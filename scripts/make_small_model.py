@@ -4,6 +4,7 @@
 
 models/small    a Qwen3-MoE of 0.3 M parameters with random weights, its tokenizer and a chat template
 chats.jsonl     what is the capital of which country, asked in several ways
+pairs.jsonl     the same questions, each with a short answer that is preferred and a longer one that is not
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if str(ROOT) not in sys.path:
 
 from titanmoe.cli import main as titanmoe  # noqa: E402
 
-MODEL, CHATS = Path("models/small"), Path("chats.jsonl")
+MODEL, CHATS, PAIRS = Path("models/small"), Path("chats.jsonl"), Path("pairs.jsonl")
 CAPITALS = {
     "Norway": "Oslo", "France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi", "Cuba": "Havana",
     "Italy": "Rome", "Egypt": "Cairo", "Nepal": "Kathmandu", "Ghana": "Accra", "Chile": "Santiago", "Spain": "Madrid",
@@ -53,12 +54,26 @@ def conversations() -> list[list[dict[str, str]]]:
     return [[{"role": role, "content": text} for role, text in messages] for messages in said]
 
 
+def preferences() -> list[dict[str, list[dict[str, str]]]]:
+    """As TRL has them, with an explicit prompt."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": question.format(country)}],
+            "chosen": [{"role": "assistant", "content": f"{capital}."}],
+            "rejected": [{"role": "assistant", "content": f"{capital} is the capital of {country}."}],
+        }
+        for country, capital in CAPITALS.items()
+        for question in QUESTIONS
+    ]
+
+
 def main() -> int:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     chats = conversations()
     CHATS.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats), encoding="utf-8")
+    PAIRS.write_text("".join(json.dumps(pair) + "\n" for pair in preferences()), encoding="utf-8")
     MODEL.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder, "text")

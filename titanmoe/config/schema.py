@@ -288,6 +288,14 @@ class Distillation:
 
 
 @dataclass
+class DPO:
+    """For training.objective = "dpo" (arXiv 2305.18290): pairs of answers, and the model that the run begins from as the reference (docs/fine-tuning.md)."""
+
+    beta: Annotated[float, POSITIVE] = 0.1
+    """How much a gain over the reference counts, in nats. Larger keeps the model closer to the reference. 0.1 is usual, 0.01 to 0.5 are tried."""
+
+
+@dataclass
 class LoRA:
     """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/adapters.md)."""
 
@@ -591,6 +599,7 @@ class Config:
     validation: Validation = field(default_factory=Validation)
     distillation: Distillation = field(default_factory=Distillation)
     lora: LoRA = field(default_factory=LoRA)
+    dpo: DPO = field(default_factory=DPO)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     parallelism: Parallelism = field(default_factory=Parallelism)

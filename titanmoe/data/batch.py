@@ -13,6 +13,11 @@ from torch import Tensor
 
 WEIGHT = "weight"
 """Of each label, in Batch.further: float32; 0 where there is no label."""
+REFERENCE = "reference"
+"""Its log-probability by the reference; there once it is known."""
+ANSWER, PAIRS = "answer", "pairs"
+"""Of pairs of answers: the number of each position's answer in its sample, 2 i for the chosen and 2 i + 1 for the
+rejected one; and how many pairs a sample has. int64."""
 
 KEPT, KEPT_LOG_P = "kept", "kept_log_p"
 """Of a teacher's distribution, in Batch.further: K ids of each position, int64 (B, S, K), and the log-probabilities of

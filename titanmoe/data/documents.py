@@ -23,6 +23,8 @@ class Documents(Protocol):
     """Where it comes from and how much it is, for a person."""
     vocab_size: int
     """One above the largest token id that may occur."""
+    answers: int
+    """2: documents 2 i and 2 i + 1 are a prompt with the chosen answer and with the rejected one; else 1."""
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -55,6 +57,8 @@ class Documents(Protocol):
 
 
 class MemoryDocuments:
+    answers = 1
+
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
         self.description = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"

@@ -16,22 +16,22 @@ from titanmoe.data.documents import Documents
 
 
 def split(documents: Documents, every: int, least: int) -> tuple[DocumentRange, DocumentRange]:
-    """All but every n-th document, and every n-th.
+    """All but every n-th document, or pair of answers, and every n-th.
 
     Of fewer than n documents, such as a single file of text: all but the last n-th of the tokens, and that, if it has
     `least` tokens.
     """
-    total = int(documents.starts[len(documents)])
-    if len(documents) < every and total // every >= least:
+    total, size = int(documents.starts[len(documents)]), documents.answers
+    if size == 1 and len(documents) < every and total // every >= least:
         cut = Cut(documents, total - total // every)
         first, border, end = np.array([[0], [cut.document], [len(cut)]])
         which = f"the last {every}th of the tokens"
         return DocumentRange(cut, first, border, f"without {which}"), DocumentRange(cut, border, end, which)
-    held_out = np.arange(every - 1, len(documents), every)
-    first, end = np.append(0, held_out + 1), np.append(held_out, len(documents))
+    held_out = np.arange(every - 1, len(documents) // size, every) * size
+    first, end = np.append(0, held_out + size), np.append(held_out, len(documents))
     nonempty = end > first
     return DocumentRange(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentRange(
-        documents, held_out, held_out + 1, f"every {every}th"
+        documents, held_out, held_out + size, f"every {every}th"
     )
 
 
@@ -39,7 +39,7 @@ class Cut:
     """The same tokens with one document more: a new one begins at token `at`. For few documents."""
 
     def __init__(self, whole: Documents, at: int):
-        self.whole, self.name, self.vocab_size = whole, whole.name, whole.vocab_size
+        self.whole, self.name, self.vocab_size, self.answers = whole, whole.name, whole.vocab_size, whole.answers
         self.fingerprint, self.description = whole.fingerprint, whole.description
         starts = np.asarray(whole.starts[np.arange(len(whole) + 1)]).astype(np.int64)
         self.document = int(np.searchsorted(starts, at))
@@ -74,7 +74,7 @@ class DocumentRange:
         if not len(first_R):  # no documents: one empty run
             first_R = end_R = np.zeros(1, np.int64)
         self.whole, self.first_R = whole, first_R
-        self.name, self.vocab_size = whole.name, whole.vocab_size
+        self.name, self.vocab_size, self.answers = whole.name, whole.vocab_size, whole.answers
         self.fingerprint, self.description = f"{whole.fingerprint} {which}", f"{whole.description}, {which}"
         self.document_R = _cumulative(end_R - first_R)
         self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)

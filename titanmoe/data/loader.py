@@ -27,7 +27,7 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork, assign
-from titanmoe.data.batch import KEPT, KEPT_LOG_P, WEIGHT, Batch
+from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.prefetch import Prefetcher
@@ -45,19 +45,15 @@ class Share:
         self.microbatches = self.global_batch_size // per_round
         self.seq_len, self.separate_documents = training.seq_len, keeps_documents_apart(config)
         self.with_weights = config.data.label_weights
-        self.record: np.dtype | None = None
-        """Of what a teacher says of each label, if that is read."""
         every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.size)
         self.round_robin_N = every_MRB[:, data_rank].ravel()
 
     def read(self, mix: Mix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
         """All microbatches of a step, concatenated."""
-        arrays = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights, self.record)
-        further, kept_NS = {WEIGHT: arrays.weight_NS}, arrays.kept_NS
-        if kept_NS is not None:
-            further |= {KEPT: kept_NS["ids"].astype(np.int64), KEPT_LOG_P: np.ascontiguousarray(kept_NS["log_p"])}
-        *fields, number_B = (None if x is None else torch.from_numpy(x) for x in (*arrays[:5], number_N))
-        return Batch(*fields, number_B, {name: torch.from_numpy(x) for name, x in further.items() if x is not None})
+        *arrays, further = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
+        fields = (None if x is None else torch.from_numpy(x) for x in arrays)
+        number_B = None if number_N is None else torch.from_numpy(number_N)
+        return Batch(*fields, number_B, {name: torch.from_numpy(x) for name, x in further.items()})
 
 
 class StepPlan(NamedTuple):
@@ -111,7 +107,6 @@ class Loader:
         self.seed, self.options = config.training.seed, config.data
         self.epochs_to_train, self.steps = config.training.epochs, config.training.steps
         self.mix, self.held_out = training_sources(config)
-        self.share.record = self.mix.record
         self.work = DocumentWork(config.model) if config.data.balance_work else None
         self.wait_s = 0.0
         """Seconds that the last step waited for its samples."""
@@ -162,6 +157,8 @@ class Loader:
                 f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
                 f"{', the last filled up with padding' * padded}"
             )
+        if pairs := "\n".join(line for source in sources if (line := getattr(source.packer, "note", ""))):
+            notes["pairs"] = pairs
         even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 

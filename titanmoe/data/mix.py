@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from titanmoe.data.documents import whole_of
+from titanmoe.data.batch import WEIGHT
 from titanmoe.data.epochs import Epochs
-from titanmoe.data.pack import Arrays, Pieces, empty
+from titanmoe.data.pack import Arrays, Pieces, empty, further_of
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
 
@@ -70,15 +70,13 @@ class Mix:
         return min(first + count, self.epochs_to_take.total) if self.epochs_to_take else first + count
 
     def read(
-        self,
-        samples: list[Sample | None],
-        seq_len: int,
-        separate_documents: bool,
-        with_weights: bool = False,
-        record: np.dtype | None = None,
+        self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
     ) -> Arrays:
         """None stands for a sequence of padding only."""
-        out = empty(len(samples), seq_len, separate_documents, with_weights, record)
+        further = {WEIGHT: (np.dtype(np.float32), 2)} if with_weights else {}
+        for source in self.sources:
+            further |= further_of(source.packer.documents) if hasattr(source.packer, "documents") else {}
+        out = empty(len(samples), seq_len, separate_documents, further)
         for n, sample in enumerate(samples):
             if sample is not None:
                 self.sources[sample.source].packer.fill(sample.pieces, out, n)
@@ -91,13 +89,6 @@ class Mix:
             for k, source in enumerate(self.sources)
         ]
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
-
-    @property
-    def record(self) -> np.dtype | None:
-        """Of what a teacher says of each label; None if there is no such thing."""
-        scores = [getattr(whole_of(source.packer.documents), "kept_scores", None) for source in self.sources
-                  if hasattr(source.packer, "documents")]  # fmt: skip
-        return scores[0].dtype if scores and scores[0] else None
 
     @property
     def epochs(self) -> dict[str, float]:

@@ -16,12 +16,14 @@ Shapes: P pieces of one sequence, Q sequences of one buffer, S positions.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.data.documents import Documents, document_of
+from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT
+from titanmoe.data.documents import Documents, document_of, whole_of
 from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
@@ -48,20 +50,18 @@ class Arrays(NamedTuple):
     valid_NS: np.ndarray
     document_NS: np.ndarray | None
     position_NS: np.ndarray | None
-    weight_NS: np.ndarray | None
-    """Of each label; None if all count alike."""
-    kept_NS: np.ndarray | None = None
-    """A teacher's record in place of each label (titanmoe.data.scores)."""
+    further: dict[str, np.ndarray]
+    """As in Batch."""
 
 
 def empty(
     count: int,
     seq_len: int,
     separate_documents: bool,
-    with_weights: bool = False,
-    record: np.dtype | None = None,
+    further: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
 ) -> Arrays:
-    """All padding: its document id is -1."""
+    """All padding: its document id is -1. further: of what else there is, its dtype, and whether it is a number per
+    position (2) or per sequence (1)."""
     shape = (count, seq_len)
     return Arrays(
         np.zeros(shape, np.int64),
@@ -69,24 +69,38 @@ def empty(
         np.zeros(shape, bool),
         np.full(shape, -1, np.int64) if separate_documents else None,
         np.zeros(shape, np.int64) if separate_documents else None,
-        np.zeros(shape, np.float32) if with_weights else None,
-        None if record is None else np.zeros(shape, record),
+        {name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in further.items()},
     )
 
 
 def _fill_labels(documents: Documents, start: int, stop: int, out: Arrays, n: int, places: slice) -> None:
-    """Tokens [start, stop) as pairs of a token and its label, and what each label counts."""
+    """Tokens [start, stop) as pairs of a token and its label, what each label counts, and its score."""
     tokens, label_mask = documents.read(start, stop), documents.label_mask(start, stop)
     out.tokens_NS[n, places], out.labels_NS[n, places], out.valid_NS[n, places] = tokens[:-1], tokens[1:], True
     if label_mask is not None:
         out.labels_NS[n, places][~label_mask[1:]] = IGNORE
-    if out.weight_NS is not None:
+    if WEIGHT in out.further:
         weights = documents.label_weights(start, stop)
-        out.weight_NS[n, places] = 1 if weights is None else weights[1:]
-    if out.kept_NS is not None:
-        out.kept_NS[n, places] = kept = documents.kept(start + 1, stop)
-        # Of the first epoch every sequence was scored; where documents are cut elsewhere, a few labels were not.
-        out.labels_NS[n, places][np.isnan(kept["log_p"][:, 0])] = IGNORE
+        out.further[WEIGHT][n, places] = 1 if weights is None else weights[1:]
+    if REFERENCE in out.further:
+        out.further[REFERENCE][n, places] = documents.scores(start, stop)[1:]
+    if KEPT in out.further:
+        kept = documents.kept(start + 1, stop)
+        out.further[KEPT][n, places] = kept["ids"]
+        # Every sequence of a first epoch was scored. Where documents are cut elsewhere a few labels were not: of these
+        # the teacher says nothing.
+        out.further[KEPT_LOG_P][n, places] = np.where(np.isnan(kept["log_p"]), -np.inf, kept["log_p"])
+
+
+def further_of(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
+    """What else there is of their tokens, as `empty` takes it."""
+    whole = whole_of(documents)
+    scores, kept = (getattr(whole, name, None) for name in ("stored_scores", "kept_scores"))
+    fields = {REFERENCE: (scores.dtype, 2)} if scores else {}
+    if kept:
+        ids, log_p = kept.dtype["ids"], kept.dtype["log_p"]
+        fields |= {KEPT: (np.dtype((np.int64, ids.shape)), 2), KEPT_LOG_P: (log_p, 2)}
+    return fields | ({ANSWER: (np.dtype(np.int64), 2), PAIRS: (np.dtype(np.int64), 1)} if documents.answers > 1 else {})
 
 
 class Stream:
@@ -159,7 +173,7 @@ class Stream:
             out.document_NS[n], out.position_NS[n] = document_S, np.arange(self.seq_len) - begins[document_S]
 
 
-class _PackedBuffer:
+class PackedBuffer:
     """The sequences of one buffer, in order. Full pieces, of which long documents make many, are stored as numbers."""
 
     def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
@@ -196,7 +210,7 @@ class BestFit:
     @state.setter
     def state(self, state: list[int]) -> None:
         self.epoch, self.buffer, self.sequences_taken = state
-        self._packed: _PackedBuffer | None = None
+        self._packed: PackedBuffer | None = None
 
     @property
     def epochs(self) -> float:
@@ -233,7 +247,7 @@ class BestFit:
             self.state = [0, buffer, 0]
             yield from self._pack()[:]
 
-    def _pack(self) -> _PackedBuffer:
+    def _pack(self) -> PackedBuffer:
         """The sequences of this buffer."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
@@ -249,7 +263,7 @@ class BestFit:
         bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
         count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
-        return _PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
+        return PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]

@@ -68,8 +68,11 @@ class Reader:
     skipping it would mean uncompressing it.
     """
 
-    def __init__(self, span: Span, field: str, most_mb: int = 128):
+    def __init__(self, span: Span, field: str, most_mb: int = 128, further: tuple[str, ...] = ()):
+        """further: fields whose values are read too, where there are any; a record's value is then all of them by
+        name."""
         self.span, self.field, self.at, self.empty = span, field, 0, False
+        self.further = further
         self.most_mb, self.most = most_mb, most_mb * MIB
 
     def whole(self) -> bytes:

@@ -134,6 +134,7 @@ class ShardDocuments:
             self.stored_tokenizer = StoredTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
             self.skipped: int = manifest["skipped"]
             self.has_label_mask: bool = manifest["counted"] is not None
+            self.answers: int = manifest.get("answers", 1)
             shards: list[dict[str, Any]] = manifest["shards"]
             self.has_label_weights = any("weights" in shard["crc32"] for shard in shards)
             problems = [problem for shard in shards for problem in wrong_sizes(folder, shard, self.dtype)]

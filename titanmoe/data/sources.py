@@ -16,12 +16,14 @@ import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.data.batch import WEIGHT
 from titanmoe.data.documents import Documents, MemoryDocuments
 from titanmoe.data.epochs import Epochs, count_sequences
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents, read_teacher
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
+from titanmoe.data.pack_answers import AnswerFit
 from titanmoe.data.shards import ShardDocuments, StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counter_rng import bits, key, uniform
@@ -67,8 +69,8 @@ class Synthetic:
         u_L = uniform(number_1, torch.arange(self.seq_len + 1), torch.float64)
         tokens = (((self.vocab_size + 1.0) ** u_L).to(torch.int64).clamp(max=self.vocab_size) - 1).numpy()
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
-        if out.weight_NS is not None:
-            out.weight_NS[n] = 1
+        if WEIGHT in out.further:
+            out.further[WEIGHT][n] = 1
 
 
 def keeps_documents_apart(config: Config) -> bool:
@@ -136,13 +138,17 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
         # Each source has its own shuffled order.
         packer_seed = seed if k == 0 else key("source", seed, k)
         packer: Stream | BestFit
-        if config.data.packing == "best_fit":
+        if corpus.answers > 1:
+            packer = AnswerFit(corpus, seq_len, packer_seed)
+        elif config.data.packing == "best_fit":
             packer = BestFit(corpus, seq_len, packer_seed)
         else:
             packer = Stream(corpus, seq_len, packer_seed, keeps_documents_apart(config))
         tokens = int(corpus.starts[len(corpus)])
         if not len(corpus):
             problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
+        elif isinstance(packer, AnswerFit) and not packer.per_epoch:
+            problems.append(f"{name} ({where}) has no pair that fits training.seq_len = {seq_len}: raise it")
         elif not packer.per_epoch:
             problems.append(
                 f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "

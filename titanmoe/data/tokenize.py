@@ -25,7 +25,6 @@ from typing import Any
 
 import titanmoe
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import open_chat
 from titanmoe.data.read_files import find_files, spans
 from titanmoe.data.reader import InputFile, Span
 from titanmoe.data.remote import is_url
@@ -39,7 +38,7 @@ from titanmoe.data.shards import (
     read_manifest,
     wrong_sizes,
 )
-from titanmoe.data.tokenize_unit import TokenizeJob, dtype_name, record_name
+from titanmoe.data.tokenize_unit import TokenizeJob, chat_of, dtype_name, record_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import store_tokenizer, write_json
 
@@ -82,7 +81,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
     tokenizer = collect_problems(open_tokenizer, job.tokenizer)
     sources = collect_problems(find_files, job.paths, job.format)
-    chat = collect_problems(open_chat, job.chat_template, tokenizer) if job.conversations and tokenizer else None
+    chat = collect_problems(chat_of, job, tokenizer) if tokenizer else None
     if problems:
         raise ConfigError(problems)
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
@@ -227,7 +226,8 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "tokenizer": {"identity": tokenizer.identity, "bos": tokenizer.bos, "eos": tokenizer.eos},
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "counted": sum(record["counted"] for record in records) if plan.job.conversations else None,
+        "counted": sum(record["counted"] for record in records) if plan.job.masked else None,
+        "answers": plan.job.answers,
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),
         "examples": [line for record in records for line in record["examples"]][:10],

@@ -92,12 +92,12 @@ def _tokenize(args: argparse.Namespace) -> int:
     if not args.out:
         problems.append("--out is missing: name the folder to make")
     try:
-        conversations = format_option(conversations=True).look_up(args.format).conversations
-        if args.chat_template and not conversations:
+        format = format_option(conversations=True).look_up(args.format)
+        if args.chat_template and not (format.conversations or format.answers > 1):
             problems.append(
-                f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
+                f"--chat-template is for --format chat and preference, and the format is {args.format}: leave one out"
             )
-        if args.label_weights and not conversations:
+        if args.label_weights and not format.conversations:
             problems.append(
                 f"--label-weights is an option of --format chat, and the format is {args.format}: leave one out"
             )
@@ -139,9 +139,12 @@ def _count(things: Sized, name: str) -> str:
 def summary(out: str, manifest: dict[str, Any]) -> list[str]:
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
+    if manifest.get("answers", 1) > 1:
+        documents = f"{manifest['documents'] // 2:,} pair{'s' * (manifest['documents'] != 2)} of answers"
     lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
     if assistant_tokens is not None:
-        lines.append(f"the assistant's: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
+        whose = "the answers'" if manifest.get("answers", 1) > 1 else "the assistant's"
+        lines.append(f"{whose}: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
     if manifest["empty"]:
         lines.append(f"left out: {manifest['empty']:,} empty documents")
     if manifest["skipped"]:

@@ -20,6 +20,7 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
 from titanmoe.data.formats import FORMATS
+from titanmoe.data.preferences import FIELDS, Document, encode_pair
 from titanmoe.data.read_files import documents
 from titanmoe.data.reader import Bad, Reader, Record, Span, json_type_name
 from titanmoe.data.shards import DTYPES, WORK
@@ -57,6 +58,15 @@ class TokenizeJob:
     def conversations(self) -> bool:
         return FORMATS.look_up(self.format).conversations
 
+    @property
+    def answers(self) -> int:
+        return FORMATS.look_up(self.format).answers
+
+    @property
+    def masked(self) -> bool:
+        """Whether some tokens do not count as labels."""
+        return self.conversations or self.answers > 1
+
 
 @dataclass
 class Progress:
@@ -69,6 +79,16 @@ class Progress:
 
 def dtype_name(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def chat_of(job: TokenizeJob, tokenizer: Tokenizer) -> Chat | None:
+    """Of pairs none if nothing names a template: their answers may be texts."""
+    try:
+        return open_chat(job.chat_template, tokenizer) if job.masked else None
+    except ConfigError:
+        if job.conversations or job.chat_template:
+            raise
+        return None
 
 
 def record_name(unit: int, shard: int) -> str:
@@ -87,10 +107,10 @@ class ShardUnit:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens, encoded = 0, self._encoded(batch)
-            for entry, tokens_T, weight_T in encoded:
-                if self.job.bad_lines == "error" and _is_bad(entry, tokens_T):
-                    raise _refusal([entry, *(entry for entry, tokens_T, _ in encoded if _is_bad(entry, tokens_T))])
-                tokens += self._add_entry(entry, tokens_T, weight_T)
+            for entry, made in encoded:
+                if self.job.bad_lines == "error" and _is_bad(entry, made):
+                    raise _refusal([entry, *(entry for entry, made in encoded if _is_bad(entry, made))])
+                tokens += self._add_entry(entry, made)
             progress(size, tokens)
         self._close(last=True)
 
@@ -99,9 +119,10 @@ class ShardUnit:
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
-            reader = Reader(span, self.job.column, self.job.max_document_mb)
+            further = FIELDS if self.job.answers > 1 else ()
+            reader = Reader(span, self.job.column, self.job.max_document_mb, further)
             entries = documents(reader)
-            for entry in entries if self.chat else texts_only(entries, self.job.column):
+            for entry in entries if self.job.masked else texts_only(entries, self.job.column):
                 if to_skip:
                     to_skip -= 1
                     continue
@@ -113,28 +134,34 @@ class ShardUnit:
             done += span.bytes
         yield batch, done - reported
 
-    def _encoded(
-        self, batch: list[Record | Bad]
-    ) -> Iterator[tuple[Record | Bad, np.ndarray | None, np.ndarray | None]]:
-        """Each entry, its tokens unless it is bad or empty, and how much each counts as a label unless all do alike."""
-        texts = [] if self.chat else [entry.value for entry in batch if _is_text(entry)]
+    def _encoded(self, batch: list[Record | Bad]) -> Iterator[tuple[Record | Bad, list[Document]]]:
+        """Each entry, and its documents: none if it is bad or empty."""
+        masked = self.job.masked
+        texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
         rows = iter(self.tokenizer.encode_all(texts) if texts else [])
         for entry in batch:
-            if isinstance(entry, Bad) or (not self.chat and not _is_text(entry)):
-                yield entry, None, None
-            elif not self.chat:
-                yield entry, np.concatenate([self.bos_N, next(rows), self.eos_N]), None
+            if isinstance(entry, Bad) or (not masked and not _is_text(entry)):
+                yield entry, []
+            elif not masked:
+                yield entry, [(np.concatenate([self.bos_N, next(rows), self.eos_N]), None)]
             else:
                 try:
-                    yield entry, *self._conversation(entry)
+                    yield entry, self._conversations(entry)
                 except ChatError as error:
-                    yield Bad(f"{entry.where()}: {error}"), None, None
+                    yield Bad(f"{entry.where()}: {error}"), []
                 except ConfigError as error:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
-    def _conversation(self, entry: Record) -> tuple[np.ndarray, np.ndarray]:
+    def _conversations(self, entry: Record) -> list[Document]:
+        if self.job.answers == 1:
+            return [self._marked(*self.chat.encode(entry.value))]
+        pair = [self._marked(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
+        if np.array_equal(pair[0][0], pair[1][0]):
+            raise ChatError("both answers are the same tokens, so neither is better")
+        return pair
+
+    def _marked(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
         """With the marks of a document where the template did not write them; these do not count towards the loss."""
-        tokens_T, weight_T = self.chat.encode(entry.value)
         if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
             raise ChatError(
                 f"a message has the weight {other[0]:g}, and without label_weights a message counts (1) or does not "
@@ -146,34 +173,36 @@ class ShardUnit:
             tokens_T, weight_T = np.concatenate([tokens_T, self.eos_N]), np.append(weight_T, np.float32(0))
         return tokens_T, weight_T
 
-    def _add_entry(self, entry: Record | Bad, tokens_T: np.ndarray | None, weight_T: np.ndarray | None) -> int:
-        if tokens_T is not None:
-            if self.writer is not None and self.writer.tokens + len(tokens_T) > self.job.shard_tokens:
+    def _add_entry(self, entry: Record | Bad, made: list[Document]) -> int:
+        tokens = sum(len(tokens_T) for tokens_T, _ in made)
+        if made:
+            if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
-                with_weights = self.chat is not None and self.job.label_weights
-                self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None, with_weights)
-            self.writer.add(tokens_T, weight_T)
-        elif not _is_bad(entry, tokens_T):
+                masked = self.job.masked
+                self.writer = ShardWriter(Path(self.job.out), name, dtype, masked, masked and self.job.label_weights)
+            for tokens_T, weight_T in made:
+                self.writer.add(tokens_T, weight_T)
+        elif not _is_bad(entry, made):
             self.progress.empty += 1
         else:
             self.progress.skipped += 1
             self.examples = [*self.examples, entry.why][:EXAMPLES]
         self.progress.items += 1
-        return 0 if tokens_T is None else len(tokens_T)
+        return tokens
 
     def _close(self, last: bool) -> None:
         record = {"last": last, **vars(self.progress), "examples": self.examples}
-        record["counted"] = self.writer.num_labels if self.writer and self.chat else 0
+        record["counted"] = self.writer.num_labels if self.writer and self.job.masked else 0
         record["shard"] = self.writer.close() if self.writer else None
         write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", record)
         self.writer, self.progress, self.examples = None, Progress(self.progress.items), []
         self.shard += 1
 
 
-def _is_bad(entry: Record | Bad, tokens_T: np.ndarray | None) -> bool:
-    return tokens_T is None and not (isinstance(entry, Record) and entry.value == "")
+def _is_bad(entry: Record | Bad, made: list[Document]) -> bool:
+    return not made and not (isinstance(entry, Record) and entry.value == "")
 
 
 def _refusal(bad: list[Bad]) -> ConfigError:
@@ -206,7 +235,7 @@ def serve() -> None:
     try:
         job = TokenizeJob(**json.loads(sys.stdin.readline()))
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = open_chat(job.chat_template, tokenizer) if job.conversations else None
+        chat = chat_of(job, tokenizer)
         for line in sys.stdin:
             request = json.loads(line)
             unit = ShardUnit(job, tokenizer, chat, request["unit"], request["shard"], request["items"])

@@ -31,7 +31,7 @@ def tag(name: str, balance_losses: Sequence[str]) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
-    if name.startswith(("time.", "data.", "straggler.", "answers.")):
+    if name.startswith(("time.", "data.", "straggler.", "answers.", "preference.")):
         return name.replace(".", "/", 1)
     if name in balance_losses:
         return f"experts/{name}"

@@ -45,6 +45,7 @@ from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
+from titanmoe.train.reference import Reference
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -89,7 +90,7 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
-    objective = OBJECTIVES.implementation(training.objective).of(config, meshes)
+    objective = OBJECTIVES.implementation(training.objective).build(config, meshes)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     logits = LargestLogits(config.model, stages, place, meshes, every) if every else None
     gradients = Gradients(
@@ -117,13 +118,13 @@ def build_training(
     if config.validation.interval:
         documents = batches.held_out if config.validation.held_out else ()
         samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        plain = Slicer(meshes, place, device, False, CrossEntropy(meshes))
-        validation = Validation(config.validation.interval, training.steps, samples, plain, gradients, state)
+        own = Slicer(meshes, place, device, False, objective if rules.answers > 1 else CrossEntropy(meshes))
+        validation = Validation(config.validation.interval, training.steps, samples, own, gradients, state)
     answers, questions = config.validation.answers, None
     if answers.interval:
         choices = AnswerSet(config, meshes.data.rank, meshes.data.size, batches.mix.tokenizer)
-        plain = Slicer(meshes, place, device, False, ChoiceSums(meshes))
-        questions = Answers(answers.interval, training.steps, choices, plain, gradients, state)
+        own = Slicer(meshes, place, device, False, ChoiceSums(meshes))
+        questions = Answers(answers.interval, training.steps, choices, own, gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
@@ -177,6 +178,8 @@ def build_training(
         profile=config.profile,
         garbage=garbage(training.gc_every),
     )
+    if rules.reference:
+        made.reference = Reference(config, made)
     guard.checks = checks(config, made)
     return made
 

@@ -56,6 +56,8 @@ def figures(record: dict[str, float]) -> dict[str, str]:
     if "mfu" in record:
         shown["MFU"] = f"{record['mfu']:.1%}"
     shown["memory"] = f"{record['memory_gib']:.2f} GiB"
+    if "preference.accuracy" in record:
+        shown["accuracy"] = f"{record['preference.accuracy']:.1%}"
     if "imbalance" in record:
         shown["imbalance"] = f"{record['imbalance']:.2f}"
     if record.get("dropped_fraction"):
@@ -63,7 +65,10 @@ def figures(record: dict[str, float]) -> dict[str, str]:
     if "val_loss" in record:
         best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
         shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
-        shown["perplexity"] = f"{value:.2f}" if (value := record["val_perplexity"]) < 1e6 else f"{value:.2e}"
+    if (value := record.get("val_perplexity")) is not None:
+        shown["perplexity"] = f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
+    if "preference.val_accuracy" in record:
+        shown["val accuracy"] = f"{record['preference.val_accuracy']:.1%}"
     for name, value in record.items():
         if name.startswith("answers.") and name.endswith(".accuracy"):
             shown[name.split(".", 1)[1].removesuffix(".accuracy")] = f"{value:.1%} right"

@@ -63,6 +63,8 @@ class StepScalars:
     """Of each MoE layer: rows per expert, then its statistics."""
     max_logits: list[float]
     """Of each block, in a step that measures them."""
+    metrics: dict[str, float]
+    """The objective's own."""
 
 
 class Sums(NamedTuple):
@@ -146,14 +148,19 @@ class Gradients:
         )
         logits = self.logits.over_ranks(self.device) if self.logits else None
         by_block = norm.new_empty(0) if logits is None else logits.amax(1)
+        metrics = self.objective.metrics
         loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
-            (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten(), by_block)
+            (sums[:4], torch.stack((norm.double(), work.totals.tokens)), sums[4:], experts.flatten(), by_block)
         ).tolist()
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
+        tp, (own_metrics, rest) = self.meshes.tp.size, (rest[: len(metrics)], rest[len(metrics) :])
+        loss, mtp_loss = loss / tp + self.objective.constant, mtp_loss / tp
+        reported = {name: value / tp for name, value in zip(metrics, own_metrics, strict=True)}
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
-        scalars = StepScalars(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers, rest[experts.numel() :])
+        scalars = StepScalars(
+            loss, mtp_loss, stop, overflowed, norm_now, tokens, layers, rest[experts.numel() :], reported
+        )
         return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own, logits)
 
     def begin_step(self, totals: Totals) -> None:
@@ -166,8 +173,8 @@ class Gradients:
     def forward_backward(
         self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
     ) -> tuple[Tensor, Tensor]:
-        """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, and
-        whether a receive buffer was too small.
+        """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, whether
+        a receive buffer was too small, and the objective's metrics.
 
         symmetric: what to attach to the layers' dispatchers, which are exact without it.
         """
@@ -182,7 +189,8 @@ class Gradients:
         )
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        mine = torch.stack((loss, mtp_loss, stop, overflowed))
+        own_metrics = self.objective.take_metrics(loss) / count
+        mine = torch.cat((torch.stack((loss, mtp_loss, stop, overflowed)).double(), own_metrics))
         return mine[:2], all_reduce(mine, self.meshes.world)
 
     @named("finish gradients")

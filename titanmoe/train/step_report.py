@@ -18,6 +18,7 @@ class StepReport:
 
     def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
+        values |= scalars.metrics
         if self.with_mtp:
             values["mtp_loss"] = scalars.mtp_loss
         gradients = self.gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.step_report import StepReport
 from titanmoe.train.validation import Validation
+
+if TYPE_CHECKING:
+    from titanmoe.train.reference import Reference
 
 
 @dataclass
@@ -71,6 +75,8 @@ class Training:
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
+    reference: Reference | None = None
+    """There if the objective reads what it says."""
 
     @property
     def evaluations(self) -> list[Validation | Answers]:

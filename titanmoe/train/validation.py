@@ -39,21 +39,23 @@ class Validation:
     last: int
     samples: Iterable[list[Batch]]
     slicer: Slicer
-    """Without what multi-token prediction needs, and with cross-entropy as its objective."""
+    """Without what multi-token prediction needs, and with cross-entropy as its objective, or pairs' own."""
     gradients: Gradients
     state: RunState
     best: float = math.inf
 
     def after_step(self) -> dict[str, float]:
-        """Loss, perplexity and the best loss so far, if a validation is due."""
+        """The loss and the best one so far, if a validation is due; the perplexity of cross-entropy, or the objective's
+        own metrics."""
         if self.state.step % self.interval and self.state.step != self.last:
             return {}
         begin = time.monotonic()
-        loss = self.loss()
+        loss, metrics = self.measure()
         self.best = min(self.best, loss)
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        took = time.monotonic() - begin
-        return {"val_loss": loss, "val_perplexity": perplexity, "val_best": self.best, "val_s": took}
+        values = {"val_loss": loss, "val_best": self.best, "val_s": time.monotonic() - begin}
+        if metrics:
+            return values | metrics
+        return values | {"val_perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def state_dict(self) -> dict[str, float | None]:
         return {"best": self.best if math.isfinite(self.best) else None}
@@ -62,12 +64,18 @@ class Validation:
         best = state.get("best")
         self.best = math.inf if best is None else best
 
-    def loss(self) -> float:
-        """Cross entropy, summed over all labels of the set and divided by their number."""
-        meshes = self.slicer.meshes
+    def measure(self) -> tuple[float, dict[str, float]]:
+        """The objective over the whole set, divided by its count once; and its metrics, as those of a step with val_
+        before their last name."""
+        meshes, objective = self.slicer.meshes, self.slicer.objective
         total, count = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
+        sums = objective.take_metrics(total)
         for sum_of_batches, count_of_batches in forward_only(self.samples, self.slicer, self.gradients):
             total += sum_of_batches
+            sums += objective.take_metrics(total)
             count += count_of_batches
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        return (all_reduce(total, meshes.world) / meshes.tp.size / count.clamp(min=1)).item()
+        mine = torch.cat((total.view(1), sums))
+        loss, *values = (all_reduce(mine, meshes.world) / meshes.tp.size / count.clamp(min=1)).tolist()
+        names = [name.replace(".", ".val_") for name in objective.metrics]
+        return loss + objective.constant, dict(zip(names, values, strict=True))

@@ -7,7 +7,8 @@ from functools import cache
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parts import Kind, PartError
-from titanmoe.data.formats.format import FormatRules
+from titanmoe.config.schema import Config
+from titanmoe.data.formats.format import FormatRules, manifest_of
 
 FORMATS = Kind(
     "data.format",
@@ -17,6 +18,7 @@ FORMATS = Kind(
         "jsonl": "titanmoe.data.formats.jsonl:FORMAT",
         "parquet": "titanmoe.data.formats.parquet:FORMAT",
         "chat": "titanmoe.data.formats.chat:FORMAT",
+        "preference": "titanmoe.data.formats.preference:FORMAT",
         "tokens": "titanmoe.data.formats.tokens:FORMAT",
     },
     FormatRules,
@@ -34,12 +36,21 @@ def format_of(extension: str) -> str:
     return next(fits, "text")
 
 
+def answers_in(path: str, config: Config) -> int:
+    """2 if what data.paths calls so are pairs of answers, as far as its name and a manifest tell."""
+    try:
+        return manifest_of(path).get("answers", 1) if manifest_of(path) else FORMATS.look_up(config.data.format).answers
+    except PartError:  # reported as such
+        return 1
+
+
 def format_option(conversations: bool) -> Kind:
-    """The values of a command's option --format: all formats but token shards, and conversations only if asked for."""
+    """The values of a command's option --format: all formats but token shards. conversations: those that a chat
+    template makes text of, too."""
     table = dict(FORMATS.table)
     for name in FORMATS.table:
         with suppress(PartError):  # reported if the user names this format
             format = FORMATS.look_up(name)
-            if format.tokenized or (format.conversations and not conversations):
+            if format.tokenized or ((format.conversations or format.answers > 1) and not conversations):
                 del table[name]
     return Kind("--format", table, FormatRules)

@@ -27,19 +27,21 @@ class FormatRules(Rules):
     conversations = False
     """Whether a record's value is the messages of a chat, which a template makes into text, with loss only on what the
     assistant said. `auto` chooses no such format."""
+    answers = 1
+    """2: a record is a pair of answers, and its value the whole record (titanmoe.data.preferences)."""
     tokenized = False
     """Whether its files are token shards, which are used as they are."""
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Conversations stay whole and apart."""
         is_chat = values["data.source"] == "files" and (
-            self.conversations or any(map(_has_chats, values["data.paths"]))
+            self.conversations or self.answers > 1 or any(map(_has_chats, values["data.paths"]))
         )
         return {"data.packing": "best_fit"} if is_chat else {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         data = config.data
-        if data.chat_template and not self.conversations:
+        if data.chat_template and not (self.conversations or self.answers > 1):
             yield Violation(
                 ("data.chat_template", "data.format"),
                 f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads '
@@ -75,8 +77,13 @@ class Format(FormatRules):
 
 def _has_chats(path: str) -> bool:
     """Whether it is a folder of token shards that say which tokens count (titanmoe.data.shards)."""
+    return manifest_of(path).get("counted") is not None
+
+
+def manifest_of(path: str) -> dict[str, Any]:
+    """Of a folder of token shards; {} of whatever else it is, of which the run says more when it opens it."""
     try:
         manifest = parse_json(Path(path).expanduser().joinpath("manifest.json").read_bytes())
-        return manifest["counted"] is not None
-    except (OSError, ValueError, LookupError, TypeError):  # whatever else it is, the run says when it opens it
-        return False
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}

@@ -40,18 +40,20 @@ class Parquet(Format):
         names = file.schema_arrow.names
         if field not in names:
             raise ConfigError([no_field(span.file, field, names)])
+        columns = [field, *(name for name in reader.further if name in names)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
         for group in range(span.start, span.stop):
-            for batch in file.iter_batches(_rows_at_once(reader, file, group), row_groups=[group], columns=[field]):
-                column = batch.column(0)
-                for n in range(len(column)):
+            most_rows = _rows_at_once(reader, file, group, columns)
+            for batch in file.iter_batches(most_rows, row_groups=[group], columns=columns):
+                for n in range(len(batch)):
                     row_number, rows_done = row_number + 1, rows_done + 1
                     reader.at = span.bytes * rows_done // rows_in_span
                     where = partial("{}: row {}".format, span.file, row_number)
-                    if column.nbytes > reader.most and column.slice(n, 1).nbytes > reader.most:
-                        raise reader.too_long(where(), repr(field))
-                    yield Record(where, column[n].as_py())
+                    if batch.nbytes > reader.most and batch.slice(n, 1).nbytes > reader.most:
+                        raise reader.too_long(where(), " and ".join(map(repr, columns)))
+                    row = {name: batch.column(name)[n].as_py() for name in columns}
+                    yield Record(where, row if reader.further else row[field])
 
 
 FORMAT = Parquet()
@@ -65,14 +67,14 @@ def _open(file: str) -> Any:
     return pyarrow.parquet.ParquetFile(open_url(file) if is_url(file) else file)
 
 
-def _rows_at_once(reader: Reader, file: Any, group: int) -> int:
+def _rows_at_once(reader: Reader, file: Any, group: int, columns: list[str]) -> int:
     """How many rows to read at once: few enough even if each were as long as the whole row group, because a dictionary
     can make many long rows from one."""
     row_group = file.metadata.row_group(group)
-    columns = [row_group.column(n) for n in range(row_group.num_columns)]
-    field_columns = [column for column in columns if column.path_in_schema.split(".")[0] == reader.field]
-    uncompressed = sum(column.total_uncompressed_size for column in field_columns)
-    compressed = sum(column.total_compressed_size for column in field_columns)
+    parts = [row_group.column(n) for n in range(row_group.num_columns)]
+    parts = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
+    uncompressed = sum(part.total_uncompressed_size for part in parts)
+    compressed = sum(part.total_compressed_size for part in parts)
     if uncompressed > reader.most and uncompressed > MOST_RATIO * compressed:
         raise reader.too_long(
             f"{reader.span.file}: row group {group + 1}",

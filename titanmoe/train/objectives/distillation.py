@@ -27,7 +27,7 @@ class Distilled(CrossEntropy):
         self.weight, self.temperature = options.weight, options.temperature
 
     @classmethod
-    def of(cls, config: Config, meshes: Meshes) -> Distilled:
+    def build(cls, config: Config, meshes: Meshes) -> Distilled:
         return cls(meshes, config.distillation)
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:

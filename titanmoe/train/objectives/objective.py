@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 from torch import Tensor
 
 from titanmoe.config.schema import Config
@@ -24,16 +25,32 @@ from titanmoe.parallel.batch_slice import Slice
 
 
 class Objective:
+    metrics: tuple[str, ...] = ()
+    """Names of what it reports besides the loss, such as "preference.accuracy": sums that are divided as the loss is.
+    """
+    constant = 0.0
+    """What the reported loss has besides: `sum` may leave it out, so that no division rounds it."""
+
     def __init__(self, meshes: Meshes):
-        self.meshes = meshes
+        self.meshes, self._sums = meshes, {}
 
     @classmethod
-    def of(cls, config: Config, meshes: Meshes) -> Objective:
+    def build(cls, config: Config, meshes: Meshes) -> Objective:
         """Of a run; one with options of its own reads them here."""
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         return self.sum(Scores.of(scores_NBS), piece)
+
+    def report(self, piece: Slice, *sums: Tensor) -> None:
+        """This rank's sums of a microbatch, one for each of `metrics`; called by `sum`. They replace those of an
+        earlier pass over the same microbatch."""
+        self._sums[id(piece)] = torch.stack(sums).detach().double()
+
+    def take_metrics(self, like: Tensor) -> Tensor:
+        """The sums since the last call, zeros on ranks without the head."""
+        sums, self._sums = sum(self._sums.values(), like.new_zeros(len(self.metrics))), {}
+        return sums
 
     @abstractmethod
     def sum(self, scores: Scores, piece: Slice) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
+from titanmoe.data.formats import answers_in
 
 
 class ObjectiveRules(Rules):
@@ -23,6 +24,12 @@ class ObjectiveRules(Rules):
     entropy = False
     """Whether it reads the entropy at each label, too."""
 
+    reference = False
+    """Whether it reads what the model that the run begins from says of each label (titanmoe.train.reference)."""
+
+    answers = 1
+    """2: it learns from pairs of answers; and validation reports it in place of cross-entropy."""
+
     def kept(self, config: Config) -> tuple[int, float]:
         """Of how many ids at each position it reads the log p, besides the label's, and with which temperature."""
         return 0, 1.0
@@ -33,6 +40,7 @@ class ObjectiveRules(Rules):
         return math.inf
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from self._other_data(config)
         if config.model.mtp_depth and not self.further_tokens:
             yield Violation(
                 ("training.objective", "model.mtp_depth"),
@@ -47,6 +55,42 @@ class ObjectiveRules(Rules):
                     f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
                     f'is set: use objective = "distillation", or {name} = ""',
                 )
+
+    def _other_data(self, config: Config) -> Iterator[Violation]:
+        """Pairs of answers where it learns from none, or the other way round."""
+        objective, data = config.training.objective, config.data
+        sources = [*data.paths, *config.validation.paths] if data.source == "files" else [data.source]
+        for path in sources:
+            has_pairs = answers_in(path, config) > 1
+            if has_pairs and self.answers == 1:
+                yield Violation(
+                    ("training.objective", "data.paths"),
+                    f"{path!r} has pairs of a chosen and a rejected answer, and training.objective = "
+                    f'"{objective}" would learn both alike: set objective = "dpo", or name other data',
+                )
+            elif not has_pairs and self.answers > 1:
+                yield Violation(
+                    ("training.objective", "data.paths", "data.format"),
+                    f'training.objective = "{objective}" learns from pairs of a chosen and a rejected answer, and '
+                    f'{path!r} has none: set data.format = "preference" for JSONL or Parquet, or make shards with '
+                    "titanmoe tokenize --format preference",
+                )
+
+
+class DPORules(ObjectiveRules):
+    help = "dpo is direct preference optimization on pairs of answers, with dpo.beta."
+    implementation = "titanmoe.train.objectives.dpo:DPO"
+    reference = True
+    answers = 2
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        if config.data.packing != "best_fit":
+            yield Violation(
+                ("training.objective", "data.packing"),
+                f'training.objective = "dpo" needs both answers of a pair in one sequence, and data.packing = '
+                f'"{config.data.packing}" cuts documents anywhere: use "best_fit"',
+            )
 
 
 class WeightedCrossEntropyRules(ObjectiveRules):
@@ -111,6 +155,7 @@ OBJECTIVES = Kind(
     {
         "cross_entropy": CrossEntropyRules(),
         "distillation": DistillationRules(),
+        "dpo": DPORules(),
         "weighted_cross_entropy": WeightedCrossEntropyRules(),
     },
     ObjectiveRules,

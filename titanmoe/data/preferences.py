@@ -1,0 +1,70 @@
+"""Pairs of answers to tokens, as TRL writes them: a prompt, the answer that was chosen and the one that was rejected.
+
+Each is a text, or a list of messages. Without a prompt, or with a text beside messages, the prompt is what both answers
+begin with. A pair becomes two documents, the prompt with the chosen answer and with the rejected one; of each only the
+answer counts as labels, with its end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from titanmoe.data.chat import Chat, ChatError
+from titanmoe.data.reader import json_type_name
+from titanmoe.data.tokenizer import Tokenizer
+
+PROMPT, CHOSEN, REJECTED = FIELDS = "prompt", "chosen", "rejected"
+
+Document = tuple[np.ndarray, np.ndarray | None]
+"""Tokens, and how much each counts as a label; None: all alike."""
+
+
+def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> tuple[Document, Document]:
+    """Without the marks of a document. ChatError: the record is at fault. chat: needed for messages."""
+    prompt, chosen, rejected = split_pair(record)
+    if isinstance(chosen, str):
+        return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
+    if chat is None:
+        raise ChatError("it has messages, and there is no chat template: name one (chat_template)")
+    told = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
+    return chat.encode([*told, *chosen]), chat.encode([*told, *rejected])
+
+
+def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Prompt, chosen and rejected: three texts, or three lists of messages."""
+    prompt, chosen, rejected = (record.get(name) for name in FIELDS)
+    for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if not answer:
+            raise ChatError(f"has no {name} answer ({name!r} is missing or empty)")
+        if not isinstance(answer, str | list):
+            raise ChatError(f"{name!r} is {json_type_name(answer)}, not a text or a list of messages")
+    if type(chosen) is not type(rejected):
+        raise ChatError("one answer is a text and the other a list of messages")
+    if chosen == rejected:
+        raise ChatError("both answers are the same, so neither is better")
+    if isinstance(chosen, list):
+        for message in (*chosen, *rejected, *(prompt if isinstance(prompt, list) else ())):
+            if not isinstance(message, dict):
+                raise ChatError('a message is not like {"role": "user", "content": "..."}')
+    if type(prompt) is type(chosen):
+        return prompt, chosen, rejected
+    if isinstance(prompt, list):
+        raise ChatError("the prompt is a list of messages, and its answers are texts")
+    alike = (a == b for a, b in zip(chosen, rejected, strict=False))
+    shared = next((n for n, same in enumerate(alike) if not same), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and chosen[:shared].endswith(" "):  # as TRL: the space belongs to the answers
+        shared -= 1
+    for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
+        if len(answer) == shared:
+            raise ChatError(f"the {name} answer is what the other one begins with: state the prompt")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
+    """A token on both sides of the border counts."""
+    tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + answer)
+    end = len(prompt)
+    tokens_T = np.append(tokens_T, tokenizer.eos)
+    return tokens_T, np.append(end_T > end, True).astype(np.float32)

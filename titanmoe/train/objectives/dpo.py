@@ -1,0 +1,59 @@
+"""Direct preference optimization (arXiv 2305.18290): of two answers the chosen one gains on the rejected one.
+
+D = beta * ((log p - log p_ref) of the chosen answer - the same of the rejected one), each summed over labels. The loss
+is -log sigmoid(D), summed over pairs and divided by their number. It is counted as ln 2 plus the difference to that: of
+a model that is its reference D is 0, and the loss ln 2 to the bit.
+
+Shapes: B samples, S positions of the attention slice, L of the whole sequence, which has fewer answers than positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.comm.collectives import sum_over
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.vocabulary import Scores
+from titanmoe.parallel.batch_slice import Slice
+from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.objective import Objective
+
+
+class DPO(Objective):
+    metrics = "preference.accuracy", "preference.chosen", "preference.rejected", "preference.kl"
+    constant = math.log(2)
+
+    def __init__(self, meshes: Meshes, beta: float):
+        super().__init__(meshes)
+        self.beta = beta
+
+    @classmethod
+    def build(cls, config: Config, meshes: Meshes) -> DPO:
+        return cls(meshes, config.dpo.beta)
+
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        answer_BS, cp = piece.further[ANSWER], self.meshes.cp
+        gain_BS = (-scores.loss_BS - piece.further[REFERENCE]).double().where(piece.labels_BS != IGNORE, 0)
+        samples, length = answer_BS.shape[0], answer_BS.shape[1] * cp.size
+        length += length % 2
+        place_BS = answer_BS + length * torch.arange(samples, device=answer_BS.device).unsqueeze(1)
+        gain_BL = gain_BS.new_zeros(samples * length).index_add(0, place_BS.flatten(), gain_BS.flatten())
+        reward_BP2 = self.beta * sum_over(gain_BL, cp).view(samples, -1, 2)
+        chosen_BP, rejected_BP = reward_BP2.unbind(2)
+        margin_BP = chosen_BP - rejected_BP
+        # Where there is no pair, the margin is 0 and so is this.
+        excess_BP = F.logsigmoid(torch.zeros_like(margin_BP)) - F.logsigmoid(margin_BP)
+        sums = (margin_BP > 0).sum(), chosen_BP.sum(), rejected_BP.sum()
+        # KL(reference | model) of an answer, by the second-order estimate that is never negative.
+        kl = gain_BS.square().sum() / 4
+        self.report(piece, *(total / cp.size for total in sums), kl)
+        return excess_BP.sum() / cp.size
+
+    def count(self, batch: Batch) -> Tensor:
+        return batch.further[PAIRS].sum()
