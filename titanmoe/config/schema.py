@@ -273,7 +273,7 @@ class Training:
 
 @dataclass
 class Distillation:
-    """Learning from another model's distributions, with training.objective = "distillation" (docs/fine-tuning.md#distillation)."""
+    """Learning from another model's distributions, with training.objective = "distillation" (docs/distillation.md)."""
 
     teacher: str = ""
     """The model to learn from: a folder in Hugging Face's format, a run or a checkpoint, with the vocabulary of this model and the tokenizer of the data. It is computed in each step, under the run's own mapping, and is not trained."""
