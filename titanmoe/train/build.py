@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -35,13 +36,13 @@ from titanmoe.train.checks import Checks
 from titanmoe.train.clock import Clock
 from titanmoe.train.console import Shown
 from titanmoe.train.divergence import Expected
-from titanmoe.train.find_teacher import check_tokenizer
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import header, set_up
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
+from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
@@ -109,22 +110,15 @@ def build_training(
     weights = gradients.parameters
     optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
-    slicer = Slicer(meshes, place, device, with_mtp, objective)
+    slicer_for = partial(Slicer, meshes, place, device)
+    slicer, set_up_notes = (
+        slicer_for(with_mtp, objective),
+        set_up(config, fold.pp, batches.microbatches, engine, device),
+    )
     if config.distillation.teacher:
-        slicer = TeachingSlicer(config, slicer, batches.microbatches, state, build)
-        if batches.mix.tokenizer:
-            check_tokenizer(slicer.teacher, batches.mix.tokenizer.identity)
-    validation = None
-    if config.validation.interval:
-        documents = batches.held_out if config.validation.held_out else ()
-        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        own = Slicer(meshes, place, device, False, objective if rules.answers > 1 else CrossEntropy(meshes))
-        validation = Validation(config.validation.interval, training.steps, samples, own, gradients, state)
-    answers, questions = config.validation.answers, None
-    if answers.interval:
-        choices = AnswerSet(config, meshes.data.rank, meshes.data.size, batches.mix.tokenizer)
-        own = Slicer(meshes, place, device, False, ChoiceSums(meshes))
-        questions = Answers(answers.interval, training.steps, choices, own, gradients, state)
+        slicer = TeachingSlicer(config, slicer, batches, state, build)
+        set_up_notes["teacher"] = slicer.note
+    validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
@@ -143,8 +137,6 @@ def build_training(
         config.lora,
     )
     gradients.wants_to_stop = checkpoints.wants_to_stop
-    if isinstance(slicer, TeachingSlicer):
-        slicer.fill(checkpoints.group)
     clock = Clock(device)
     made = Training(
         runtime=runtime,
@@ -171,8 +163,8 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        answers=questions,
-        set_up=set_up(config, fold.pp, batches.microbatches, engine, device) | optimizer.notes,
+        answers=answers,
+        set_up=notes | optimizer.notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,
@@ -182,6 +174,28 @@ def build_training(
         made.reference = Reference(config, made)
     guard.checks = checks(config, made)
     return made
+
+
+def make_evaluations(
+    config: Config,
+    loader: Loader,
+    slicer_for: Callable[[Objective], Slicer],
+    gradients: Gradients,
+    state: RunState,
+) -> tuple[Validation | None, Answers | None]:
+    """What the recipe asks for after some steps."""
+    meshes, own, last = gradients.meshes, gradients.objective, config.training.steps
+    validation = answers = None
+    if every := config.validation.interval:
+        documents = loader.held_out if config.validation.held_out else ()
+        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
+        pairs = OBJECTIVES.look_up(config.training.objective).answers > 1
+        slicer = slicer_for(own if pairs else CrossEntropy(meshes))
+        validation = Validation(every, last, samples, slicer, gradients, state)
+    if every := config.validation.answers.interval:
+        questions = AnswerSet(config, meshes.data.rank, meshes.data.size, loader.mix.tokenizer)
+        answers = Answers(every, last, questions, slicer_for(ChoiceSums(meshes)), gradients, state)
+    return validation, answers
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:

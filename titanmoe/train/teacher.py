@@ -9,21 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe import observe
 from titanmoe.checkpoint import state
-from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.whole_model import fill
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import KEPT, KEPT_LOG_P, Batch
+from titanmoe.data.loader import Loader
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.apply import make_engine
 from titanmoe.parallel.batch_slice import Slice
-from titanmoe.train.find_teacher import config_of_teacher, find_teacher
+from titanmoe.train.find_teacher import check_tokenizer, config_of_teacher, find_teacher
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.run_state import RunState
@@ -56,13 +58,14 @@ class Kept(CrossEntropy):
 
 
 class TeachingSlicer(Slicer):
-    """A Slicer whose slices have the teacher's distributions, on ranks with the last stage."""
+    """A Slicer whose slices have the teacher's distributions, on ranks with the last stage. All ranks make it together:
+    it reads the teacher's weights."""
 
     def __init__(
         self,
         config: Config,
         slicer: Slicer,
-        microbatches: int,
+        loader: Loader,
         run_state: RunState,
         build: Callable[..., list[Transformer]],
     ):
@@ -70,19 +73,23 @@ class TeachingSlicer(Slicer):
         meshes, device, options = slicer.meshes, slicer.device, config.distillation
         self.teacher, self.state = find_teacher(config.distillation.teacher), run_state
         own = config_of_teacher(config, self.teacher)
-        self.stages = build(own, meshes, microbatches, device, materialize=allocate)
+        if loader.mix.tokenizer:
+            check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
+        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate)
         for head in (stage.head for stage in self.stages if stage.head is not None):
             head.top, head.temperature = options.top, options.temperature
         mapping = own.pipeline, own.parallelism, own.training
-        self.engine = make_engine(self.stages, *mapping, meshes, microbatches, device)
+        self.engine = make_engine(self.stages, *mapping, meshes, loader.microbatches, device)
         self.kept, self.one = Kept(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
+        self.note = f"{self.teacher.path}, of which {options.top} ids are kept"
+        self._fill()
 
-    def fill(self, group: Group) -> None:
-        """Reads the weights. All ranks call it together."""
+    def _fill(self) -> None:
         model = self.stages[0].shape
         named = {name: weight for stage in self.stages for name, weight in stage.named_parameters()}
         buffers = {name: buffer for stage in self.stages for name, buffer in state.persistent_buffers(stage).items()}
         targets = state.targets(named, buffers, None, model.tie_embeddings)
+        group = dist.group.WORLD if dist.get_world_size() > 1 else None
         try:
             with torch.no_grad():
                 on_all_ranks(group, lambda: fill(targets, self.teacher, model))
