@@ -111,13 +111,11 @@ def build_training(
     optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     slicer_for = partial(Slicer, meshes, place, device)
-    slicer, set_up_notes = (
-        slicer_for(with_mtp, objective),
-        set_up(config, fold.pp, batches.microbatches, engine, device),
-    )
+    notes = set_up(config, fold.pp, batches.microbatches, engine, device)
+    slicer = slicer_for(with_mtp, objective)
     if config.distillation.teacher:
         slicer = TeachingSlicer(config, slicer, batches, state, build)
-        set_up_notes["teacher"] = slicer.note
+        notes["teacher"] = slicer.note
     validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
