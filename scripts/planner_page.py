@@ -130,7 +130,7 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
 
     old_rows, rows = rows_on_page(), []
     for name in names():
-        if name == "sft_debug":  # its sizes are in a model that is made when it is needed
+        if name in ("sft_debug", "dpo_debug"):  # their sizes are in a model that is made when it is needed
             continue
         if recipes and name not in recipes:
             rows += [row for row in old_rows if row[0] == name]

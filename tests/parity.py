@@ -22,7 +22,7 @@ from tests import reference, world
 from tests.support import blame, emulated_deep_ep, emulated_symmetric  # noqa: F401 (what is emulated)
 from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import WEIGHT, Batch
+from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.moe.balance_losses.rules import switched_on
@@ -127,14 +127,25 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
     tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
     document = position = None
-    tokens = torch.stack(tokens)
+    tokens, labels = torch.stack(tokens), torch.stack(labels)
     if documents:
         document = torch.stack([torch.arange(length) // (1 + n % 5) for n in numbers])
         position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
         begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
         tokens = tokens.where(~begins, tokens[:, :1])
-    weights = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
-    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position, None, weights)
+    further = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
+    if config.training.objective == "dpo":
+        further |= pairs(numbers, document, labels)
+    return Batch(tokens, labels, torch.stack(valid), document, position, None, further)
+
+
+def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A sample's documents as pairs of answers, and what a reference might say of their labels. The last document of an
+    odd number has no labels."""
+    count, length = (document.max(1).values + 1) // 2, document.shape[1]
+    labels[document >= 2 * count.unsqueeze(1)] = IGNORE
+    reference = torch.stack([-(torch.arange(length) * (3 + n) % 7).double() for n in numbers])
+    return {ANSWER: document.where(labels != IGNORE, 0), PAIRS: count, REFERENCE: reference}
 
 
 def weight(config: Config, number: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -438,8 +438,8 @@ class Tokens:
     document_GS: Tensor | None
     place_GS: Tensor | None
     """Position of each token for RoPE, if it is not its place in the sequence."""
-    weight_GS: Tensor | None = None
-    """How much each label counts."""
+    further: dict[str, Tensor] = field(default_factory=dict)
+    """What batches have besides, by name."""
 
     @staticmethod
     def of(step_batches: Sequence[Sequence[Batch]]) -> Tokens:
@@ -448,7 +448,7 @@ class Tokens:
         )
         documents = [batch.document_BS for row in step_batches for batch in row if len(batch) > 3]
         places = [batch.position_BS for row in step_batches for batch in row if len(batch) > 4]
-        weights = [batch.further["weight"] for row in step_batches for batch in row if getattr(batch, "further", {})]
+        further = [getattr(batch, "further", {}) for row in step_batches for batch in row]
         samples, positions = tokens.shape
         where = [(m, d) for m, row in enumerate(step_batches) for d, batch in enumerate(row) for _ in batch[0]]
         microbatch, data_rank = torch.tensor(where).repeat_interleave(positions, dim=0).unbind(1)
@@ -464,7 +464,7 @@ class Tokens:
             step_batches[0][0][0].shape[0],
             torch.cat(documents) if documents and documents[0] is not None else None,
             torch.cat(places) if places and places[0] is not None else None,
-            torch.cat(weights) if weights else None,
+            {name: torch.cat([one[name] for one in further]) for name in further[0]},
         )
 
 
@@ -811,8 +811,23 @@ Objective = Callable[[Scores, Tokens], Tensor]
 
 
 def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
-    weight_GS = tokens.weight_GS * (tokens.labels_GS != IGNORE)
+    weight_GS = tokens.further["weight"] * (tokens.labels_GS != IGNORE)
     return (scores.loss_GS * weight_GS).sum() / weight_GS.sum()
+
+
+def dpo(beta: float) -> Objective:
+    """Each pair of answers by itself."""
+
+    def mean(scores: Scores, tokens: Tokens) -> Tensor:
+        answer_GS, losses = tokens.further["answer"], []
+        gain_GS = (-scores.loss_GS - tokens.further["reference"]) * (tokens.labels_GS != IGNORE)
+        for sample, pairs in enumerate(tokens.further["pairs"].tolist()):
+            for pair in range(pairs):
+                chosen, rejected = (gain_GS[sample, answer_GS[sample] == 2 * pair + side].sum() for side in (0, 1))
+                losses.append(torch.log1p(torch.exp(-beta * (chosen - rejected))))
+        return torch.stack(losses).sum() / len(losses)
+
+    return mean
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -116,7 +116,7 @@ def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     [
         name if name == "debug_pp" else pytest.param(name, marks=pytest.mark.slow)
         for name in names()
-        if name != "sft_debug"
+        if name not in ("sft_debug", "dpo_debug")
     ],
 )
 def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:

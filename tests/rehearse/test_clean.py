@@ -97,8 +97,8 @@ def shortened(recipe: Path, most: int, microbatches: int) -> tuple[Config, int]:
     return recipe_to_rehearse([*argv, *arguments(changes)], world, "h100"), world
 
 
-PLANNED = [recipe for recipe in RECIPES if recipe.stem != "sft_debug"]
-"""That one's model is made where it runs (scripts/make_small_model.py)."""
+PLANNED = [recipe for recipe in RECIPES if recipe.stem not in ("sft_debug", "dpo_debug")]
+"""The model of those is made where they run (scripts/make_small_model.py)."""
 
 
 @pytest.mark.parametrize("recipe", PLANNED, ids=lambda recipe: recipe.stem)

@@ -149,7 +149,7 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
 
 def test_validation_is_due_every_interval_and_after_the_last_step() -> None:
     validation = object.__new__(Validation)
-    validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
+    validation.interval, validation.last, validation.best, validation.measure = 4, 6, math.inf, lambda: (1.0, {})
     reports = []
     for step in range(1, 7):
         validation.state = SimpleNamespace(step=step)

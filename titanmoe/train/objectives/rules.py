@@ -61,7 +61,7 @@ class ObjectiveRules(Rules):
         objective, data = config.training.objective, config.data
         sources = [*data.paths, *config.validation.paths] if data.source == "files" else [data.source]
         for path in sources:
-            has_pairs = answers_in(path, config) > 1
+            has_pairs = data.source == "files" and answers_in(path, config) > 1
             if has_pairs and self.answers == 1:
                 yield Violation(
                     ("training.objective", "data.paths"),
