@@ -52,7 +52,6 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.skips import Skips
 from titanmoe.train.step_report import StepReport
-from titanmoe.train.teacher import TeachingSlicer
 from titanmoe.train.training import Training
 from titanmoe.train.validation import Validation
 
@@ -114,6 +113,8 @@ def build_training(
     notes = set_up(config, fold.pp, batches.microbatches, engine, device)
     slicer = slicer_for(with_mtp, objective)
     if config.distillation.teacher:
+        from titanmoe.train.teacher import TeachingSlicer
+
         slicer = TeachingSlicer(config, slicer, batches, state, build)
         notes["teacher"] = slicer.note
     validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)

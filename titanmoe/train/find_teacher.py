@@ -6,17 +6,22 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.checkpoint.whole_model import WholeModel, find_whole
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import ActivationCheckpoint, Config, Distillation, LoRA
 from titanmoe.data.tokenizer import FILE, open_tokenizer
 from titanmoe.fold.legality import violations
 
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.whole_model import WholeModel
+
 
 @functools.cache  # a run that is still training may have a newer checkpoint the next time
 def find_teacher(folder: str) -> WholeModel:
+    from titanmoe.checkpoint.whole_model import find_whole  # imports safetensors
+
     try:
         return find_whole(Path(folder).expanduser())
     except (CheckpointError, ConfigError) as error:
