@@ -1,4 +1,5 @@
-"""docs/fine-tuning.md: its files are written and its commands run; train_configs/sft_debug.toml runs."""
+"""docs/fine-tuning.md: its files are written and its commands run; train_configs/sft_debug.toml and dpo_debug.toml
+run."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import pytest
 from tests.test_get_started import BLOCK, ROOT, Newcomer
 
 ANSWER = "Oslo."
+DATA = "chats.jsonl", "pairs.jsonl"
 
 
 class FineTuner(Newcomer):
@@ -46,15 +48,19 @@ def test_the_page_works_from_top_to_bottom_and_so_does_the_recipe(tmp_path: Path
         elif file:
             (tmp_path / file).write_text(text, encoding="utf-8")
         else:
-            assert language == "json" and text in (tmp_path / "chats.jsonl").read_text()
+            assert language == "json" and any(text in (tmp_path / name).read_text() for name in DATA)
 
     said = user.said
-    (trained,) = said["titanmoe train"]
+    trained, preferred = said["titanmoe train"]
     assert re.search(r"^begins from +weights of models/small *$", trained, re.MULTILINE)
     assert re.search(r"^epochs +30 of every source: [\d,]+ sequences in (\d+) steps", trained, re.MULTILINE)
     assert re.search(r"^packing +best_fit *$", trained, re.MULTILINE)
     assert re.search(r"^experts +ep 2 *$", trained, re.MULTILINE)
     assert said["titanmoe generate"] == [f"{ANSWER}\n"] and said["python ask.py"] == [f"{ANSWER}\n"]
+
+    (counted,) = re.findall(r"^reference +(\w{16}), counted now$", said["titanmoe score"][0], re.MULTILINE)
+    assert re.search(rf"^reference +{counted}, counted before *$", preferred, re.MULTILINE)
+    assert "loss 0.6931" in preferred and re.search(r"^step 11/11 .* accuracy 100.0% .* val accuracy", preferred, re.M)
 
     recipe = ["-m", "titanmoe", "train", "train_configs/sft_debug.toml", "--training.epochs", "1"]
     debug, again = user.has(recipe), user.has(recipe)

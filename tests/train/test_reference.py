@@ -58,16 +58,23 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
     assert losses[0] == LN2 and losses[1] < LN2 and len(digest) == 16
     (again,) = world.run(1, first_steps, run, 2)
     assert again == (f"{digest}, counted before", losses)
-    other_packing = run | {"training.seq_len": 48, "training.local_batch_size": 2}
+    other_packing = run | {"training.seq_len": 48, "training.local_batch_size": 2, "data.balance_work": True}
     adapters = {"lora.rank": 2}
     for size, changes in ((1, other_packing), (1, run | adapters), (4, run | FOLDED), (4, run | FOLDED | adapters)):
         found, (loss,) = world.run(size, first_steps, changes)[0]
         assert found == f"{digest}, counted before" and loss == pytest.approx(LN2, abs=1e-12)
-    folded = world.run(4, first_steps, run | FOLDED, 2)[0][1]
-    assert folded == pytest.approx(losses, abs=1e-10)
+    for size, changes in ((1, other_packing), (4, run | FOLDED)):
+        assert world.run(size, first_steps, changes, 2)[0][1] == pytest.approx(losses, abs=1e-10)
 
 
-@pytest.mark.parametrize("more", [{}, {"parallelism.cp": 1, "parallelism.pp": 2, "lora.rank": 2}], ids=["cp", "pp"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"validation.interval": 1, "validation.held_out": 3},
+        {"parallelism.cp": 1, "parallelism.pp": 2, "parallelism.experts.ep": 2, "lora.rank": 2},
+    ],
+    ids=["cp, some held out", "pp and adapters"],
+)
 def test_a_mapping_that_counts_them_has_ln_2_to_the_bit_too(run: dict[str, Any], more: dict[str, Any]) -> None:
     note, (loss,) = world.run(4, first_steps, run | FOLDED | more)[0]
     assert note.endswith(", counted now") and loss == LN2

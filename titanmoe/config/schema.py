@@ -173,7 +173,7 @@ class Data:
     tokenizer: str = "bytes"
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Not set: that of model.hf, if it has one. Token shards bring their own."""
     chat_template: str = ""
-    """For chats, a Jinja file. Empty: the tokenizer folder's own. Checkpoints and exports have the one that was used."""
+    """For chats and preferences, a Jinja file. Empty: the tokenizer folder's own. Checkpoints and exports have the one that was used."""
     label_weights: bool = False
     """Read how much each label counts, for training.objective = "weighted_cross_entropy": in a chat, each message's `weight` (1 unless given). Without it a weight must be 0, for an answer that is not to be learned, or 1."""
     bad_lines: Literal["error", "skip"] = "error"
@@ -183,7 +183,7 @@ class Data:
     cache: str = "cache"
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
-    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt, and the default for chats (format = "chat", and token shards of chats)."""
+    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt, and the default for chats and preferences (format = "chat" or "preference", and token shards of them)."""
     balance_work: bool = False
     """Distribute a step's samples so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
     workers: Annotated[int, Range(0, 1024)] = 0

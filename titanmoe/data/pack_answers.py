@@ -29,15 +29,15 @@ class AnswerFit(BestFit):
         long_P = self.length_P2.sum(1) > seq_len
         for prompt in np.flatnonzero(long_P).tolist():
             self._cut(prompt)
-        self.left_out, self.cut = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
-        self.cut -= self.left_out
+        self.num_left_out, self.num_cut = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
+        self.num_cut -= self.num_left_out
         self.pairs = int(self.length_P2.sum())
 
     @property
     def note(self) -> str:
         """What was done to those that are too long."""
-        parts = [f"{self.left_out:,} left out, whose prompt leaves no room for an answer"] * (self.left_out > 0)
-        parts += [f"{self.cut:,} with an answer cut"] * (self.cut > 0)
+        parts = [f"{self.num_left_out:,} left out, whose prompt leaves no room for an answer"] * (self.num_left_out > 0)
+        parts += [f"{self.num_cut:,} with an answer cut"] * (self.num_cut > 0)
         return (
             f"{self.documents.name}: of {self.prompts:,}, {', '.join(parts)} (seq_len {self.seq_len})" if parts else ""
         )

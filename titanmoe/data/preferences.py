@@ -28,8 +28,8 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: Chat | None)
         return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
     if chat is None:
         raise ChatError("it has messages, and there is no chat template: name one (chat_template)")
-    told = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-    return chat.encode([*told, *chosen]), chat.encode([*told, *rejected])
+    earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
+    return chat.encode([*earlier, *chosen]), chat.encode([*earlier, *rejected])
 
 
 def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:

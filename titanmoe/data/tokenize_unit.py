@@ -107,10 +107,12 @@ class ShardUnit:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens, encoded = 0, self._encoded(batch)
-            for entry, made in encoded:
-                if self.job.bad_lines == "error" and _is_bad(entry, made):
-                    raise _refusal([entry, *(entry for entry, made in encoded if _is_bad(entry, made))])
-                tokens += self._add_entry(entry, made)
+            for entry, own_documents in encoded:
+                if self.job.bad_lines == "error" and _is_bad(entry, own_documents):
+                    raise _refusal(
+                        [entry, *(entry for entry, own_documents in encoded if _is_bad(entry, own_documents))]
+                    )
+                tokens += self._add_entry(entry, own_documents)
             progress(size, tokens)
         self._close(last=True)
 
@@ -173,18 +175,18 @@ class ShardUnit:
             tokens_T, weight_T = np.concatenate([tokens_T, self.eos_N]), np.append(weight_T, np.float32(0))
         return tokens_T, weight_T
 
-    def _add_entry(self, entry: Record | Bad, made: list[Document]) -> int:
-        tokens = sum(len(tokens_T) for tokens_T, _ in made)
-        if made:
+    def _add_entry(self, entry: Record | Bad, own_documents: list[Document]) -> int:
+        tokens = sum(len(tokens_T) for tokens_T, _ in own_documents)
+        if own_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
                 masked = self.job.masked
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, masked, masked and self.job.label_weights)
-            for tokens_T, weight_T in made:
+            for tokens_T, weight_T in own_documents:
                 self.writer.add(tokens_T, weight_T)
-        elif not _is_bad(entry, made):
+        elif not _is_bad(entry, own_documents):
             self.progress.empty += 1
         else:
             self.progress.skipped += 1
@@ -201,8 +203,8 @@ class ShardUnit:
         self.shard += 1
 
 
-def _is_bad(entry: Record | Bad, made: list[Document]) -> bool:
-    return not made and not (isinstance(entry, Record) and entry.value == "")
+def _is_bad(entry: Record | Bad, own_documents: list[Document]) -> bool:
+    return not own_documents and not (isinstance(entry, Record) and entry.value == "")
 
 
 def _refusal(bad: list[Bad]) -> ConfigError:

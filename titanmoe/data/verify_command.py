@@ -41,6 +41,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> list[str]:
+    from titanmoe.data.scores import all_scores
     from titanmoe.data.shards import ShardDocuments, verify
 
     documents, problems, last_shown = ShardDocuments(folder), [], time.monotonic()
@@ -49,6 +50,8 @@ def _verify(folder: Path) -> list[str]:
         if time.monotonic() - last_shown > EVERY_S:
             last_shown = time.monotonic()
             print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
+    for scores in all_scores(documents):
+        problems += scores.changed()
     try:
         documents.stored_tokenizer.files()
     except ConfigError as error:

@@ -45,7 +45,7 @@ def run_score(words: Sequence[str]) -> int:
         return 0
     # It keeps no gradients and no moments, and writes to no run's folder.
     request.options["memory"] = "ignore"
-    request.rest += ["--checkpoint.enable=false"]
+    request.rest += ["--checkpoint.enable=false"] if request.recipe or request.rest else []
     if paths is not None:
         request.rest += ["--data.source=files", "--data.paths", *paths, "--data.weights=", "--data.fields="]
         if not paths:

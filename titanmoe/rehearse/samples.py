@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import KEPT, KEPT_LOG_P, WEIGHT, Batch
+from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Share
 from titanmoe.train.objectives.rules import OBJECTIVES
 
@@ -18,7 +18,8 @@ class Samples:
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.share = Share(config, data_rank, data_ranks)
-        self.kept, _ = OBJECTIVES.look_up(config.training.objective).kept(config)
+        self.objective = OBJECTIVES.look_up(config.training.objective)
+        self.kept, _ = self.objective.kept(config)
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
 
     def next_step(self) -> list[Batch]:
@@ -34,6 +35,10 @@ class Samples:
         if self.kept:
             further |= {KEPT: torch.zeros((*shape, self.kept), dtype=torch.int64)}
             further |= {KEPT_LOG_P: torch.zeros((*shape, self.kept + 1))}
+        if self.objective.reference:
+            further[REFERENCE] = torch.zeros(shape)
+        if self.objective.answers > 1:
+            further |= {ANSWER: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
         batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, None, further)
         return [batch] * self.microbatches
 

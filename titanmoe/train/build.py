@@ -46,7 +46,6 @@ from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
-from titanmoe.train.reference import Reference
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -170,6 +169,8 @@ def build_training(
         garbage=garbage(training.gc_every),
     )
     if rules.reference:
+        from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
+
         made.reference = Reference(config, made)
     guard.checks = checks(config, made)
     return made

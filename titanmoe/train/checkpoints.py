@@ -35,6 +35,9 @@ from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
 from titanmoe.train.validation import Validation
 
+REFERENCE = "reference"
+"""In a record: the digest of the model that the run is compared with (titanmoe.train.reference)."""
+
 
 @dataclass(eq=False)
 class Checkpoints:
@@ -268,7 +271,8 @@ class Checkpoints:
         if model_only:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
-        self.about_run |= {name: saved.record[name] for name in ("reference",) if name in saved.record}
+        if REFERENCE in saved.record:
+            self.about_run[REFERENCE] = saved.record[REFERENCE]
         if self.validation:
             self.validation.load_state_dict(saved.record.get("validation", {}))
         self.optimizer.resume(self.state.updates)

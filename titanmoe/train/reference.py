@@ -20,12 +20,10 @@ from titanmoe.data.documents import whole_of
 from titanmoe.data.scores import Classes, scores_of
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.models.tensors import ADAPTER, stored_name
+from titanmoe.train.checkpoints import REFERENCE
 from titanmoe.train.runtime import say
 from titanmoe.train.scoring import count_scores
 from titanmoe.train.training import Training
-
-REFERENCE = "reference"
-"""In a checkpoint's record: the digest of the reference."""
 
 
 class Reference:
@@ -93,8 +91,8 @@ class Reference:
                 raise ConfigError([*dict.fromkeys(problems)])
             return all(documents.stored_scores for documents in sources)
 
-        taken = raise_on_all_ranks(self.group, mine)
-        return all(on_all_ranks(self.group, lambda: taken))
+        complete = raise_on_all_ranks(self.group, mine)
+        return all(on_all_ranks(self.group, lambda: complete))
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:

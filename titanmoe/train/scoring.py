@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -59,24 +60,24 @@ def count_scores(config: Config, training: Training, model: str, classes: Classe
     group, shown = training.checkpoints.group, time.monotonic()
     try:
         raise_on_all_ranks(group, open_writers)
-        for count, (mix, samples, batches, number_N) in enumerate(steps, 1):
-            numbers_GLR = _forward(steps.slicer, training, batches, number_N, len(samples), classes)
+        for count, step in enumerate(steps, 1):
+            numbers_GLR = _forward(steps.slicer, training, step, classes)
             if writers:
-                _write(writers, mix, samples, _records(numbers_GLR, record))
+                _write(writers, step, _records(numbers_GLR, record))
             if time.monotonic() - shown > EVERY_S:
                 shown = time.monotonic()
-                say(f"scores     {count:,} batches of {len(samples)} sequences are counted")
+                say(f"scores     {count:,} batches of {len(step.samples)} sequences are counted")
         raise_on_all_ranks(group, lambda: [writer.close() for writer in writers.values()])
     finally:
         for writer in writers.values():
             writer.remove()
 
 
-def _write(writers: dict[Path, ScoreWriter], mix: Mix, samples: list[Sample | None], scores_GL: np.ndarray) -> None:
-    for sample, score_L in zip(samples, scores_GL, strict=True):
+def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.ndarray) -> None:
+    for sample, score_L in zip(step.samples, scores_GL, strict=True):
         if sample is None:
             continue
-        documents, first = mix.sources[sample.source].packer.documents, 0
+        documents, first = step.mix.sources[sample.source].packer.documents, 0
         writer = writers[whole_of(documents).folder]
         for start, pairs in zip(sample.pieces.start_P.tolist(), sample.pieces.pairs_P.tolist(), strict=True):
             for begin, end in documents.ranges(start + 1, start + 1 + pairs):
@@ -94,10 +95,17 @@ def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return records_GL
 
 
-class ScoringSteps:
-    """For each step its samples over all data ranks, in their order; this rank's microbatches; and the numbers of their
-    samples."""
+class ScoringStep(NamedTuple):
+    mix: Mix
+    samples: list[Sample | None]
+    """Of all data ranks."""
+    batches: list[Batch]
+    """This rank's microbatches."""
+    number_N: np.ndarray
+    """Of their samples."""
 
+
+class ScoringSteps:
     def __init__(self, config: Config, training: Training):
         meshes, validation = training.meshes, config.validation
         one_epoch = replace(
@@ -117,7 +125,7 @@ class ScoringSteps:
         stored = [whole_of(source.packer.documents) for source in sources]
         return list({documents.folder: documents for documents in stored}.values())
 
-    def __iter__(self) -> Iterator[tuple[Mix, list[Sample | None], list[Batch], np.ndarray]]:
+    def __iter__(self) -> Iterator[ScoringStep]:
         consumed, size = 0, self.share.global_batch_size
         plans = StepPlans(self.mix, self.share, self.work, 0, self.mix.state)
         while consumed < self.mix.epochs_to_take.total:
@@ -129,29 +137,20 @@ class ScoringSteps:
             for samples in self.rest.steps_of_samples():
                 yield self._step(plans, samples)
 
-    def _step(
-        self, plans: StepPlans, samples: list[Sample | None]
-    ) -> tuple[Mix, list[Sample | None], list[Batch], np.ndarray]:
+    def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:
         own, number_N = plans.own(samples)
         batches = self.share.read(plans.mix, own, number_N).chunk(self.share.microbatches)
-        return plans.mix, samples, batches, self.share.round_robin_N if number_N is None else number_N
+        return ScoringStep(plans.mix, samples, batches, self.share.round_robin_N if number_N is None else number_N)
 
 
-def _forward(
-    slicer: Slicer,
-    training: Training,
-    batches: list[Batch],
-    number_N: np.ndarray,
-    samples: int,
-    classes: Classes | None,
-) -> np.ndarray:
+def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: Classes | None) -> np.ndarray:
     """(G, L, R), on every rank."""
     gradients, meshes, device = training.gradients, training.meshes, training.device
-    slices, length = slicer.slices(batches), batches[0].tokens_BS.shape[1]
+    slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
     numbers = 2 * classes.top + 1 if classes else 1
-    out_GLR = torch.zeros(samples, length, numbers, dtype=torch.float64, device=device)
+    out_GLR = torch.zeros(len(step.samples), length, numbers, dtype=torch.float64, device=device)
     place_S = slicer.placement.part(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
-    number_MB = torch.from_numpy(number_N).to(device).view(len(batches), -1)
+    number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
     number_B = {id(piece): number_MB[m] for m, piece in enumerate(slices)}
 
     def keep(scores_NBS: Tensor, piece: Slice) -> Tensor:
@@ -160,6 +159,6 @@ def _forward(
             out_GLR[number_B[id(piece)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
         return scores_NBS.new_zeros(())
 
-    gradients.begin_step(slicer.count(batches))
+    gradients.begin_step(slicer.count(step.batches))
     gradients.engine.run(slices, keep, torch.ones((), device=device), backward=False)
     return all_reduce(out_GLR, meshes.world).cpu().numpy()

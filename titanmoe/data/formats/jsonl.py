@@ -42,7 +42,7 @@ def _record(line: bytes, where: Callable[[], str], field: str, further: tuple[st
         return Bad(_too_deep(where()))
     if not isinstance(record, dict):
         return Bad(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
-    if field not in record:
+    if field not in record and not further:
         return Bad(no_field(where(), field, list(record)))
     value = {name: record[name] for name in (field, *further) if name in record} if further else record[field]
     try:

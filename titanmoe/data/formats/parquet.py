@@ -38,9 +38,9 @@ class Parquet(Format):
         span, field = reader.span, reader.field
         file = _open(span.file)
         names = file.schema_arrow.names
-        if field not in names:
+        if field not in names and not reader.further:
             raise ConfigError([no_field(span.file, field, names)])
-        columns = [field, *(name for name in reader.further if name in names)]
+        columns = [name for name in names if name in (field, *reader.further)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
         for group in range(span.start, span.stop):

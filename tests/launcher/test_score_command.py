@@ -1,0 +1,35 @@
+"""`titanmoe score`: what its ranks get; tests/test_fine_tuning.py starts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from titanmoe.cli import main
+from titanmoe.launcher import score_command
+
+
+def test_its_ranks_get_other_data_and_write_to_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(score_command, "start", lambda prepared: started.append(prepared) or 0)
+    words = ["--data", "a.jsonl", "b.jsonl", "--training.seq_len", "512", "--data.weights", "1", "2"]
+    assert main(["score", "debug", *words]) == 0
+    (prepared,) = started
+    config = prepared.checked.config
+    assert prepared.checked.scores and not config.checkpoint.enable and config.training.seq_len == 512
+    assert (config.data.source, config.data.paths, config.data.weights) == ("files", ["a.jsonl", "b.jsonl"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["debug", "--data"], "--data names nothing: give token shards"), ([], "command line: which recipe?")],
+)
+def test_what_it_refuses(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", "--help"]) == 0
+    assert "usage: titanmoe score RECIPE.toml [--data PATH ...]" in capsys.readouterr().out
