@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests import parity, world
-from tests.train.test_distillation import TEACHER
-from tests.train.test_validation import recipe, texts, trained  # noqa: F401 (a fixture)
+from tests.train.test_answers import few_texts
+from tests.train.test_validation import recipe, trained
 from titanmoe.config import ConfigError
 from titanmoe.data.loader import Loader
 from titanmoe.launcher.score_command import _options
 
 STUDENT = {"training.objective": "distillation", "distillation.top": 6, "distillation.temperature": 1.5}
-STUDENT |= {"distillation.weight": 0.6, "model.num_layers": 4}
+STUDENT |= {"distillation.weight": 0.6}
+TEACHER = {"model.dim": 24, "model.num_experts": 4, "training.seed": 5, "model.init_std": 0.4}
 
 
 def counted(changes: dict[str, Any]) -> None:
@@ -28,7 +29,12 @@ def counted(changes: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def scored(texts: Path) -> tuple[dict[str, Any], str]:  # noqa: F811
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return few_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def scored(texts: Path) -> tuple[dict[str, Any], str]:
     """A recipe of the data, and the name of what the teacher says of it."""
     data = recipe(texts, **{"training.global_batch_size": 4})
     options = {"distillation.top": 6, "distillation.temperature": 1.5}
@@ -37,10 +43,10 @@ def scored(texts: Path) -> tuple[dict[str, Any], str]:  # noqa: F811
     return data, folder.name
 
 
-def test_what_was_kept_teaches_like_the_teacher_itself(scored: tuple, texts: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_was_kept_teaches_like_the_teacher_itself(scored: tuple, texts: Path, tmp_path: Path) -> None:
     """Under other mappings than that of the scores; validation is not touched."""
     data, name = scored
-    data = data | {"validation.held_out": 5, "validation.interval": 1, "validation.steps": 1}
+    data = data | {"validation.held_out": 4, "validation.interval": 1, "validation.steps": 1}
     teaching = parity.TINY | parity.SAVING | data | TEACHER | {"optimizer.lr": 0.0, "training.steps": 1}
     teaching |= {"job.dump_folder": str(tmp_path), "data.cache": str(texts / ".runs" / "cache")}
     world.run(1, parity.train, parity.arguments(teaching))
@@ -54,7 +60,7 @@ def test_what_was_kept_teaches_like_the_teacher_itself(scored: tuple, texts: Pat
     assert parity.error(one["weights"], other["weights"])[0] < 1e-10
 
 
-def test_scores_that_are_not_the_recipes_are_refused(scored: tuple, texts: Path) -> None:  # noqa: F811
+def test_scores_that_are_not_the_recipes_are_refused(scored: tuple, texts: Path) -> None:
     data, name = scored
     (manifest,) = (texts / ".runs").rglob(f"{name}/manifest.json")
     kept = manifest.read_text()
