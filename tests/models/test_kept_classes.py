@@ -54,6 +54,17 @@ def test_classes_have_the_values_and_gradients_of_whole_logits(kept: int, temper
     assert (got[1][-1] == -torch.inf).any() == (kept == V)
 
 
+@pytest.mark.parametrize("chunks", [1, 3, V])
+@pytest.mark.parametrize("kept", [1, 7, V])
+def test_the_largest_are_those_of_whole_logits(kept: int, chunks: int) -> None:
+    x_TD, weight_VD, _, _ = operands(kept)
+    largest_TK = (x_TD @ weight_VD.t()).topk(kept, 1).indices
+    ids_TK, log_p_CT = top_classes(x_TD, weight_VD, kept, NO_GROUP, chunks, 1.5)
+    assert torch.equal(ids_TK, largest_TK)
+    _, want_CT = plain(x_TD, weight_VD, torch.zeros(T, dtype=torch.int64), largest_TK, 1.5)
+    torch.testing.assert_close(log_p_CT, want_CT, rtol=1e-11, atol=1e-12)
+
+
 def test_a_rest_far_below_rounding_is_still_exact() -> None:
     """One minus the sum of the others would be 0."""
     x_TD = torch.ones(1, 1, requires_grad=True)

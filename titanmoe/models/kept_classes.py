@@ -107,11 +107,11 @@ def kept_classes(
     return _KeptClasses.apply(x_TD, weight_VD, label_T, kept_TK, tp, chunks, temperature)
 
 
-def _keep_largest(a_Tn: Tensor, ids_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest numbers with their ids, and the log-sum-exp of the rest with the others in it."""
+def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest numbers and where they are, and the log-sum-exp of the rest with the others in it. a_Tn is
+    overwritten."""
     top_TK, place_TK = a_Tn.topk(count, 1)
-    others_T = a_Tn.scatter(1, place_TK, -torch.inf).logsumexp(1)
-    return top_TK, ids_Tn.gather(1, place_TK), torch.logaddexp(rest_T, others_T)
+    return top_TK, place_TK, torch.logaddexp(rest_T, a_Tn.scatter_(1, place_TK, -torch.inf).logsumexp(1))
 
 
 @torch.compiler.disable
@@ -125,13 +125,14 @@ def top_classes(
     rest_T, ids_TK = x_TD.new_full((tokens,), -torch.inf, dtype=wide), torch.zeros_like(top_TK, dtype=torch.int64)
     begin = tp.rank * weight_VD.shape[0]
     for weight_vD in slices(weight_VD, chunks):
-        ids_v = torch.arange(begin, begin + weight_vD.shape[0], device=x_TD.device)
         a_Tv = promote(x_TD @ weight_vD.t()) / temperature
-        ids_Tn = torch.cat((ids_TK, ids_v.expand(tokens, -1)), 1)
-        top_TK, ids_TK, rest_T = _keep_largest(torch.cat((top_TK, a_Tv), 1), ids_Tn, rest_T, count)
+        top_TK, place_TK, rest_T = _keep_largest(torch.cat((top_TK, a_Tv), 1), rest_T, count)
+        earlier_TK = ids_TK.gather(1, place_TK.clamp(max=count - 1))
+        ids_TK = earlier_TK.where(place_TK < count, place_TK + (begin - count))
         begin += weight_vD.shape[0]
     if tp.size > 1:
         rest_T = all_gather(rest_T.unsqueeze(1), 1, tp).logsumexp(1)
-        top_TK, ids_TK, rest_T = _keep_largest(all_gather(top_TK, 1, tp), all_gather(ids_TK, 1, tp), rest_T, count)
+        top_TK, place_TK, rest_T = _keep_largest(all_gather(top_TK, 1, tp), rest_T, count)
+        ids_TK = all_gather(ids_TK, 1, tp).gather(1, place_TK)
     a_CT = torch.cat((top_TK.t(), rest_T.unsqueeze(0)))
     return ids_TK, a_CT - a_CT.logsumexp(0)

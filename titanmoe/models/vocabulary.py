@@ -270,6 +270,7 @@ class Head(nn.Module):
     def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
         """All tokens, this rank's weight, and in how many slices to go through it."""
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
-        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
+        # With classes a slice is in memory twice, the second time without what is kept.
+        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.kept or self.top else 1)
         most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         return x_TD, weight_VD, chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
