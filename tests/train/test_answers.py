@@ -17,6 +17,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data.answers import AnswerSet, Question, encode
 from titanmoe.data.batch import Batch
 from titanmoe.data.tokenizer import ByteTokenizer
+from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
 from titanmoe.train.answers import judge
 
@@ -124,6 +125,17 @@ def trained_with_answers(changes: dict[str, Any], steps: int) -> dict[str, Any]:
         reported = trained(changes, steps)
     assert [bool(report) for report in reported["validation"]] == [False, True, False]
     return reported
+
+
+def test_a_run_writes_what_its_report_reads(asked: dict[str, Any], tmp_path: Path) -> None:
+    changes = parity.TINY | asked | {"job.dump_folder": str(tmp_path), "job.name": "run", "metrics.console": "lines"}
+    changes |= {"training.seq_len": 32, "training.global_batch_size": 4, "training.steps": 3}
+    world.run(1, parity.train, parity.arguments(changes))
+    (run,) = read_runs([tmp_path / "run"])
+    steps, means = run.series("answers.few.margin")
+    assert steps == list(run.answers["few"]) == [2, 3] and not run.warnings
+    assert means == pytest.approx([line["margin"].mean() for line in run.answers["few"].values()])
+    assert len(run.answers["few"][2]["accuracy"]) == len(QUESTIONS)
 
 
 def test_length_decides_between_choices_where_the_harness_says_so() -> None:
