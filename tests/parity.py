@@ -165,6 +165,8 @@ def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list
 class Samples:
     """A run's loader, over the test's samples."""
 
+    mix = SimpleNamespace(tokenizer=None)
+
     def __init__(self, config: Config, rank: int, ranks: int, documents: bool):
         self.config, self.rank, self.ranks, self.documents, self.step = config, rank, ranks, documents, 0
         self.global_batch_size = config.training.global_batch_size

@@ -792,13 +792,14 @@ class Scores(NamedTuple):
 
     loss_GS: Tensor
     entropy_GS: Tensor
+    logits_GSV: Tensor
 
 
 def scores(logits_GSV: Tensor, labels_GS: Tensor) -> Scores:
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     log_p = logits_GSV.log_softmax(-1, dtype=wide)
     entropy_GS = -(log_p.exp() * log_p).sum(-1)
-    return Scores(cross_entropies(logits_GSV, labels_GS), entropy_GS.where(labels_GS != IGNORE, 0))
+    return Scores(cross_entropies(logits_GSV, labels_GS), entropy_GS.where(labels_GS != IGNORE, 0), logits_GSV)
 
 
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from tests import parity, world
 from tests.checkpoint_hf import models
 from titanmoe.cli import main
 
@@ -29,6 +30,10 @@ def block(language: str) -> str:
 
 
 QUESTIONS = [json.loads(line) for line in block("json").splitlines()]
+LONGER = [
+    {"question": "Paris Rome ", "choices": ["is Norway", "Oslo", "of The capital is"], "answer": 2},
+    {"question": "", "choices": ["The capital", "of"], "answer": 0},
+]
 
 
 @pytest.fixture
@@ -66,6 +71,62 @@ def answers(exported: Path) -> list[list[float]]:
     return likelihoods
 
 
+def of_pairs(exported: Path, questions: list[dict]) -> list[float]:
+    """The log-likelihood of every choice, as lm-evaluation-harness 0.4.13 has it (TemplateLM._encode_pair, HFLM)."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    likelihoods = []
+    for question in questions:
+        for choice in question["choices"]:
+            context, continuation = question["question"], " " + choice
+            if context == "":
+                tokens = [tokenizer.eos_token_id, *(rest := tokenizer.encode(continuation))]
+            else:
+                spaces = len(context) - len(context.rstrip())
+                if spaces:
+                    continuation, context = context[-spaces:] + continuation, context[:-spaces]
+                tokens = tokenizer.encode(context + continuation)
+                rest = tokens[len(tokenizer.encode(context)) :]
+            with torch.no_grad():
+                log_p = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+            likelihoods.append(sum(float(log_p[i - len(rest) - 1, id]) for i, id in enumerate(rest)))
+    return likelihoods
+
+
+def scored_in_a_run(argv: list[str]) -> list[float]:
+    """On a rank: before its first step."""
+    from titanmoe.parts import PARTS
+    from titanmoe.train.launch import read
+
+    runtime = parity.runtime_here()
+    training = parity.build_trainer(read(argv, runtime.world, PARTS), runtime, garbage=parity.no_collection).training
+    with training.checkpoints.inside(Path("run")) as checkpoints:
+        checkpoints.begin()
+        scored = training.answers.log_probabilities().tolist()
+    training.loader.close()
+    return scored
+
+
+def by_a_run(exported: Path, questions: list[dict]) -> list[float]:
+    """That begins with the exported weights and their tokenizer, folded over two ranks."""
+    folder = exported.parent
+    (folder / "text").mkdir()
+    (folder / "text" / "a.txt").write_text("The capital of France is Paris " * 9)
+    (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    words = {"model.hf": exported, "data.source": "files", "data.paths": folder / "text", "training.seq_len": 16}
+    words |= {"validation.answers.paths": folder / "asked.jsonl", "validation.answers.interval": 1}
+    words |= {"training.mixed_precision_param": "float32", "parallelism.tp": 2, "job.dump_folder": folder / "runs"}
+    argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
+    return world.run(2, scored_in_a_run, argv)[0]
+
+
+def test_a_run_scores_questions_as_the_harness_does(exported: Path) -> None:
+    asked = [*QUESTIONS, *LONGER]
+    assert by_a_run(exported, asked) == pytest.approx(of_pairs(exported, asked), abs=1e-5)
+
+
 def test_an_export_has_what_an_evaluation_needs(exported: Path) -> None:
     assert all(-20 < number < 0 for choices in answers(exported) for number in choices)
 
@@ -87,6 +148,8 @@ def test_the_harness_finds_the_same_answers(exported: Path) -> None:
     (results,) = (exported.parent / "found").rglob("results_*.json")
     scored_samples = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
     expected = answers(exported)
+    of_harness = [float(number) for sample in scored_samples for number, _ in sample["filtered_resps"]]
+    assert by_a_run(exported, QUESTIONS) == pytest.approx(of_harness, abs=1e-5)
     for sample, numbers in zip(scored_samples, expected, strict=True):
         assert [float(number) for number, _ in sample["filtered_resps"]] == pytest.approx(numbers, abs=1e-4)
     right = sum(

@@ -15,6 +15,7 @@ from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share, colour_share_clear
+from titanmoe.report.answers import correlations, rank_correlation
 from titanmoe.report.charts import (
     POINTS,
     Curve,
@@ -305,3 +306,31 @@ def test_every_kind_of_mark_is_drawn():
     sheet = Sheet(100, 100, "a & b", [*marks, Stroke([(50, 0), (50, 40)], "event", 2, dash=True)])
     tree = ElementTree.fromstring(svg(sheet))
     assert [child.tag for child in tree] == ["polygon", "polyline", "image", "text", "polyline"]
+
+
+def test_a_rank_correlation_is_spearmans():
+    assert rank_correlation(np.array([1, 5, 9]), np.array([2, 3, 99])) == 1
+    assert rank_correlation(np.array([1, 5, 9]), np.array([3, 2, 1])) == -1
+    # Ranks 0, 1.5, 1.5, 3 and 0, 1, 2, 3: 4.5 / sqrt(4.5 * 5).
+    assert rank_correlation(np.array([0, 4, 4, 7]), np.array([1, 2, 3, 4])) == pytest.approx(4.5 / 22.5**0.5)
+    assert rank_correlation(np.array([1, 1]), np.array([1, 2])) is None
+
+
+def test_answers_are_drawn_with_how_early_they_rank_questions_as_in_the_end(tmp_path, capsys):
+    means = {f"answers.trivia.{name}": 0.5 for name in ("bits_per_byte", "margin", "accuracy", "accuracy_norm")}
+    run = make_run(tmp_path / "asked", 3, **means)
+    rows = [([3, 2, 1], [1, 0, 0]), ([1, 3, 2], [0, 0, 0]), ([1, 2, 3], [0, 1, 1])]
+    lines = [
+        {"step": step, "task": "trivia", "bits_per_byte": x, "margin": x, "accuracy": right, "accuracy_norm": right}
+        for step, (x, right) in enumerate(rows, 1)
+    ]
+    odd = [{"step": 2, "task": "trivia", "margin": [1]}, lines[0] | {"step": 0, "margin": [1, 2]}]
+    (run / "answers.jsonl").write_text("\n".join(json.dumps(x) for x in [*lines, *odd]) + "\n")
+    (read,) = read_runs([run])
+    assert correlations(read, "trivia", "margin") == ([1, 2, 3], [-1, 0.5, 1])
+    assert correlations(read, "trivia", "accuracy") == ([1, 3], [-1, 1])  # all wrong at step 2
+    assert "2 lines are not what titanmoe writes there" in read.warnings[0]
+    assert main(["report", str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    for part in ("Answers: trivia", "Bits per byte", "Margin: early signal", "rank correlation with the last step"):
+        assert part in html

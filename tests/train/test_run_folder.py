@@ -13,7 +13,7 @@ from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import run_folder
-from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, command, rewind
+from titanmoe.train.run_folder import ANSWERS, COMMAND, EVENTS, EXPERTS, METRICS, command, rewind
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
@@ -107,7 +107,8 @@ def test_loads_are_rewound_like_metrics_and_of_events_only_spikes(tmp_path):
 
 
 def test_they_are_moved_aside_together(tmp_path):
-    for name in (METRICS, EXPERTS, EVENTS):
+    for name in (METRICS, EXPERTS, ANSWERS, EVENTS):
         (tmp_path / name).write_text('{"step": 7, "kind": "start"}\n')
     rewind(tmp_path, 0)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["events-1.jsonl", "experts-1.jsonl", "metrics-1.jsonl"]
+    names = ["answers-1.jsonl", "events-1.jsonl", "experts-1.jsonl", "metrics-1.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names

@@ -201,6 +201,18 @@ class Data:
 
 
 @dataclass
+class Answers:
+    """Questions with choices, answered while training goes on, under the run's own mapping, as lm-evaluation-harness would (docs/evaluate.md). It does not affect training."""
+
+    paths: list[str] = field(default_factory=list)
+    """JSONL files, each a task by the file's name: {"question": "The capital of Norway is", "choices": ["Paris", "Oslo"], "answer": 1} with `answer` counted from 0."""
+    interval: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps between two scorings; the last step has one too. 0: none."""
+    delimiter: str = " "
+    """What stands between a question and a choice; the harness calls it target_delimiter."""
+
+
+@dataclass
 class Validation:
     """Loss on data that is not trained on, under the run's own mapping. It does not affect training."""
 
@@ -212,6 +224,7 @@ class Validation:
     """What to validate on, as in data.paths; each entry has an equal share of `steps`."""
     held_out: Annotated[int, NOT_NEGATIVE] = 0
     """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0; of a source with fewer documents, such as a single file of text, the last n-th of its tokens. 0: keep none; give paths."""
+    answers: Answers = field(default_factory=Answers)
 
 
 @dataclass
@@ -258,6 +271,22 @@ class Training:
     """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
     stragglers: bool = True
     """With watch: measure how long every rank computes, reads data and waits, and name a rank, or a link between two, that the others wait for (docs/reliability.md). It sends one small message every 16 steps, and on suspicion small messages between pairs of ranks."""
+
+
+@dataclass
+class Distillation:
+    """Learning from another model's distributions, with training.objective = "distillation" (docs/distillation.md)."""
+
+    teacher: str = ""
+    """The model to learn from: a folder in Hugging Face's format, a run or a checkpoint, with the vocabulary of this model and the tokenizer of the data. It is computed in each step, under the run's own mapping, and is not trained."""
+    scores: str = ""
+    """In place of `teacher`: what it says, counted once and kept beside the token shards, by the name that `titanmoe score --top` gives it. Such a run has no second model in memory."""
+    top: Annotated[int, COUNT] = 64
+    """How many ids of each position are kept of the teacher's distribution, the likeliest; all others are one more class. model.vocab_size keeps everything. More costs memory: a number for each, per token."""
+    temperature: Annotated[float, Range(0, without_low=True)] = 1.0
+    """What the logits of both are divided by. Above 1 unlikely tokens count for more."""
+    weight: Annotated[float, Range(0, 1, without_low=True)] = 1.0
+    """Share of the divergence from the teacher in the loss; the rest is cross-entropy."""
 
 
 @dataclass
@@ -576,6 +605,7 @@ class Config:
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
     validation: Validation = field(default_factory=Validation)
+    distillation: Distillation = field(default_factory=Distillation)
     lora: LoRA = field(default_factory=LoRA)
     dpo: DPO = field(default_factory=DPO)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -19,6 +19,10 @@ ANSWER, PAIRS = "answer", "pairs"
 """Of pairs of answers: the number of each position's answer in its sample, 2 i for the chosen and 2 i + 1 for the
 rejected one; and how many pairs a sample has. int64."""
 
+KEPT, KEPT_LOG_P = "kept", "kept_log_p"
+"""Of a teacher's distribution, in Batch.further: K ids of each position, int64 (B, S, K), and the log-probabilities of
+these and of all others together, float32 at least (B, S, K + 1)."""
+
 
 class Batch(NamedTuple):
     tokens_BS: Tensor
@@ -38,7 +42,8 @@ class Batch(NamedTuple):
     """int64: number of each sample within the step; None: microbatch by microbatch, and within each, data rank by data
     rank."""
     further: Mapping[str, Tensor] = MappingProxyType({})
-    """What an objective reads besides, by name: a number per position (B, S), such as WEIGHT, or per sample (B,)."""
+    """What an objective reads besides, by name: a number per position (B, S), such as WEIGHT, K of them (B, S, K), or
+    one per sample (B,)."""
 
     def chunk(self, count: int) -> list[Batch]:
         """Split into as many batches."""

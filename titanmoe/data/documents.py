@@ -48,6 +48,10 @@ class Documents(Protocol):
         """The log-probability of each of these tokens as a label, by the reference (titanmoe.data.scores); None: not
         known."""
 
+    def kept(self, start: int, stop: int) -> np.ndarray | None:
+        """A record for each of these tokens: which ids a teacher finds likeliest in its place (titanmoe.data.scores);
+        None: not known."""
+
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Where these tokens are in what `whole_of` returns."""
 
@@ -78,6 +82,9 @@ class MemoryDocuments:
         return None
 
     def scores(self, start: int, stop: int) -> np.ndarray | None:
+        return None
+
+    def kept(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -60,6 +60,9 @@ class Cut:
     def scores(self, start: int, stop: int) -> np.ndarray | None:
         return self.whole.scores(start, stop)
 
+    def kept(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.kept(start, stop)
+
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return self.whole.ranges(start, stop)
 
@@ -96,6 +99,9 @@ class DocumentRange:
 
     def scores(self, start: int, stop: int) -> np.ndarray | None:
         return self._joined(self.whole.scores, start, stop)
+
+    def kept(self, start: int, stop: int) -> np.ndarray | None:
+        return self._joined(self.whole.kept, start, stop)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [ends for a, b in self._ranges(start, stop) for ends in self.whole.ranges(a, b)]

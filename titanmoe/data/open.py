@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.remote import is_url
+from titanmoe.data.scores import Classes, classes_of
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
@@ -107,3 +109,16 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
                 f"({first['identity']}): make both with one, or set data.tokenizer to that of {shards[0]}/{MANIFEST}"
             ]
         )
+
+
+def read_teacher(config: Config, sources: Sequence[Any]) -> None:
+    """Has them also give what a teacher says of them, if the recipe learns from that."""
+    options, problems = config.distillation, []
+    classes = Classes(options.top, options.temperature, config.model.vocab_size)
+    for documents in sources if options.scores else ():
+        try:
+            documents.kept_scores = classes_of(documents, options.scores, classes, config.training.seq_len)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT
+from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT
 from titanmoe.data.documents import Documents, document_of, whole_of
 from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
@@ -90,12 +90,22 @@ def _fill_labels(documents: Documents, start: int, stop: int, out: Arrays, n: in
         out.further[WEIGHT][n, places] = 1 if weights is None else weights[1:]
     if REFERENCE in out.further:
         out.further[REFERENCE][n, places] = documents.scores(start, stop)[1:]
+    if KEPT in out.further:
+        kept = documents.kept(start + 1, stop)
+        out.further[KEPT][n, places] = kept["ids"]
+        # Every sequence of a first epoch was scored. Where documents are cut elsewhere a few labels were not: of these
+        # the teacher says nothing.
+        out.further[KEPT_LOG_P][n, places] = np.where(np.isnan(kept["log_p"]), -np.inf, kept["log_p"])
 
 
 def further_of(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
     """What else there is of their tokens, as `empty` takes it."""
-    scores = getattr(whole_of(documents), "stored_scores", None)
+    whole = whole_of(documents)
+    scores, kept = (getattr(whole, name, None) for name in ("stored_scores", "kept_scores"))
     fields = {REFERENCE: (scores.dtype, 2)} if scores else {}
+    if kept:
+        ids, log_p = kept.dtype["ids"], kept.dtype["log_p"]
+        fields |= {KEPT: (np.dtype((np.int64, ids.shape)), 2), KEPT_LOG_P: (log_p, 2)}
     return fields | ({ANSWER: (np.dtype(np.int64), 2), PAIRS: (np.dtype(np.int64), 1)} if documents.answers > 1 else {})
 
 

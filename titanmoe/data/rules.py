@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Data
@@ -33,6 +34,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     yield from _packing(config)
     yield from _shared_prefixes(config)
     yield from _validation(config)
+    yield from _answers(config)
 
 
 def _sources(data: Data) -> Iterator[Violation]:
@@ -157,4 +159,33 @@ def _validation(config: Config) -> Iterator[Violation]:
         yield Violation(
             ("validation.steps", "data.source"),
             'validation.steps = 0 asks for the whole set, but data.source = "synthetic" never ends: set steps = 10',
+        )
+
+
+def _answers(config: Config) -> Iterator[Violation]:
+    answers, fields = config.validation.answers, ("validation.answers.paths", "validation.answers.interval")
+    if answers.paths and not answers.interval:
+        yield Violation(
+            fields,
+            "validation.answers.paths is set, but validation.answers.interval = 0 never reads it: set interval, such "
+            "as 100, or paths = []",
+        )
+    if answers.interval and not answers.paths:
+        yield Violation(
+            fields,
+            f"validation.answers.interval = {answers.interval} has no questions: name validation.answers.paths, or set "
+            "interval = 0",
+        )
+    names = [Path(path).stem for path in answers.paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        yield Violation(
+            fields[:1],
+            f"validation.answers.paths has several files called {', '.join(twice)}, and results are reported by that "
+            "name: rename all but one",
+        )
+    if answers.paths and config.data.source == "synthetic":
+        yield Violation(
+            ("validation.answers.paths", "data.source"),
+            'validation.answers.paths has questions, but data.source = "synthetic" has no tokenizer to read them with: '
+            "use another source, or paths = []",
         )

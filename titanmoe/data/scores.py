@@ -1,7 +1,10 @@
-"""What a model says of the tokens of a folder of shards, kept beside them: the log-probability of each as a label.
+"""What a model says of the tokens of a folder of shards, kept beside them: the log-probability of each as a label, or
+the likeliest ids in its place.
 
-scores/MODEL/manifest.json   the digest of the model, that of the shards, the length of the sequences; written last
-scores/MODEL/NAME.logp       of each token of shard NAME; 0 where it is no label, NaN where nothing was counted
+scores/MODEL/manifest.json      the digest of the model, that of the shards, the length of the sequences; written last
+scores/MODEL/NAME.logp          of each token of shard NAME; 0 where it is no label, NaN where nothing was counted
+scores/MODEL-topK/NAME.logp     of each token instead a record: K ids (uint32), their log-probabilities and that of all
+                                others together; MODEL-topK-tT with the temperature T
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import socket
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +30,20 @@ FORMAT, VERSION = "titanmoe scores", 1
 DTYPES = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 
 
+class Classes(NamedTuple):
+    """Which ids a model's distributions are kept of."""
+
+    top: int
+    temperature: float
+    vocab_size: int
+
+    def name(self, model: str) -> str:
+        return f"{model}-top{self.top}" + ("" if self.temperature == 1 else f"-t{self.temperature:g}")
+
+    def record(self, dtype: np.dtype) -> np.dtype:
+        return np.dtype([("ids", "<u4", (self.top,)), ("log_p", dtype, (self.top + 1,))])
+
+
 class StoredScores:
     """Files are mapped when first read, and none is kept open."""
 
@@ -35,7 +52,10 @@ class StoredScores:
         self.manifest = _read_manifest(folder)
         try:
             self.dtype, self.seq_len = DTYPES[self.manifest["dtype"]], int(self.manifest["seq_len"])
-            shards = self.manifest["shards"]
+            shards, classes = self.manifest["shards"], self.manifest.get("classes")
+            self.classes = None if classes is None else Classes(*classes)
+            if self.classes:
+                self.dtype = self.classes.record(self.dtype)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
         if shards != documents.fingerprint:
@@ -94,6 +114,42 @@ def scores_of(documents: ShardDocuments, model: str, seq_len: int) -> StoredScor
     return scores if scores.seq_len >= seq_len else None
 
 
+def classes_of(documents: ShardDocuments, name: str, classes: Classes, seq_len: int) -> StoredScores:
+    """Those of that name; ConfigError if they are not there, or not these classes of sequences at least that long."""
+    folder = documents.folder / SCORES / name
+    if not (folder / MANIFEST).is_file():
+        there = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
+        fix = f"titanmoe score TEACHERS_RECIPE --top {classes.top} --data {documents.folder}"
+        raise ConfigError(
+            [f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {there}): {fix}"]
+        )
+    scores, problems = StoredScores(folder, documents), []
+    own = scores.classes
+    if own is None or own.name(str(scores.manifest.get("model"))) != name:
+        problems.append(f"{folder} has scores of another model than its name says: give it back its name")
+    else:
+        problems += [
+            f"{folder} was made with {what} = {value}, and the recipe has {field} = {wanted}: set it to that, or count "
+            "others with titanmoe score"
+            for what, field, value, wanted in zip(
+                ("--top", "--temperature", "a vocabulary"),
+                ("distillation.top", "distillation.temperature", "model.vocab_size"),
+                own,
+                classes,
+                strict=True,
+            )
+            if value != wanted
+        ]
+    if scores.seq_len < seq_len:
+        problems.append(
+            f"{folder} is of sequences of {scores.seq_len} tokens, and training.seq_len = {seq_len}: count others with "
+            "titanmoe score, or lower seq_len"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return scores
+
+
 def all_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
     for file in sorted((documents.folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
         yield StoredScores(file.parent, documents)
@@ -113,20 +169,23 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 class ScoreWriter:
     """Those of one folder of shards. They appear there once they are complete."""
 
-    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str):
+    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, classes: Classes | None = None):
         self.first_token, self.names = documents.first_token, documents.names
-        self.folder = documents.folder / SCORES / model
+        name = classes.name(model) if classes else model
+        self.dtype = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
+        self.folder = documents.folder / SCORES / name
         # One per process: several machines may share the folder, and each writes the same.
-        self.unfinished = self.folder.with_name(f".{model}.{socket.gethostname()}.{os.getpid()}")
+        self.unfinished = self.folder.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}")
         self.unfinished.mkdir(parents=True, exist_ok=True)
         self.manifest = {"format": FORMAT, "version": VERSION, "model": model, "shards": documents.fingerprint}
-        self.manifest |= {"seq_len": seq_len, "dtype": dtype}
+        self.manifest |= {"seq_len": seq_len, "dtype": dtype} | ({"classes": list(classes)} if classes else {})
         self._maps = []
         for name, tokens in zip(self.names, np.diff(self.first_token).tolist(), strict=True):
             with self._file(name).open("wb") as stream:  # a full disk would kill whoever writes to a map of it
-                os.posix_fallocate(stream.fileno(), 0, tokens * DTYPES[dtype].itemsize)
-            self._maps.append(_mapped(self._file(name), tokens, DTYPES[dtype], writable=True))
-            self._maps[-1].fill(np.nan)
+                os.posix_fallocate(stream.fileno(), 0, tokens * self.dtype.itemsize)
+            self._maps.append(_mapped(self._file(name), tokens, self.dtype, writable=True))
+            numbers = self._maps[-1]["log_p"] if classes else self._maps[-1]
+            numbers.fill(np.nan)
 
     def _file(self, name: str) -> Path:
         return self.unfinished / f"{name}.{EXTENSION}"
@@ -159,8 +218,8 @@ def _mapped(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarra
     import torch
 
     # numpy's own maps keep a file open each, and a process may only have about a thousand.
-    kind = torch.float32 if dtype.itemsize == 4 else torch.float64
-    return torch.from_file(str(file), shared=writable, size=size, dtype=kind).numpy()
+    data = torch.from_file(str(file), shared=writable, size=size * dtype.itemsize, dtype=torch.uint8)
+    return data.numpy().view(dtype)
 
 
 def _crc32(file: Path) -> int:

@@ -165,6 +165,8 @@ class ShardDocuments:
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
         self.stored_scores: StoredScores | None = None
         """Of the reference, once it is known which model that is."""
+        self.kept_scores: StoredScores | None = None
+        """Of a teacher's classes."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}
         """Which blocks of a file have been checked against their sums."""
@@ -200,6 +202,9 @@ class ShardDocuments:
 
     def scores(self, start: int, stop: int) -> np.ndarray | None:
         return self.stored_scores.read(start, stop) if self.stored_scores else None
+
+    def kept(self, start: int, stop: int) -> np.ndarray | None:
+        return self.kept_scores.read(start, stop) if self.kept_scores else None
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]

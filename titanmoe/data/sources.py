@@ -21,7 +21,7 @@ from titanmoe.data.documents import Documents, MemoryDocuments
 from titanmoe.data.epochs import Epochs, count_sequences
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
-from titanmoe.data.open import open_documents
+from titanmoe.data.open import open_documents, read_teacher
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.pack_answers import AnswerFit
 from titanmoe.data.shards import ShardDocuments, StoredTokenizer
@@ -87,6 +87,7 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
         return Mix([source], training.seed), ()
     corpora = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
+    read_teacher(config, corpora)
     where = "data.paths" if data.source == "files" else "data.source"
     shards = [corpus for corpus in corpora if isinstance(corpus, ShardDocuments)]
     shards.sort(key=lambda corpus: not corpus.has_label_mask)  # those of chats have the chat template

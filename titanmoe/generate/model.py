@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.manifest import config_of, refuse_adapters
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
-from titanmoe.config.fields import build as build_config
 from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.shards import is_shards, read_manifest
@@ -31,15 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class TrainedModel:
-    """Where weights are, and the config they were trained with."""
-
-    path: Path
-    config: Config
-    step: int | None
-    """None: a Hugging Face folder."""
-    identity: str | None = None
-    """Of the tokenizer that its tokens came from, where the checkpoint says so."""
+class TrainedModel(WholeModel):
     adapters: Adapters | None = None
     """On these weights."""
 
@@ -58,44 +48,21 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
     """path: RUN, one of its checkpoints, or a Hugging Face folder. adapter: RUN, one of its checkpoints, or a folder of
     PEFT; without a path, on the weights that they were trained on."""
     if adapter is None:
-        return _find_whole(path)
+        return TrainedModel(**vars(find_whole(path)))
     from titanmoe.checkpoint.hf.fetch import weights_folder
     from titanmoe.checkpoint.hf.merge import is_hf, open_adapters, open_under
     from titanmoe.checkpoint.hf.peft_read import is_peft
 
     if not is_peft(adapter):
-        adapter = _sound(latest_checkpoint(adapter))
+        adapter = sound(latest_checkpoint(adapter))
     adapters, under = open_adapters(adapter, str(path or ""))
     open_under(adapters, under)
-    whole = _find_whole(weights_folder(under) if is_hf(under) else Path(under))
+    whole = TrainedModel(**vars(find_whole(weights_folder(under) if is_hf(under) else Path(under))))
     config = adapters.config or replace(whole.config, lora=adapters.lora)
     identity = whole.identity
     if adapters.config:
         identity = layout.read_manifest(adapter).record.get("loader", {}).get("tokenizer")
     return replace(whole, config=config, identity=identity, adapters=adapters)
-
-
-def _sound(path: Path) -> Path:
-    if broken := layout.damage(path, contents=False):
-        raise CheckpointError("; ".join(broken))
-    return path
-
-
-def _find_whole(path: Path) -> TrainedModel:
-    if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
-        from titanmoe.checkpoint.hf.config import describe
-
-        parsed = describe(path)
-        seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
-        config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
-        return TrainedModel(path, config, None)
-    path = _sound(latest_checkpoint(path))
-    record = layout.read_manifest(path).record
-    refuse_adapters(record, path)
-    if "model" not in record.get("config", {}):
-        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
-    config = build_config(config_of(record, path / layout.MANIFEST))
-    return TrainedModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
@@ -230,16 +197,4 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
         for name in [name for name in targets if ADAPTER in name]:
             piece = targets.pop(name)[1]
             piece.tensor.copy_(piece.of(trained.adapters.tensors[name.removeprefix("model.")].get()))
-    if trained.step is None:
-        from titanmoe.checkpoint.hf.source import open_hf
-
-        source = open_hf(trained.path, config.model)
-        if source.has_mtp:
-            source = open_hf(trained.path, config.model, drop=("mtp",))
-        source.check()
-        for name, (_, piece) in targets.items():
-            piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
-        return
-    from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-
-    Checkpoint(trained.path).fill(targets)
+    fill(targets, trained, config.model)

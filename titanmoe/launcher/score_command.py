@@ -13,7 +13,7 @@ from titanmoe.launcher.train_command import parse_words, prepare, start
 from titanmoe.train.waiting import waiting
 
 USAGE = """\
-usage: titanmoe score RECIPE.toml [--data PATH ...] [options] [--TABLE.FIELD VALUE ...]
+usage: titanmoe score RECIPE.toml [--data PATH ...] [--top K] [--temperature T] [options] [--TABLE.FIELD VALUE ...]
 
 Counts the log-probability that the model which the recipe begins from gives to every label of its data, under the
 recipe's mapping, and keeps it beside the shards with the model's digest: scores/DIGEST in their folder. A run whose
@@ -21,18 +21,25 @@ objective needs them finds them there. Data that has its scores is left as it is
 
   --data PATH ...
       what to count, in place of the recipe's data.paths
+  --top K
+      the K likeliest ids in place of each label, for a student that learns from this model (docs/distillation.md):
+      scores/DIGEST-topK, with 8 K + 4 bytes for each token in float32
+  --temperature T
+      of these distributions; the student's recipe has to have the same. Default: 1
 Other options are those of titanmoe train.
 """
 
 
 def add_score(commands: argparse._SubParsersAction) -> None:
-    score = commands.add_parser("score", add_help=False, help="what a model says of data, for preferences")
+    score = commands.add_parser("score", add_help=False, help="what a model says of data, for preferences or a student")
     score.set_defaults(run=lambda args: run_score(args.overrides), overrides=[])
 
 
 def run_score(words: Sequence[str]) -> int:
     paths, rest = _data(words)
+    options, rest = _options(rest)
     request = parse_words(rest)
+    request.rest += [f"--distillation.{name}={value}" for name, value in options.items()]
     if request.get("help"):
         print(USAGE, end="", flush=True)
         return 0
@@ -43,9 +50,12 @@ def run_score(words: Sequence[str]) -> int:
         request.rest += ["--data.source=files", "--data.paths", *paths, "--data.weights=", "--data.fields="]
         if not paths:
             request.problems.append("command line: --data names nothing: give token shards, files or folders")
+    what = "likeliest" if "top" in options else "labels"
+    if what == "labels" and options:
+        request.problems.append("command line: --temperature is of distributions: give --top K too")
     try:
         prepared = prepare(request)
-        return start(replace(prepared, checked=prepared.checked._replace(scores=True)))
+        return start(replace(prepared, checked=prepared.checked._replace(scores=what)))
     except KeyboardInterrupt:
         waiting("")
         return 130
@@ -62,3 +72,15 @@ def _data(words: Sequence[str]) -> tuple[list[str] | None, list[str]]:
     at = list(words).index("--data")
     end = next((n for n in range(at + 1, len(words)) if words[n].startswith("--")), len(words))
     return list(words[at + 1 : end]), [*words[:at], *words[end:]]
+
+
+def _options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Those of distributions, and the other words."""
+    options, rest, words = {}, [], iter(words)
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--") and name in ("top", "temperature"):
+            options[name] = value if equals else next(words, "")
+        else:
+            rest.append(word)
+    return options, rest

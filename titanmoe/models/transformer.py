@@ -102,9 +102,11 @@ class Transformer(nn.Module):
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()
 
-    def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
-        """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), the
-        labels' Scores (N, B, S), or logits."""
+    def forward(
+        self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None, kept_BSK: Tensor | None = None
+    ) -> Tensor:
+        """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). kept_BSK: ids whose log p the Scores
+        have. Returns (B, s, D), the labels' Scores (N, B, S), or logits."""
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
         if self.embed is not None and with_mtp:  # in one call, because each call gathers the weights
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
@@ -123,7 +125,7 @@ class Transformer(nn.Module):
             return x
         if not with_mtp:
             with region("head and loss"):
-                return self.head(x, labels_BS)
+                return self.head(x, labels_BS, kept_BSK=kept_BSK)
         (mtp,) = self.mtp
         second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
         with region("head and loss"):

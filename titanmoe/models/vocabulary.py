@@ -13,18 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_gather, all_reduce, gather, local, scatter_sum
+from titanmoe.models.kept_classes import kept_classes, top_classes
 from titanmoe.models.layers import RMSNorm, promote
+from titanmoe.models.slices import lowered, own_rows, slice_backward, slices, sum_slice
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 from titanmoe.tokens import IGNORE
-
-
-def _own_rows(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Row numbers within this rank's piece of the vocabulary (0 for ids of other ranks), and which ids are its own."""
-    row = ids - tp.rank * size
-    is_own = (row >= 0) & (row < size)
-    return row.where(is_own, 0), is_own
 
 
 class Embedding(nn.Module):
@@ -39,7 +34,7 @@ class Embedding(nn.Module):
         weight = local(self.weight)
         if self.tp.size == 1:
             return F.embedding(ids_BS, weight)
-        row_BS, is_own_BS = _own_rows(ids_BS, weight.shape[0], self.tp)
+        row_BS, is_own_BS = own_rows(ids_BS, weight.shape[0], self.tp)
         return scatter_sum(F.embedding(row_BS, weight) * is_own_BS.unsqueeze(-1), 1, self.tp)
 
 
@@ -50,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp, with_entropy):
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = _own_rows(label_T, logits_TV.shape[1], tp)
+        row_T, is_own_T = own_rows(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
         lower_TV = logits_TV - top_T.unsqueeze(1)
         exp_TV = torch.exp(lower_TV)
@@ -94,54 +89,6 @@ def chunk_count(tokens: int, vocabulary: int, width: int, setting: int, most: in
     return min(max(count, 1), vocabulary)
 
 
-def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """At most that many. The width of wide ones is a multiple of 128, since products on GPUs are slow if rows of logits
-    are not aligned."""
-    width = -(-weight_VD.shape[0] // chunks)
-    return weight_VD.split(width if width < 1024 else width + -width % 128)
-
-
-def _slice(
-    logits_Tv: Tensor,
-    row_T: Tensor,
-    begin: int,
-    top_T: Tensor,
-    total_T: Tensor,
-    label_logit_T: Tensor,
-    weighted_T: Tensor | None = None,
-) -> None:
-    """Adds a slice, whose first column is number `begin`, to each token's largest logit, the sum of exp(logit -
-    largest), the logit of its label and, for the entropy, the sum of exp(logit - largest) * (logit - largest). The
-    logits are overwritten.
-    """
-    logits_Tv = promote(logits_Tv)
-    place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
-    within_T = place_T == row_T - begin
-    label_logit_T += logits_Tv.gather(1, place_T.unsqueeze(1)).squeeze(1).where(within_T, 0)
-    higher_T = torch.maximum(top_T, logits_Tv.amax(1))
-    if weighted_T is not None:
-        weighted_T.copy_(_lowered(weighted_T, total_T, top_T - higher_T))
-    total_T *= torch.exp(top_T - higher_T)
-    logits_Tv.sub_(higher_T.unsqueeze(1))
-    if weighted_T is not None:
-        weighted_T += (logits_Tv.exp() * logits_Tv).sum(1)
-    total_T += logits_Tv.exp_().sum(1)
-    top_T.copy_(higher_T)
-
-
-def _lowered(weighted_T: Tensor, total_T: Tensor, by_T: Tensor) -> Tensor:
-    """The sum of exp(l) * l after all l have changed by this number, which is -inf where nothing was summed yet."""
-    return (torch.exp(by_T) * (weighted_T + total_T * by_T)).where(total_T > 0, 0)
-
-
-def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """The gradients of a slice's logits, which are overwritten."""
-    grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
-    place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
-    grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))
-    return grad_Tv.mul_(scale_T.unsqueeze(1)).to(logits_Tv.dtype)
-
-
 def _entropy_backward(logits_Tv: Tensor, log_total_T: Tensor, entropy_T: Tensor, scale_T: Tensor) -> Tensor:
     """What a slice's logits get from the entropies: -p (log p + entropy) times their gradients."""
     log_p_Tv = promote(logits_Tv) - log_total_T.unsqueeze(1)
@@ -158,22 +105,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels, with_entropy):
-        take, kernels = _slice, "off" if with_entropy else kernels
+        take, kernels = sum_slice, "off" if with_entropy else kernels
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
         has_label_T = label_T != IGNORE
-        row_T, is_own_T = _own_rows(label_T, weight_VD.shape[0], tp)
+        row_T, is_own_T = own_rows(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
         sums = [x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(3 if with_entropy else 2)]
         begin = 0
-        for weight_vD in _slices(weight_VD, chunks):
+        for weight_vD in slices(weight_VD, chunks):
             take(x_TD @ weight_vD.t(), row_T, begin, top_T, *sums)
             begin += weight_vD.shape[0]
         total_T, label_logit_T, *weighted = sums
         highest_T, entropy_T = all_reduce(top_T, tp, "max"), None
         label_logit_T = (label_logit_T - highest_T) * (is_own_T & has_label_T)
-        weighted = [_lowered(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
+        weighted = [lowered(weighted_T, total_T, top_T - highest_T) for weighted_T in weighted]
         sums = (total_T * torch.exp(top_T - highest_T), label_logit_T, *weighted)
         total_T, label_logit_T, *weighted = all_reduce(torch.stack(sums), tp)
         if with_entropy:
@@ -192,16 +139,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_x_TD = torch.zeros_like(x_TD, dtype=grad_T.dtype) if gradient_wanted(ctx, 0) else None
         grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
         begin = 0
-        for weight_vD in _slices(weight_VD, ctx.chunks):
+        for weight_vD in slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
             grad_Tv = x_TD @ weight_vD.t()
             if use_kernel:
                 loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             elif entropy_T is None:
-                grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
+                grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             else:
                 further_Tv = _entropy_backward(grad_Tv, log_total_T, entropy_T, has_label_T * grad_entropy_T)
-                grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + further_Tv
+                grad_Tv = slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T) + further_Tv
             if grad_x_TD is not None:
                 grad_x_TD += grad_Tv @ weight_vD
             if grad_w_VD is not None:
@@ -232,11 +179,21 @@ class Scores(NamedTuple):
     """-log p of the label."""
     entropy_BS: Tensor | None = None
     """Of the distribution that the label is one draw of, in nats; there if the objective asks for it."""
+    classes_CBS: Tensor | None = None
+    """log p of every kept id, with the head's temperature, and last of all others together; there if ids are kept."""
+
+    @classmethod
+    def of(cls, numbers_NBS: Tensor) -> Scores:
+        """From the head's numbers: the loss alone, with the entropy, or with two classes or more."""
+        return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
 
 
 class Head(nn.Module):
     """Final norm, projection to the vocabulary, loss. With labels: the Scores of each as one tensor (N, B, S), which
     pipelines can pass on; without: logits.
+
+    If it keeps some ids of each position, it also computes their log p: of those that it is given (`kept`), or of the
+    likeliest, whose ids come with them in place of the loss (`top`).
 
     mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their losses come
     second.
@@ -257,30 +214,51 @@ class Head(nn.Module):
         self.norm = RMSNorm(dim, eps, dtype)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
-        self.with_entropy = False
+        self.with_entropy, self.kept, self.top, self.temperature = False, 0, 0, 1.0
         self.tp = NO_GROUP
 
     @property
     def numbers(self) -> int:
         """How many numbers a label's Scores are."""
-        return 2 if self.with_entropy else 1
+        if self.top:
+            return 2 * self.top + 1
+        return 1 + self.with_entropy + (self.kept + 1 if self.kept else 0)
 
     def forward(
-        self, x_BsD: Tensor, labels_BS: Tensor | None = None, mtp: tuple[Tensor, Tensor] | None = None
+        self,
+        x_BsD: Tensor,
+        labels_BS: Tensor | None = None,
+        mtp: tuple[Tensor, Tensor] | None = None,
+        kept_BSK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
+        if self.kept or self.top:
+            return self.classes(normed_BsD, labels_BS, kept_BSK)
         scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
         if mtp is None:
             return scores_NBS
         return scores_NBS, self.scores(*mtp, False)[0]
 
+    def classes(self, normed_BsD: Tensor, labels_BS: Tensor, kept_BSK: Tensor | None) -> Tensor:
+        """As `scores`, with the log p of classes; 0 where no ids are given, as in a validation."""
+        x_TD, weight_VD, chunks = self._inputs(normed_BsD)
+        options = (self.tp, chunks, self.temperature)
+        if self.top:
+            ids_TK, log_p_CT = top_classes(x_TD, weight_VD, self.top, *options)
+            numbers_NT = torch.cat((ids_TK.t().to(log_p_CT.dtype), log_p_CT))
+        elif kept_BSK is None:
+            loss_BS = self.scores(normed_BsD, labels_BS, False)
+            return F.pad(loss_BS, (0, 0, 0, 0, 0, self.numbers - 1))
+        else:
+            inputs = x_TD, weight_VD, labels_BS.flatten(), kept_BSK.flatten(0, 1)
+            loss_T, log_p_CT = kept_classes(*inputs, *options)
+            numbers_NT = torch.cat((loss_T.unsqueeze(0), log_p_CT))
+        return numbers_NT.unflatten(1, labels_BS.shape).clone()  # on a view, FSDP would lose its hooks
+
     def scores(self, normed_BsD: Tensor, labels_BS: Tensor, with_entropy: bool) -> Tensor:
-        x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
-        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
-        most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
-        chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
+        x_TD, weight_VD, chunks = self._inputs(normed_BsD)
         label_T = labels_BS.flatten()
         if chunks > 1:
             scores = chunked_cross_entropy(x_TD, weight_VD, label_T, self.tp, chunks, self.kernels, with_entropy)
@@ -288,3 +266,11 @@ class Head(nn.Module):
             scores = cross_entropy(F.linear(x_TD, weight_VD), label_T, self.tp, with_entropy)
         # A copy: on a view, FSDP would lose its hooks.
         return torch.stack([score_T.view_as(labels_BS) for score_T in scores if score_T is not None])
+
+    def _inputs(self, normed_BsD: Tensor) -> tuple[Tensor, Tensor, int]:
+        """All tokens, this rank's weight, and in how many slices to go through it."""
+        x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
+        # With classes a slice is in memory twice, the second time without what is kept.
+        width = torch.promote_types(x_TD.dtype, torch.float32).itemsize * (2 if self.kept or self.top else 1)
+        most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
+        return x_TD, weight_VD, chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)

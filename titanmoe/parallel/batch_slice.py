@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import KEPT, Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.mask import Mask, ends, spans
 from titanmoe.parallel.context import Placement
@@ -29,7 +29,12 @@ class Slice(NamedTuple):
     tokens: Tokens
     labels_BS: Tensor
     further: Mapping[str, Tensor]
-    """As in Batch: per position (B, S), or per sample (B,)."""
+    """As in Batch: per position (B, S) or (B, S, K), or per sample (B,)."""
+
+    @property
+    def kept_BSK(self) -> Tensor | None:
+        """Ids whose log p the objective reads besides that of the label."""
+        return self.further.get(KEPT)
 
 
 def mask_of(batch: Batch) -> Mask:

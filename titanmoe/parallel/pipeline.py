@@ -238,7 +238,7 @@ class WithoutPipeline:
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
-                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS)
+                scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS, piece.kept_BSK)
                 with region("head and loss"):
                     loss = objective(scores_NBS, piece) / divisor
                 if backward:
@@ -331,7 +331,7 @@ class Pipeline:
 
     def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
         self.objective, self.divisor, losses = objective, divisor, []
-        if self.cold and backward:
+        if self.cold:
             for stage in self.stages:
                 with observe.unheard(), stage.experts.in_place(adding=False):
                     warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
@@ -349,7 +349,7 @@ class Pipeline:
             stack.enter_context(self.chunks.waiting())
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
-                [{"tokens": s.tokens, "labels_BS": s.labels_BS} for s in slices],
+                [{"tokens": s.tokens, "labels_BS": s.labels_BS, "kept_BSK": s.kept_BSK} for s in slices],
                 slices,
                 losses,
             )

@@ -38,11 +38,10 @@ def warm_up(
         generator = torch.Generator(device).manual_seed(0)
         x = torch.randn(hidden.shape, generator=generator, dtype=hidden.dtype, device=device).requires_grad_()
     with observe.unheard(), torch.enable_grad():
-        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS)
-        if model.head is None:
-            y.backward(y.detach())
-        else:
-            loss(y, piece).backward()
+        y = model(x, tokens=piece.tokens, labels_BS=piece.labels_BS, kept_BSK=piece.kept_BSK)
+        y, seed = (y, y.detach()) if model.head is None else (loss(y, piece), None)
+        if y.requires_grad:  # not of a frozen model's first stage, nor of what a teacher says
+            y.backward(seed)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

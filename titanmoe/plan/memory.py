@@ -27,6 +27,7 @@ from titanmoe.plan.muon_work import travelling_bytes
 from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.train.find_teacher import config_of_teacher, find_teacher
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
 SLICE = 2**30
@@ -137,11 +138,23 @@ def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends:
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
+    ranks = sorted({0, fold.pp - 1}) if only_ends else range(fold.pp)
+    teachers = _teacher_bytes(s, only_ends)
     memories = []
-    for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
+    for rank, teacher in zip(ranks, teachers or [0] * len(ranks), strict=True):
         own_stages = [stage for stage, owner in enumerate(owners) if owner == rank]
-        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages]))
+        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages], teacher))
     return memories
+
+
+def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
+    """Of every pipeline rank's part of a teacher, its weights and what it says of a step; empty if there is none."""
+    options = s.config.distillation
+    if not options.teacher:
+        return []
+    own = config_of_teacher(s.config, find_teacher(options.teacher))
+    said = s.microbatches * s.X * (options.top * 8 + (options.top + 1) * s.W)
+    return [memory.weights + said for memory in rank_memories(own, s.fold, only_ends=only_ends)]
 
 
 @lru_cache(maxsize=1024)
@@ -154,7 +167,7 @@ def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[ra
     return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
-def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankMemory:
+def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher: int) -> RankMemory:
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
     weight_width, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
@@ -195,7 +208,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     resharded = reshard(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
-    base = {"weights": weights, "moments": moments}
+    base = {"weights": weights, "moments": moments, "teacher": teacher}
     gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
     gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
     if not sharded:  # the step's copies

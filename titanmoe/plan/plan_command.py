@@ -235,9 +235,10 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward
     from titanmoe.parts import PARTS
+    from titanmoe.train.find_teacher import problems_of_teacher
 
     def check(config: Config) -> list[str]:
-        return violations(config, args.ranks) if args.explain else []
+        return [*violations(config, args.ranks), *problems_of_teacher(config, args.ranks)] if args.explain else []
 
     config = load(args.overrides, PARTS, check)
     notes, training, moe = [], config.training, config.moe
@@ -247,6 +248,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
+        (bool(config.distillation.teacher), "the teacher's forward: its memory is counted, its time is not"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
         (

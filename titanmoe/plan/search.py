@@ -35,6 +35,7 @@ from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds
+from titanmoe.train.find_teacher import problems_of_teacher
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -111,6 +112,10 @@ class Candidate(NamedTuple):
         return self.fold.pp, self.fold.tp, self.fold.ep, self.fold.etp
 
 
+def _illegal(config: Config, world: int) -> list[str]:
+    return violations(config, world) or [*problems_of_teacher(config, world)]
+
+
 def search(
     config: Config,
     world: int,
@@ -138,7 +143,7 @@ def search(
             previous = best.get(candidate.key)
             improves = mapping.price.step < (slowest_shown if previous is None else previous.price.step)
             improves_unfolded = may_be_best_unfolded and mapping.price.step < unfolded_step
-            if not (improves or improves_unfolded) or violations(mapping.config, world):
+            if not (improves or improves_unfolded) or _illegal(mapping.config, world):
                 continue
             usable = usable_bytes(mapping.config, mapping.fold, device)
             ends = rank_memories(mapping.config, mapping.fold, imbalance, only_ends=True)
@@ -159,7 +164,7 @@ def search(
             SMALLEST, _candidates(config, world, pricer, inf), key=lambda candidate: candidate.least_bytes
         )
         mappings = [mapping for candidate in smallest for mapping in _priced_mappings(config, candidate, pricer)]
-        mappings = [mapping for mapping in mappings if not violations(mapping.config, world)]
+        mappings = [mapping for mapping in mappings if not _illegal(mapping.config, world)]
         for mapping in mappings:
             mapping.memory = rank_memories(mapping.config, mapping.fold, imbalance)
         nearest = min(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT, Batch
+from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Share
 from titanmoe.train.objectives.rules import OBJECTIVES
 
@@ -19,6 +19,7 @@ class Samples:
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.share = Share(config, data_rank, data_ranks)
         self.objective = OBJECTIVES.look_up(config.training.objective)
+        self.kept, _ = self.objective.kept(config)
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
 
     def next_step(self) -> list[Batch]:
@@ -31,6 +32,9 @@ class Samples:
             place = torch.arange(share.seq_len).expand(shape)
             document, position = place // length, place % length
         further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
+        if self.kept:
+            further |= {KEPT: torch.zeros((*shape, self.kept), dtype=torch.int64)}
+            further |= {KEPT_LOG_P: torch.zeros((*shape, self.kept + 1))}
         if self.objective.reference:
             further[REFERENCE] = torch.zeros(shape)
         if self.objective.answers > 1:

@@ -164,6 +164,9 @@ def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, li
         left_out.append("compilation: operations are those of the uncompiled model")
     if moe.capacity_factor and not moe.pad_to_capacity:
         left_out.append("dropping, which depends on scores: rows are counted before anything is dropped")
+    if config.distillation.teacher:
+        config = replace(config, distillation=replace(config.distillation, teacher=""))
+        left_out.append("the teacher: neither its weights nor its forward, which titanmoe plan counts the weights of")
     if hardware.kind == "cuda" and moe.kernels != "torch" and not installed():
         left_out.append(
             "Triton's kernels, because Triton is not installed here: their plain PyTorch operations are counted instead"

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from titanmoe import __version__
 from titanmoe.fold.picture import draw
+from titanmoe.report.answers import answer_sheets
 from titanmoe.report.charts import (
     Curve,
     Mark,
@@ -95,6 +96,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
     parts = [
         *_header(runs, title),
         *_charts(charts),
+        *_answers(runs),
         *_loads(runs),
         *_ranks(runs),
         *_events(runs),
@@ -174,6 +176,19 @@ def _charts(charts: dict[str, Sheet]) -> Iterator[str]:
     for name, sheet in charts.items():
         yield figure(sheet, {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card"))
     yield "</div>"
+
+
+def _answers(runs: list[Run]) -> Iterator[str]:
+    tasks = list(dict.fromkeys(task for run in runs for task in run.answers))
+    for task in tasks:
+        yield f"<h2>Answers: {escape(task)}</h2>"
+        yield (
+            '<p class="note">Below, the rank correlation (Spearman) of the questions at each step with the same '
+            "questions at the last one: what is near 1 early on is a signal by then.</p>"
+        )
+        yield '<div class="loads">'
+        yield from map(figure, answer_sheets(runs, task))
+        yield "</div>"
 
 
 def figure(sheet: Sheet, kind: str = "card") -> str:

@@ -16,7 +16,7 @@ from titanmoe.config.recipe import RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.parts import PARTS
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS
+from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, QUANTITIES, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -36,6 +36,8 @@ class Run:
     busy_steps: list[int] = field(default_factory=list)
     busy_RC: np.ndarray | None = None
     """Seconds that rank r did not wait in, at busy_steps[c]."""
+    answers: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
+    """By task and step: each quantity of every question, (Q,)."""
     config_text: str = ""
     config: Config | None = None
     """None if it was written by another version of titanmoe."""
@@ -60,7 +62,7 @@ class Run:
         total, last_step = 0.0, None
         for line in self.lines:
             steps = 1 if last_step is None else max(1, line["step"] - last_step)
-            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0)
+            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0) + line.get("answers_s", 0.0)
             last_step = line["step"]
         return total or None
 
@@ -115,9 +117,15 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     shapes: dict[str, int] = {}
     loads, load_warnings = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
     times, time_warnings = _lines(folder / RANKS, _times)
-    run = Run(
-        folder.resolve().name, folder, lines, events, warnings=warnings + event_warnings + load_warnings + time_warnings
-    )
+    answers, answer_warnings = _lines(folder / ANSWERS, _answers)
+    warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *answer_warnings]
+    run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
+    for line in answers:
+        run.answers.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in QUANTITIES}
+    for by_step in run.answers.values():  # the questions may have changed when it resumed
+        last = len(by_step[max(by_step)][QUANTITIES[0]])
+        for step in [step for step, line in by_step.items() if len(line[QUANTITIES[0]]) != last]:
+            del by_step[step]
     if times:
         busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
         last = len(busy[times[-1]["step"]])
@@ -207,3 +215,9 @@ def _times(line: dict[str, Any]) -> dict[str, Any] | None:
     columns = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
     fits = columns and all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and len(columns[0]) == len(columns[1]) else None
+
+
+def _answers(line: dict[str, Any]) -> dict[str, Any] | None:
+    columns = [line.get(name) for name in QUANTITIES]
+    fits = all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
+    return line if fits and isinstance(line.get("task"), str) and len({len(x) for x in columns}) == 1 else None

@@ -18,7 +18,7 @@ GROUPS = {
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),
-    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s"),
+    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "answers_s"),
     "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
@@ -31,7 +31,7 @@ def tag(name: str, balance_losses: Sequence[str]) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
-    if name.startswith(("time.", "data.", "straggler.", "preference.")):
+    if name.startswith(("time.", "data.", "straggler.", "answers.", "preference.")):
         return name.replace(".", "/", 1)
     if name in balance_losses:
         return f"experts/{name}"

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
+from titanmoe.data.answers import AnswerSet
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.data.rules import steps_in
 from titanmoe.fold.degrees import Fold, derive
@@ -28,6 +30,7 @@ from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
+from titanmoe.train.answers import Answers, ChoiceSums
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.clock import Clock
@@ -39,6 +42,7 @@ from titanmoe.train.header import header, set_up
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
+from titanmoe.train.objectives.objective import Objective
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
@@ -59,12 +63,13 @@ def build_training(
     checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
     build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
     reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
+    likeliest: bool = False,
 ) -> Training:
     """All ranks call it together. The arguments after `runtime` replace a component.
 
     loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
     config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its
-    dispatchers, from their tables.
+    dispatchers, from their tables. likeliest: the head says the likeliest ids, as a teacher's; this cannot train.
     """
     device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
     fold = derive(runtime.world, config.parallelism)
@@ -72,9 +77,11 @@ def build_training(
     batches = loader(config, meshes.data.rank, meshes.data.size)
 
     stages = build(config, meshes, batches.microbatches, device)
-    for stage in stages:
-        if stage.head is not None:
-            stage.head.with_entropy = OBJECTIVES.look_up(training.objective).entropy
+    rules = OBJECTIVES.look_up(training.objective)
+    for head in (stage.head for stage in stages if stage.head is not None):
+        head.with_entropy, (head.kept, head.temperature) = rules.entropy, rules.kept(config)
+        if likeliest:
+            head.top, head.temperature = config.distillation.top, config.distillation.temperature
     engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
@@ -82,7 +89,6 @@ def build_training(
 
     state = RunState(Skips(config.optimizer))
     place = placement(config.parallelism)
-    rules = OBJECTIVES.look_up(training.objective)
     objective = OBJECTIVES.implementation(training.objective).build(config, meshes)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
     by_bound = config.optimizer.qk_clip_measure == "bound"
@@ -103,13 +109,15 @@ def build_training(
     weights = gradients.parameters
     optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
-    validation = None
-    if config.validation.interval:
-        documents = batches.held_out if config.validation.held_out else ()
-        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
-        own = objective if rules.answers > 1 else CrossEntropy(meshes)
-        slicer = Slicer(meshes, place, device, False, own)
-        validation = Validation(config.validation.interval, training.steps, samples, slicer, gradients, state)
+    slicer_for = partial(Slicer, meshes, place, device)
+    notes = set_up(config, fold.pp, batches.microbatches, engine, device)
+    slicer = slicer_for(with_mtp, objective, training_work(config.model, Tuning.of(config)))
+    if config.distillation.teacher:
+        from titanmoe.train.teacher import TeachingSlicer
+
+        slicer = TeachingSlicer(config, slicer, batches, state, build)
+        notes["teacher"] = slicer.note
+    validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)
@@ -138,7 +146,7 @@ def build_training(
         buffers=buffers,
         moe_layers=gradients.moe_layers,
         loader=batches,
-        slicer=Slicer(meshes, place, device, with_mtp, objective, training_work(config.model, Tuning.of(config))),
+        slicer=slicer,
         gradients=gradients,
         guard=guard,
         optimizer=optimizer,
@@ -154,7 +162,8 @@ def build_training(
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
         checkpoints=checkpoints,
         validation=validation,
-        set_up=set_up(config, fold.pp, batches.microbatches, engine, device) | optimizer.notes,
+        answers=answers,
+        set_up=notes | optimizer.notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,
@@ -166,6 +175,28 @@ def build_training(
         made.reference = Reference(config, made)
     guard.checks = checks(config, made)
     return made
+
+
+def make_evaluations(
+    config: Config,
+    loader: Loader,
+    slicer_for: Callable[[Objective], Slicer],
+    gradients: Gradients,
+    state: RunState,
+) -> tuple[Validation | None, Answers | None]:
+    """What the recipe asks for after some steps."""
+    meshes, own, last = gradients.meshes, gradients.objective, config.training.steps
+    validation = answers = None
+    if every := config.validation.interval:
+        documents = loader.held_out if config.validation.held_out else ()
+        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
+        pairs = OBJECTIVES.look_up(config.training.objective).answers > 1
+        slicer = slicer_for(own if pairs else CrossEntropy(meshes))
+        validation = Validation(every, last, samples, slicer, gradients, state)
+    if every := config.validation.answers.interval:
+        questions = AnswerSet(config, meshes.data.rank, meshes.data.size, loader.mix.tokenizer)
+        answers = Answers(every, last, questions, slicer_for(ChoiceSums(meshes)), gradients, state)
+    return validation, answers
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:

@@ -69,6 +69,9 @@ def figures(record: dict[str, float]) -> dict[str, str]:
         shown["perplexity"] = f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
     if "preference.val_accuracy" in record:
         shown["val accuracy"] = f"{record['preference.val_accuracy']:.1%}"
+    for name, value in record.items():
+        if name.startswith("answers.") and name.endswith(".accuracy"):
+            shown[name.split(".", 1)[1].removesuffix(".accuracy")] = f"{value:.1%} right"
     return shown
 
 

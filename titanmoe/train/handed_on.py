@@ -28,8 +28,8 @@ class Checked(NamedTuple):
     """The number of ranks that it was checked for."""
     source: str
     """Where it comes from, for a message."""
-    scores: bool = False
-    """Whether the ranks count scores of the data (titanmoe.train.scoring) and do not train."""
+    scores: str = ""
+    """What the ranks count (titanmoe.train.scoring) in place of training: of "labels", or of the "likeliest" ids."""
 
 
 @contextmanager

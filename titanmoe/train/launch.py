@@ -209,12 +209,13 @@ def main(
     abandon, training = False, None
     try:
         waiting("building the model")
-        training = build_training(config, runtime, **seams)
+        likeliest = bool(checked) and checked.scores == "likeliest"
+        training = build_training(config, runtime, likeliest=likeliest, **seams)
         failure.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import count
 
-            return count(config, training)
+            return count(config, training, likeliest)
         with watch(config, training):
             signal = Trainer(training).train()
         return 128 + signal if signal else 0

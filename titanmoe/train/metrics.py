@@ -31,7 +31,7 @@ from titanmoe.train.collapse import Collapse
 from titanmoe.train.divergence import Divergence, Expected
 from titanmoe.train.header import Header
 from titanmoe.train.outlet import LineFile, Outlet
-from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
+from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
 from titanmoe.train.spikes import Spikes
@@ -117,7 +117,8 @@ class Metrics(Observer):
         self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
         for outlet in (self._events, self._file, self._experts):
             outlet.open()
-        self._ranks = self._lines(folder / RANKS)  # opened by its first line: a run on one rank has none
+        # Opened by their first lines, as not every run has any.
+        self._ranks, self._answers = self._lines(folder / RANKS), self._lines(folder / ANSWERS)
         self._times: list[dict[str, np.ndarray]] = []
         self._spikes, self._collapse = Spikes(), Collapse(self.model.num_experts, self.model.top_k)
         self._first_loss: tuple[int, float] | None = None
@@ -188,11 +189,12 @@ class Metrics(Observer):
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """Call it after every step. `values`: loss, grad_norm, lr, tokens (of the step, on all ranks), and anything
-        else to log; a list among them is the load of a layer's experts.
+        else to log; a list among them is the load of a layer's experts, or the lines about `answers`.
         """
         if not self.writes:
             return
         self._step = step
+        answers = values.pop("answers", ())
         loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
         if spike := self._spikes.check(values["loss"]):
@@ -204,11 +206,14 @@ class Metrics(Observer):
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._log_experts(step, loads)
         self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
-        if not (self._due(step, self.options.log_every) or "val_loss" in values):
+        for line in answers:
+            self._answers.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
+        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "answers_s"))
+        if not (self._due(step, self.options.log_every) or evaluation_s):
             return
         now, first = time.monotonic(), self._last_step is None
-        # The time of validation is reported as val_s and is not part of the step's.
-        seconds, steps = max(now - self._since - values.get("val_s", 0.0), 1e-9), 1 if first else step - self._last_step
+        # The times of validation and answers are reported as val_s and answers_s, and are not part of the step's.
+        seconds, steps = max(now - self._since - evaluation_s, 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
             self._steady_steps += steps
@@ -273,7 +278,7 @@ class Metrics(Observer):
     def close(self) -> None:
         if not self.writes:
             return
-        for outlet in (self._file, self._experts, self._ranks, self._events, *self._sinks):
+        for outlet in (self._file, self._experts, self._ranks, self._answers, self._events, *self._sinks):
             outlet.close()
         if self._first_loss:
             with contextlib.suppress(OSError):

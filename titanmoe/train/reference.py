@@ -17,7 +17,7 @@ from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.documents import whole_of
-from titanmoe.data.scores import scores_of
+from titanmoe.data.scores import Classes, scores_of
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.models.tensors import ADAPTER, stored_name
 from titanmoe.train.checkpoints import REFERENCE
@@ -37,8 +37,8 @@ class Reference:
         training, about_run = self.training, self.training.checkpoints.about_run
         goes_on = REFERENCE in about_run and not self.config.lora.rank
         if not goes_on:
-            about_run[REFERENCE] = self._digest()
-        model, sources = about_run[REFERENCE], self._sources()
+            about_run[REFERENCE] = self.digest()
+        model, sources = about_run[REFERENCE], self.sources()
         note = "counted before"
         if not self._take(sources, model):
             if goes_on and training.state.step:
@@ -57,7 +57,7 @@ class Reference:
         training.loader.close()  # what it has read ahead has no scores
         return {"reference": f"{model}, {note}"}
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
         compute = getattr(torch, self.config.training.mixed_precision_param)
         tied = self.config.model.tie_embeddings
         own = {
@@ -67,7 +67,7 @@ class Reference:
         }
         return model_digest(own, self.training.buffers, compute, self.group)
 
-    def _sources(self) -> list[ShardDocuments]:
+    def sources(self) -> list[ShardDocuments]:
         loader, validation = self.training.loader, self.training.validation
         mixes = [loader.mix, *([validation.samples.mix] if validation else [])]
         parts = [source.packer for mix in mixes for source in mix.sources]
@@ -107,10 +107,25 @@ class Reference:
                 part.lora_scale = scale
 
 
-def count(config: Config, training: Training) -> int:
-    """What `titanmoe score` has the ranks do."""
+def count(config: Config, training: Training, likeliest: bool) -> int:
+    """What `titanmoe score` has the ranks do. likeliest: count the likeliest ids in place of labels."""
     with training.checkpoints.inside(run_folder(config.job)) as checkpoints:
-        notes = checkpoints.begin() | Reference(config, training).ready()
+        begun, reference = checkpoints.begin(), Reference(config, training)
+        notes = begun | (_count_classes(reference) if likeliest else reference.ready())
     for name, note in notes.items():
         say(f"{name:<10} {note}")
     return 0
+
+
+def _count_classes(reference: Reference) -> dict[str, str]:
+    config, training, options = reference.config, reference.training, reference.config.distillation
+    if config.lora.rank:
+        raise ConfigError(["--top is of a whole model: merge its adapters (titanmoe convert), and score that one"])
+    classes, model = Classes(options.top, options.temperature, config.model.vocab_size), reference.digest()
+    name, sources = classes.name(model), reference.sources()
+    there = raise_on_all_ranks(
+        reference.group, lambda: all(scores_of(one, name, config.training.seq_len) for one in sources)
+    )
+    if not all(on_all_ranks(reference.group, lambda: there)):
+        count_scores(config, training, model, classes)
+    return {"scores": f'name them in the recipe that learns from them: distillation.scores = "{name}"'}

@@ -14,11 +14,13 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import violations
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.train.find_teacher import problems_of_teacher
 from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
-    return [*violations(_here(config), world), *lacking(config, world)]
+    here = _here(config)
+    return [*violations(here, world), *problems_of_teacher(here, world), *lacking(config, world)]
 
 
 def ranks_of_a_node(config: Config) -> int:

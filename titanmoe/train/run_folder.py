@@ -19,8 +19,10 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint, Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
-EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
+EXPERTS, RANKS, ANSWERS = "experts.jsonl", "ranks.jsonl", "answers.jsonl"
 EVENTS, CONFIG = "events.jsonl", "config.toml"
+QUANTITIES = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
+"""What a line of answers.jsonl has of every question, and a line of metrics.jsonl the means of."""
 COMMAND = "TITANMOE_COMMAND"
 """The environment variable in which `titanmoe train` leaves what the user typed."""
 
@@ -148,10 +150,10 @@ def rewind(folder: Path, step: int) -> None:
         n = 1
         while (folder / f"metrics-{n}.jsonl").exists():
             n += 1
-        for name in (METRICS, EXPERTS, RANKS, EVENTS):
+        for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
             if (file := folder / name).exists():
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
-    for name in (METRICS, EXPERTS, RANKS, EVENTS):
+    for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
         file = folder / name
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
         remaining = [line for line in lines if _stays(line, step)]

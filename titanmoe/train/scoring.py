@@ -1,9 +1,10 @@
-"""Counts what a model says of a run's data: the log-probability of every label, under the run's mapping, only forward.
+"""Counts what a model says of a run's data: the log-probability of every label, or of the likeliest ids in its place,
+under the run's mapping, only forward.
 
 Sequences come as in a run's first epoch, so its first step finds the same bits; then those that are held out.
 
 Shapes: G samples of a step, N of a data rank, M microbatches, B samples of a microbatch, S positions of the attention
-slice, L of a whole sequence.
+slice, L of a whole sequence, R numbers of a label: 1, or K ids and K + 1 log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.documents import whole_of
 from titanmoe.data.loader import Share, StepPlans, ValidationSet
 from titanmoe.data.mix import Mix, Sample
-from titanmoe.data.scores import ScoreWriter
+from titanmoe.data.scores import DTYPES, SCORES, Classes, ScoreWriter
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.sources import training_sources
-from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.parallel.context import placement
 from titanmoe.train.gradients import Slicer
@@ -41,25 +41,29 @@ EVERY_S = 30
 """Seconds between two lines of progress."""
 
 
-def count_scores(config: Config, training: Training, model: str) -> None:
+def count_scores(config: Config, training: Training, model: str, classes: Classes | None = None) -> None:
     """Of all data of the run, beside its shards. All ranks call it together; one of each machine writes. model: the
-    digest of what `training` holds."""
+    digest of what `training` holds. classes: what its head says, if not the log-probabilities of labels."""
     steps = ScoringSteps(config, training)
     writers: dict[Path, ScoreWriter] = {}
+    wide = torch.promote_types(getattr(torch, config.training.mixed_precision_param), torch.float32)
+    dtype = str(wide).removeprefix("torch.")
+    record = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
+    tokens = sum(int(documents.first_token[-1]) for documents in steps.documents)
+    where = ", ".join(str(documents.folder / SCORES) for documents in steps.documents)
+    say(f"scores     {tokens:,} tokens of {record.itemsize} bytes: {tokens * record.itemsize / 1e9:,.3f} GB in {where}")
 
     def open_writers() -> None:
-        dtype = torch.promote_types(getattr(torch, config.training.mixed_precision_param), torch.float32)
         for documents in steps.documents if training.runtime.local_rank == 0 else ():
-            name = str(dtype).removeprefix("torch.")
-            writers[documents.folder] = ScoreWriter(documents, model, config.training.seq_len, name)
+            writers[documents.folder] = ScoreWriter(documents, model, config.training.seq_len, dtype, classes)
 
     group, shown = training.checkpoints.group, time.monotonic()
     try:
         raise_on_all_ranks(group, open_writers)
         for count, step in enumerate(steps, 1):
-            scores_GL = _forward(steps.slicer, training, step)
+            numbers_GLR = _forward(steps.slicer, training, step, classes)
             if writers:
-                _write(writers, step, scores_GL)
+                _write(writers, step, _records(numbers_GLR, record))
             if time.monotonic() - shown > EVERY_S:
                 shown = time.monotonic()
                 say(f"scores     {count:,} batches of {len(step.samples)} sequences are counted")
@@ -79,6 +83,16 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
             for begin, end in documents.ranges(start + 1, start + 1 + pairs):
                 writer.put(begin, score_L[first : first + end - begin])
                 first += end - begin
+
+
+def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """(G, L), as they are stored."""
+    if dtype.names is None:
+        return numbers_GLR.squeeze(-1)
+    records_GL = np.empty(numbers_GLR.shape[:2], dtype)
+    top = dtype["ids"].shape[0]
+    records_GL["ids"], records_GL["log_p"] = numbers_GLR[..., :top], numbers_GLR[..., top:]
+    return records_GL
 
 
 class ScoringStep(NamedTuple):
@@ -129,20 +143,22 @@ class ScoringSteps:
         return ScoringStep(plans.mix, samples, batches, self.share.round_robin_N if number_N is None else number_N)
 
 
-def _forward(slicer: Slicer, training: Training, step: ScoringStep) -> np.ndarray:
-    """(G, L), on every rank."""
+def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: Classes | None) -> np.ndarray:
+    """(G, L, R), on every rank."""
     gradients, meshes, device = training.gradients, training.meshes, training.device
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
-    out_GL = torch.zeros(len(step.samples), length, dtype=torch.float64, device=device)
+    numbers = 2 * classes.top + 1 if classes else 1
+    out_GLR = torch.zeros(len(step.samples), length, numbers, dtype=torch.float64, device=device)
     place_S = slicer.placement.part(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
     number_B = {id(piece): number_MB[m] for m, piece in enumerate(slices)}
 
     def keep(scores_NBS: Tensor, piece: Slice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
-            out_GL[number_B[id(piece)].unsqueeze(1), place_S] = -Scores(*scores_NBS).loss_BS.double()
+            numbers_RBS = scores_NBS if classes else -scores_NBS[:1]
+            out_GLR[number_B[id(piece)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
         return scores_NBS.new_zeros(())
 
     gradients.begin_step(slicer.count(step.batches))
     gradients.engine.run(slices, keep, torch.ones((), device=device), backward=False)
-    return all_reduce(out_GL, meshes.world).cpu().numpy()
+    return all_reduce(out_GLR, meshes.world).cpu().numpy()

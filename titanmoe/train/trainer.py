@@ -65,13 +65,14 @@ class Trainer:
                 while not self.ends:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
-                    observe.active.phase("validation" if training.validation else "checkpoint", self.step)
+                    observe.active.phase("validation" if training.evaluations else "checkpoint", self.step)
                     for line in training.loader.epoch_messages:
                         say(line)
                     if report:
                         report |= training.loader.report() | checks.report()
-                        if training.validation:
-                            report |= training.validation.after_step()
+                        for evaluation in training.evaluations:
+                            report |= evaluation.after_step()
+                        if training.evaluations:
                             observe.active.phase("checkpoint", self.step)
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
                         training.metrics.log(self.step, report | paused)

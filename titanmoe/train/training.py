@@ -14,6 +14,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
+from titanmoe.train.answers import Answers
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.gradients import Gradients, Slicer
@@ -67,6 +68,7 @@ class Training:
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
+    answers: Answers | None
     set_up: dict[str, str]
     """Rows of the header."""
     metrics: Metrics
@@ -75,6 +77,11 @@ class Training:
     garbage: GarbageCollection
     reference: Reference | None = None
     """There if the objective reads what it says."""
+
+    @property
+    def evaluations(self) -> list[Validation | Answers]:
+        """What may be due after a step."""
+        return [evaluation for evaluation in (self.validation, self.answers) if evaluation]
 
     @property
     def device(self) -> torch.device:

@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.data.batch import Batch
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.run_state import RunState
+
+
+def forward_only(
+    samples: Iterable[list[Batch]], slicer: Slicer, gradients: Gradients
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each step's batches, the slicer's objective: this rank's sum, and the count over all ranks."""
+    one = torch.ones((), dtype=torch.float64, device=slicer.device)
+    for batches in samples:
+        totals = slicer.count(batches)
+        gradients.begin_step(totals)
+        yield gradients.engine.run(slicer.slices(batches), slicer.objective, one, backward=False), totals.count
 
 
 @dataclass(eq=False)
@@ -55,15 +67,13 @@ class Validation:
     def measure(self) -> tuple[float, dict[str, float]]:
         """The objective over the whole set, divided by its count once; and its metrics, as those of a step with val_
         before their last name."""
-        gradients, meshes, objective = self.gradients, self.slicer.meshes, self.slicer.objective
-        one = torch.ones((), dtype=torch.float64, device=self.slicer.device)
-        total, count, sums = torch.zeros_like(one), torch.zeros_like(one), objective.take_metrics(one)
-        for batches in self.samples:
-            totals = self.slicer.count(batches)
-            gradients.begin_step(totals)
-            total += gradients.engine.run(self.slicer.slices(batches), objective, one, backward=False)
-            sums += objective.take_metrics(one)
-            count += totals.count
+        meshes, objective = self.slicer.meshes, self.slicer.objective
+        total, count = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
+        sums = objective.take_metrics(total)
+        for sum_of_batches, count_of_batches in forward_only(self.samples, self.slicer, self.gradients):
+            total += sum_of_batches
+            sums += objective.take_metrics(total)
+            count += count_of_batches
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         mine = torch.cat((total.view(1), sums))
         loss, *values = (all_reduce(mine, meshes.world) / meshes.tp.size / count.clamp(min=1)).tolist()

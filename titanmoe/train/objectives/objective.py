@@ -36,10 +36,11 @@ class Objective:
 
     @classmethod
     def build(cls, config: Config, meshes: Meshes) -> Objective:
+        """Of a run; one with options of its own reads them here."""
         return cls(meshes)
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
-        return self.sum(Scores(*scores_NBS), piece)
+        return self.sum(Scores.of(scores_NBS), piece)
 
     def report(self, piece: Slice, *sums: Tensor) -> None:
         """This rank's sums of a microbatch, one for each of `metrics`; called by `sum`. They replace those of an

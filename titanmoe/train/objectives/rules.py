@@ -30,6 +30,10 @@ class ObjectiveRules(Rules):
     answers = 1
     """2: it learns from pairs of answers; and validation reports it in place of cross-entropy."""
 
+    def kept(self, config: Config) -> tuple[int, float]:
+        """Of how many ids at each position it reads the log p, besides the label's, and with which temperature."""
+        return 0, 1.0
+
     def loss_of_a_guess(self, config: Config) -> float:
         """Of a model that gives every token the same probability; a loss that stays above is reported. Infinite if it
         is not known."""
@@ -44,6 +48,13 @@ class ObjectiveRules(Rules):
                 f"model.mtp_depth = {config.model.mtp_depth} predicts: use mtp_depth = 0, or objective = "
                 '"cross_entropy"',
             )
+        for name in ("teacher", "scores"):
+            if getattr(config.distillation, name) and not self.kept(config)[0]:
+                yield Violation(
+                    ("training.objective", f"distillation.{name}"),
+                    f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
+                    f'is set: use objective = "distillation", or {name} = ""',
+                )
 
     def _other_data(self, config: Config) -> Iterator[Violation]:
         """Pairs of answers where it learns from none, or the other way round."""
@@ -99,6 +110,37 @@ class WeightedCrossEntropyRules(ObjectiveRules):
             )
 
 
+class DistillationRules(ObjectiveRules):
+    help = "distillation learns from a teacher's distributions as [distillation] says."
+    implementation = "titanmoe.train.objectives.distillation:Distilled"
+
+    def kept(self, config: Config) -> tuple[int, float]:
+        return config.distillation.top, config.distillation.temperature
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        options, vocabulary = config.distillation, config.model.vocab_size
+        if options.top > vocabulary:
+            yield Violation(
+                ("distillation.top", "model.vocab_size"),
+                f"distillation.top = {options.top} keeps more ids than model.vocab_size = {vocabulary}: use at most "
+                f"{vocabulary}, which keeps all",
+            )
+        if bool(options.teacher) == bool(options.scores):
+            how = "two teachers" if options.teacher else "no teacher"
+            yield Violation(
+                ("training.objective", "distillation.teacher", "distillation.scores"),
+                f'training.objective = "distillation" has {how}: name its folder in distillation.teacher, or what it '
+                "said of the data in distillation.scores",
+            )
+        if options.scores and config.data.source != "files":
+            yield Violation(
+                ("distillation.scores", "data.source"),
+                f'distillation.scores lie beside token shards, and data.source = "{config.data.source}" has none: set '
+                'source = "files"',
+            )
+
+
 class CrossEntropyRules(ObjectiveRules):
     help = "cross_entropy is the mean over all labels."
     implementation = "titanmoe.train.objectives.cross_entropy:CrossEntropy"
@@ -112,6 +154,7 @@ OBJECTIVES = Kind(
     "training.objective",
     {
         "cross_entropy": CrossEntropyRules(),
+        "distillation": DistillationRules(),
         "dpo": DPORules(),
         "weighted_cross_entropy": WeightedCrossEntropyRules(),
     },

@@ -1,0 +1,69 @@
+"""A whole model in a folder: where its weights are, what shape it has, and how to fill a laid out model with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
+from titanmoe.checkpoint.manifest import config_of, refuse_adapters
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.fields import build as build_config
+from titanmoe.config.schema import Config, Model
+
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.state import Targets
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    path: Path
+    config: Config
+    """That it was trained with."""
+    step: int | None
+    """None: a Hugging Face folder."""
+    identity: str | None = None
+    """Of the tokenizer that its tokens came from, where the checkpoint says so."""
+
+
+def sound(path: Path) -> Path:
+    if broken := layout.damage(path, contents=False):
+        raise CheckpointError("; ".join(broken))
+    return path
+
+
+def find_whole(path: Path) -> WholeModel:
+    """path: a run, one of its checkpoints, or a Hugging Face folder."""
+    if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
+        from titanmoe.checkpoint.hf.config import describe
+
+        parsed = describe(path)
+        seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
+        config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
+        return WholeModel(path, config, None)
+    path = sound(latest_checkpoint(path))
+    record = layout.read_manifest(path).record
+    refuse_adapters(record, path)
+    if "model" not in record.get("config", {}):
+        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
+    config = build_config(config_of(record, path / layout.MANIFEST))
+    return WholeModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
+
+
+def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
+    """model: the shape that is filled, which may lack multi-token prediction."""
+    if whole.step is not None:
+        from titanmoe.checkpoint.checkpoint_folder import Checkpoint
+
+        Checkpoint(whole.path).fill(targets)
+        return
+    from titanmoe.checkpoint.hf.source import open_hf
+
+    source = open_hf(whole.path, model)
+    if source.has_mtp:
+        source = open_hf(whole.path, model, drop=("mtp",))
+    source.check()
+    for name, (_, piece) in targets.items():
+        piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))

@@ -1,0 +1,169 @@
+"""Questions with choices, as rows of tokens in which only the choices are labels.
+
+Context and choice become tokens as in lm-evaluation-harness (0.4.13, TemplateLM._encode_pair): spaces at the end of
+the context belong to the choice, both are encoded as one text, and the choice's tokens are those beyond the number that
+the context alone has. The tokenizer's begin mark comes first, if it has one.
+
+Shapes: C choices of all questions, N rows of a step, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from titanmoe.config import ConfigError
+from titanmoe.config.parse_json import parse_json
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Share
+from titanmoe.data.pack import best_fit, empty
+from titanmoe.data.shards import StoredTokenizer
+from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
+
+CHOICE = "choice"
+"""In Batch.further: the number, among all choices, of the one that a position belongs to; -1 for padding."""
+SHOWN = 5
+"""Problems of one file that are spelled out."""
+
+
+@dataclass(frozen=True)
+class Question:
+    context: str
+    choices: list[str]
+    answer: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Task:
+    name: str
+    questions: list[Question]
+
+
+class Encoded(NamedTuple):
+    tokens: np.ndarray
+    labels: int
+    """How many of the last tokens are the choice's."""
+
+
+def read_task(path: str) -> Task:
+    """ConfigError with every line that is no question with an answer."""
+    file = Path(path).expanduser()
+    try:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError([f"validation.answers.paths: {file.absolute()}: {error.strerror}"]) from None
+    questions, problems = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            if line.strip():
+                questions.append(_question(parse_json(line), number))
+        except ValueError as error:
+            problems.append(f"{path}:{number}: {error}")
+    if len(problems) > SHOWN:
+        problems[SHOWN:] = [f"{path}: {len(problems) - SHOWN} more lines like these"]
+    if not questions and not problems:
+        problems = [f"{path} has no questions: give it lines of JSON, or leave it out of validation.answers.paths"]
+    if problems:
+        raise ConfigError(problems)
+    return Task(file.stem, questions)
+
+
+def _question(record: Any, line: int) -> Question:
+    """ValueError says what is wrong, and what to write."""
+    if not isinstance(record, dict):
+        raise ValueError('is no JSON object: write {"question": "...", "choices": ["...", "..."], "answer": 0}')
+    context, choices, answer = (record.get(name) for name in ("question", "choices", "answer"))
+    if not isinstance(context, str):
+        raise ValueError('has no text as its "question"')
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(x, str) and x for x in choices):
+        raise ValueError('needs "choices", a list of two texts or more, none of them empty')
+    if answer is None:
+        raise ValueError('has choices but no "answer": give the number of the right one, counted from 0')
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        last = len(choices) - 1
+        raise ValueError(f'"answer" is {answer!r}, and the {len(choices)} choices have the numbers 0 to {last}')
+    return Question(context, choices, answer, line)
+
+
+def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[Encoded]:
+    """Of contexts and their choices."""
+    kept = [context.rstrip() for context, _ in pairs]
+    alone = tokenizer.encode_all(kept)
+    whole = tokenizer.encode_all([context + choice for context, choice in pairs])
+    begin, encoded = [] if tokenizer.bos is None else [tokenizer.bos], []
+    for context, first, both in zip(kept, alone, whole, strict=True):
+        # As the harness does: the begin mark, or else the end mark, stands for an empty context.
+        marks = begin if context else begin or [tokenizer.eos]
+        encoded.append(Encoded(np.concatenate((np.array(marks, np.int64), both)), len(both) - len(first)))
+    return encoded
+
+
+def tokenizer_of(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
+    """The one that the run's tokens came from."""
+    if stored is not None and FILE in stored.digests:
+        return open_tokenizer(str(stored.files()[FILE]))
+    return open_tokenizer("bytes" if config.data.source == "stdlib" else config.data.tokenizer)
+
+
+class AnswerSet:
+    """The same batches each time: choices packed into rows, apart from each other, the last step filled up with
+    padding."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
+        options, self.share, self.tasks = config.validation.answers, Share(config, data_rank, data_ranks), []
+        tokenizer, problems = tokenizer_of(config, stored), []
+        self.encoded: list[Encoded] = []
+        for path in options.paths:
+            try:
+                self.tasks.append(read_task(path))
+            except ConfigError as error:
+                problems += error.problems
+                continue
+            questions = self.tasks[-1].questions
+            pairs = [(one.context, options.delimiter + choice) for one in questions for choice in one.choices]
+            lines = [one.line for one in questions for _ in one.choices]
+            encoded = encode(tokenizer, pairs)
+            problems += [
+                f"{path}:{line}: the tokenizer adds no token to the question for {choice!r}: end the question elsewhere"
+                for line, (_, choice), one in zip(lines, pairs, encoded, strict=True)
+                if one.labels < 1
+            ]
+            longest = max(len(one.tokens) - 1 for one in encoded)
+            if longest > config.training.seq_len:
+                problems.append(
+                    f"{path} has a question and choice of {longest} tokens, more than training.seq_len = "
+                    f"{config.training.seq_len}: shorten it, or raise seq_len"
+                )
+            self.encoded += encoded
+        if problems:
+            raise ConfigError(problems)
+        self.rows = best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        share = self.share
+        for first in range(0, len(self.rows), share.global_batch_size):
+            numbers = (first + share.round_robin_N).tolist()
+            yield self._batch([self.rows[n] if n < len(self.rows) else [] for n in numbers]).chunk(share.microbatches)
+
+    def _batch(self, rows: list[list[int]]) -> Batch:
+        out = empty(len(rows), self.share.seq_len, separate_documents=True)
+        choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
+        for n, row in enumerate(rows):
+            begin = 0
+            for number in row:
+                tokens, labels = self.encoded[number]
+                end = begin + len(tokens) - 1
+                places = slice(begin, end)
+                out.tokens_NS[n, places], out.labels_NS[n, end - labels : end] = tokens[:-1], tokens[-labels:]
+                out.valid_NS[n, places], choice_NS[n, places] = True, number
+                out.document_NS[n, places], out.position_NS[n, places] = number, np.arange(end - begin)
+                begin = end
+        fields = (torch.from_numpy(x) for x in out[:5])
+        return Batch(*fields, None, {CHOICE: torch.from_numpy(choice_NS)})

@@ -1,0 +1,138 @@
+"""Distributions of few classes: some ids of the vocabulary, and all others together as the rest, with a temperature.
+
+A class is computed from its own logits: the rest is a log-sum-exp over what is not kept, never one minus the others, so
+it is exact where it is tiny and nothing at all where every id is kept. The logits are never whole, as in
+`titanmoe.models.vocabulary`, and the vocabulary may be split over tp.
+
+Shapes: T tokens, D model, V this rank's vocabulary, v a slice of it, K kept ids of each token, C = K + 1 classes, the
+rest last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import Group, all_gather, all_reduce
+from titanmoe.models.layers import promote
+from titanmoe.models.slices import own_rows, slice_backward, slices, sum_slice
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.tokens import IGNORE
+
+
+def _places(row_TK: Tensor, begin: int, logits_Tv: Tensor) -> tuple[Tensor, Tensor]:
+    """The kept ids' columns of a slice, any for one that is not in it, and which are."""
+    place_TK = (row_TK - begin).clamp(0, logits_Tv.shape[1] - 1)
+    return place_TK, place_TK == row_TK - begin
+
+
+def _rest(logits_Tv: Tensor, place_TK: Tensor, within_TK: Tensor, temperature: float) -> Tensor:
+    """The logits with the temperature, those of kept ids -inf."""
+    removed_TK = torch.zeros_like(place_TK, dtype=logits_Tv.dtype).masked_fill_(within_TK, -torch.inf)
+    return (logits_Tv / temperature).scatter_add_(1, place_TK, removed_TK)
+
+
+class _KeptClasses(torch.autograd.Function):
+    """The cross-entropy of each label, without a temperature, and the log-probability of each class; 0 without a label.
+
+    With a = logits / temperature, L their log-sum-exp and l that of the rest: d log p_k / d a_v = (v is k) - p_v, and
+    d log rest / d a_v = (v is in the rest) exp(a_v - l) - p_v.
+    """
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_VD, label_T, kept_TK, tp, chunks, temperature):
+        wide, has_label_T = torch.promote_types(x_TD.dtype, torch.float32), label_T != IGNORE
+        row_T, is_own_T = own_rows(label_T, weight_VD.shape[0], tp)
+        row_TK, is_own_TK = own_rows(kept_TK, weight_VD.shape[0], tp)
+        row_TK = row_TK.where(is_own_TK, -1)
+        # Not -inf: a slice may have nothing of the rest, and -inf less -inf is not 0.
+        top_2T = x_TD.new_full((2, *label_T.shape), torch.finfo(wide).min, dtype=wide)
+        total_2T, label_logit_2T = torch.zeros_like(top_2T), torch.zeros_like(top_2T)
+        logit_TK = x_TD.new_zeros(kept_TK.shape, dtype=wide)
+        begin = 0
+        for weight_vD in slices(weight_VD, chunks):
+            logits_Tv = promote(x_TD @ weight_vD.t())
+            place_TK, within_TK = _places(row_TK, begin, logits_Tv)
+            logit_TK += logits_Tv.gather(1, place_TK).where(within_TK, 0)
+            both = logits_Tv, _rest(logits_Tv, place_TK, within_TK, temperature)
+            for logits, top_T, total_T, label_logit_T in zip(both, top_2T, total_2T, label_logit_2T, strict=True):
+                sum_slice(logits, row_T, begin, top_T, total_T, label_logit_T)
+            begin += weight_vD.shape[0]
+        highest_2T = all_reduce(top_2T, tp, "max")
+        label_logit_T = (label_logit_2T[0] - highest_2T[0]) * (is_own_T & has_label_T)
+        sums = torch.cat((total_2T * torch.exp(top_2T - highest_2T), label_logit_T.unsqueeze(0), logit_TK.t()))
+        total_T, rest_T, label_logit_T, *logits = all_reduce(sums, tp)
+        log_rest_T, a_KT = highest_2T[1] + rest_T.log(), torch.stack(logits) / temperature
+        a_CT = torch.cat((a_KT, log_rest_T.unsqueeze(0)))
+        log_p_CT = a_CT - a_CT.logsumexp(0)
+        ctx.save_for_backward(
+            *(x_TD, weight_VD, row_T.where(is_own_T, -1), row_TK, has_label_T),
+            *(highest_2T[0] + total_T.log(), log_rest_T, log_p_CT),
+        )
+        ctx.chunks, ctx.temperature = chunks, temperature
+        return (total_T.log() - label_logit_T) * has_label_T, log_p_CT.where(has_label_T, 0)
+
+    @staticmethod
+    def backward(ctx, grad_T, grad_CT):
+        x_TD, weight_VD, row_T, row_TK, has_label_T, log_total_T, log_rest_T, log_p_CT = ctx.saved_tensors
+        scale_T, grad_CT = has_label_T * grad_T, has_label_T * grad_CT
+        grad_CT = grad_CT - log_p_CT.exp() * grad_CT.sum(0)
+        grad_TK, grad_rest_T, some_rest_T = grad_CT[:-1].t(), grad_CT[-1], log_rest_T > -torch.inf
+        log_rest_T = log_rest_T.where(some_rest_T, 0)
+        grad_x_TD = torch.zeros_like(x_TD, dtype=log_p_CT.dtype) if gradient_wanted(ctx, 0) else None
+        grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
+        begin = 0
+        for weight_vD in slices(weight_VD, ctx.chunks):
+            end = begin + weight_vD.shape[0]
+            logits_Tv = promote(x_TD @ weight_vD.t())
+            place_TK, within_TK = _places(row_TK, begin, logits_Tv)
+            grad_Tv = _rest(logits_Tv, place_TK, within_TK, ctx.temperature)
+            grad_Tv.sub_(log_rest_T.unsqueeze(1)).exp_().mul_(grad_rest_T.unsqueeze(1))
+            grad_Tv.scatter_add_(1, place_TK, grad_TK.where(within_TK, 0)).div_(ctx.temperature)
+            grad_Tv += slice_backward(logits_Tv, row_T, begin, log_total_T, scale_T)
+            grad_Tv = grad_Tv.to(x_TD.dtype)
+            if grad_x_TD is not None:
+                grad_x_TD += grad_Tv @ weight_vD
+            if grad_w_VD is not None:
+                torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
+            begin = end
+        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None, None
+
+
+@torch.compiler.disable  # its graph would repeat the operations for every chunk
+def kept_classes(
+    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, kept_TK: Tensor, tp: Group, chunks: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    x_TD, weight_VD = with_own_node(x_TD), with_own_node(weight_VD)
+    return _KeptClasses.apply(x_TD, weight_VD, label_T, kept_TK, tp, chunks, temperature)
+
+
+def _keep_largest(a_Tn: Tensor, rest_T: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest numbers and where they are, and the log-sum-exp of the rest with the others in it. a_Tn is
+    overwritten."""
+    top_TK, place_TK = a_Tn.topk(count, 1)
+    return top_TK, place_TK, torch.logaddexp(rest_T, a_Tn.scatter_(1, place_TK, -torch.inf).logsumexp(1))
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def top_classes(
+    x_TD: Tensor, weight_VD: Tensor, count: int, tp: Group, chunks: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The ids of the `count` largest logits of each token, (T, K), and the log-probabilities of the classes, (C, T)."""
+    wide, tokens = torch.promote_types(x_TD.dtype, torch.float32), x_TD.shape[0]
+    top_TK = x_TD.new_full((tokens, count), -torch.inf, dtype=wide)
+    rest_T, ids_TK = x_TD.new_full((tokens,), -torch.inf, dtype=wide), torch.zeros_like(top_TK, dtype=torch.int64)
+    begin = tp.rank * weight_VD.shape[0]
+    for weight_vD in slices(weight_VD, chunks):
+        a_Tv = promote(x_TD @ weight_vD.t()) / temperature
+        top_TK, place_TK, rest_T = _keep_largest(torch.cat((top_TK, a_Tv), 1), rest_T, count)
+        earlier_TK = ids_TK.gather(1, place_TK.clamp(max=count - 1))
+        ids_TK = earlier_TK.where(place_TK < count, place_TK + (begin - count))
+        begin += weight_vD.shape[0]
+    if tp.size > 1:
+        rest_T = all_gather(rest_T.unsqueeze(1), 1, tp).logsumexp(1)
+        top_TK, place_TK, rest_T = _keep_largest(all_gather(top_TK, 1, tp), rest_T, count)
+        ids_TK = all_gather(ids_TK, 1, tp).gather(1, place_TK)
+    a_CT = torch.cat((top_TK.t(), rest_T.unsqueeze(0)))
+    return ids_TK, a_CT - a_CT.logsumexp(0)

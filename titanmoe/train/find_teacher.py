@@ -1,0 +1,79 @@
+"""Which model teaches a run, and why it may not: what is known of it without torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import ActivationCheckpoint, Config, Distillation, LoRA
+from titanmoe.data.tokenizer import FILE, open_tokenizer
+from titanmoe.fold.legality import violations
+
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.whole_model import WholeModel
+
+
+@functools.cache  # a run that is still training may have a newer checkpoint the next time
+def find_teacher(folder: str) -> WholeModel:
+    from titanmoe.checkpoint.whole_model import find_whole  # imports safetensors
+
+    try:
+        return find_whole(Path(folder).expanduser())
+    except (CheckpointError, ConfigError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        raise ConfigError([f"distillation.teacher: {problem}" for problem in problems]) from None
+
+
+def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
+    """The run's, with the model of the teacher, its layers spread evenly; nothing is trained, recomputed or dropped."""
+    return replace(
+        config,
+        model=replace(teacher.config.model, mtp_depth=0),
+        training=replace(config.training, objective="cross_entropy", freeze=["*"]),
+        moe=replace(config.moe, capacity_factor=0.0, pad_to_capacity=False),
+        pipeline=replace(config.pipeline, layers_per_stage=[]),
+        activation_checkpoint=ActivationCheckpoint(mode="none"),
+        distillation=Distillation(),
+        lora=LoRA(),
+    )
+
+
+def problems_of_teacher(config: Config, world: int) -> Iterator[str]:
+    """Why the teacher, if there is one, cannot teach this run."""
+    if not config.distillation.teacher:
+        return
+    try:
+        teacher = find_teacher(config.distillation.teacher)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    size, own = teacher.config.model.vocab_size, config.model.vocab_size
+    if size != own:
+        yield (
+            f"distillation.teacher has a vocabulary of {size}, and model.vocab_size = {own}: both have to be of one "
+            "vocabulary: name a teacher with this one, or set vocab_size to the teacher's"
+        )
+    own_problems = set(violations(config, world))
+    for problem in violations(config_of_teacher(config, teacher), world):
+        if problem not in own_problems:
+            yield f"distillation.teacher, under the run's mapping: {problem}"
+
+
+def check_tokenizer(teacher: WholeModel, identity: str) -> None:
+    """identity: of the tokenizer that the run's tokens come from."""
+    its_own, file = teacher.identity, teacher.path / FILE
+    if its_own is None and teacher.step is None:
+        its_own = open_tokenizer(str(file)).identity if file.is_file() else None
+    if its_own is not None and its_own != identity:
+        raise ConfigError(
+            [
+                f"distillation.teacher learned tokens of another tokenizer ({its_own}) than the data's ({identity}): "
+                "their numbers mean other text; name a teacher with that tokenizer, or set data.tokenizer to the "
+                "teacher's"
+            ]
+        )

@@ -1,0 +1,40 @@
+"""Distillation: a share of the divergence from a teacher's distribution, and the rest of cross-entropy.
+
+The teacher's distribution p and the model's q are those of the K ids that are kept of each position, and of all others
+together as one more class, both with the temperature t: w t^2 sum p (log p - log q) + (1 - w) CE, over labels. The
+factor t^2 keeps the size of gradients whatever the temperature (Hinton et al., arXiv 1503.02531). With all ids kept
+it is the whole Kullback-Leibler divergence.
+
+Shapes: B samples, S positions of the attention slice, K kept ids, C = K + 1 classes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from titanmoe.config.schema import Config, Distillation
+from titanmoe.data.batch import KEPT_LOG_P
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.vocabulary import Scores
+from titanmoe.parallel.batch_slice import Slice
+from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.cross_entropy import CrossEntropy
+
+
+class Distilled(CrossEntropy):
+    def __init__(self, meshes: Meshes, options: Distillation):
+        super().__init__(meshes)
+        self.weight, self.temperature = options.weight, options.temperature
+
+    @classmethod
+    def build(cls, config: Config, meshes: Meshes) -> Distilled:
+        return cls(meshes, config.distillation)
+
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        log_p_CBS = piece.further[KEPT_LOG_P].movedim(-1, 0)
+        # A class that the teacher has nothing in adds nothing, if the model's is empty too: nothing, not 0 * -inf.
+        p_CBS = log_p_CBS.exp() * (piece.labels_BS != IGNORE)
+        some_CBS = p_CBS > 0
+        apart_CBS = log_p_CBS.where(some_CBS, 0) - scores.classes_CBS.where(some_CBS, 0)
+        divergence = (p_CBS * apart_CBS).sum() * self.temperature**2
+        return self.weight * divergence + (1 - self.weight) * scores.loss_BS.sum()

@@ -1,0 +1,105 @@
+"""A frozen model beside the trained one, under the same mapping: each step begins with what it says of the batch.
+
+It has stages and an engine of its own, like the run's, so its last stage is on the ranks that have the run's last one:
+what it says needs no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe import observe
+from titanmoe.checkpoint import state
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.whole_model import fill
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import KEPT, KEPT_LOG_P, Batch
+from titanmoe.data.loader import Loader
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.transformer import Transformer
+from titanmoe.parallel.apply import make_engine
+from titanmoe.parallel.batch_slice import Slice
+from titanmoe.train.find_teacher import check_tokenizer, config_of_teacher, find_teacher
+from titanmoe.train.gradients import Slicer
+from titanmoe.train.objectives.cross_entropy import CrossEntropy
+from titanmoe.train.run_state import RunState
+
+
+def allocate(model: Transformer, seed: int, device: torch.device) -> None:
+    """In place of initial weights."""
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+
+
+class Kept(CrossEntropy):
+    """Keeps what the teacher's head says of each microbatch. Itself it is 0."""
+
+    def __init__(self, meshes: Meshes, top: int):
+        super().__init__(meshes)
+        self.top, self.of_slice = top, {}
+
+    def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
+        ids_KBS, log_p_CBS = scores_NBS.split((self.top, self.top + 1))
+        kept = {KEPT: ids_KBS.long(), KEPT_LOG_P: log_p_CBS}
+        self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in kept.items()}
+        return scores_NBS.new_zeros(())
+
+    def added_to(self, slices: list[Slice]) -> list[Slice]:
+        """With what is kept of each, which is then forgotten."""
+        of_slice, self.of_slice = self.of_slice, {}
+        return [piece._replace(further={**piece.further, **of_slice.get(id(piece), {})}) for piece in slices]
+
+
+class TeachingSlicer(Slicer):
+    """A Slicer whose slices have the teacher's distributions, on ranks with the last stage. All ranks make it together:
+    it reads the teacher's weights."""
+
+    def __init__(
+        self,
+        config: Config,
+        slicer: Slicer,
+        loader: Loader,
+        run_state: RunState,
+        build: Callable[..., list[Transformer]],
+    ):
+        super().__init__(slicer.meshes, slicer.placement, slicer.device, slicer.with_mtp, slicer.objective, slicer.work)
+        meshes, device, options = slicer.meshes, slicer.device, config.distillation
+        self.teacher, self.state = find_teacher(config.distillation.teacher), run_state
+        own = config_of_teacher(config, self.teacher)
+        if loader.mix.tokenizer:
+            check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
+        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate)
+        for head in (stage.head for stage in self.stages if stage.head is not None):
+            head.top, head.temperature = options.top, options.temperature
+        mapping = own.pipeline, own.parallelism, own.training
+        self.engine = make_engine(self.stages, *mapping, meshes, loader.microbatches, device)
+        self.kept, self.one = Kept(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
+        self.note = f"{self.teacher.path}, of which {options.top} ids are kept"
+        self._fill()
+
+    def _fill(self) -> None:
+        model = self.stages[0].shape
+        named = {name: weight for stage in self.stages for name, weight in stage.named_parameters()}
+        buffers = {name: buffer for stage in self.stages for name, buffer in state.persistent_buffers(stage).items()}
+        targets = state.targets(named, buffers, None, model.tie_embeddings)
+        group = dist.group.WORLD if dist.get_world_size() > 1 else None
+        try:
+            with torch.no_grad():
+                on_all_ranks(group, lambda: fill(targets, self.teacher, model))
+        except CheckpointError as error:
+            raise ConfigError([f"distillation.teacher: {error}"]) from None
+
+    def slices(self, batches: list[Batch]) -> list[Slice]:
+        slices = super().slices(batches)
+        for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
+            moe.begin_step(self.state.step, self.one, self.one)
+        with observe.unheard():
+            self.engine.run(slices, self.kept, self.one, backward=False)
+        return self.kept.added_to(slices)
