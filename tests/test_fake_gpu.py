@@ -250,8 +250,9 @@ def races(changes: dict[str, Any], plant: str = "") -> list[str]:
         {"moe.overlap_chunks": 2},
         {"activation_checkpoint.mode": "full"},
         {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"},
+        {"optimizer.name": "muon", "parallelism.tp": 2, "parallelism.experts.etp": 2, "optimizer.qk_clip": 100.0},
     ],
-    ids=["FSDP", "HSDP", "tp", "chunks", "recomputed", "narrow"],
+    ids=["FSDP", "HSDP", "tp", "chunks", "recomputed", "narrow", "muon"],
 )
 def test_a_step_is_in_order(changes: dict[str, Any]) -> None:
     assert races(changes) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 
 from tests import parity, reference, world
+from tests.support.covering_mappings import all_folds
+from titanmoe.comm.collectives import Group
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.fold.degrees import derive
+from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import parameters
 from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.models.mixers.grouped_query import GroupedQuery
@@ -23,7 +26,7 @@ from titanmoe.models.mixers.rules import MatrixRows
 from titanmoe.models.tensors import shapes
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
-from titanmoe.parallel.matrix_pieces import ALONE, box_of, piecewise
+from titanmoe.parallel.matrix_pieces import ALONE, Team, WeightCut, box_of, members_of, piecewise
 from titanmoe.parallel.whole_matrices import owners
 from titanmoe.train.header import header
 from titanmoe.train.optimizers.muon import Muon
@@ -98,6 +101,28 @@ def test_boxes_are_torchs_and_owners_have_equal_work() -> None:
     assert [box.shape[0] for box in boxes] == [2, 2, 2, 2, 1, 1, 0, 0] and boxes[5].begin == (9, 0)
     loads = [5, 0, 0]
     assert owners([1, 4, 3, 3], loads) == [1, 1, 2, 2] and loads == [5, 5, 6]
+
+
+def cuts(fold: Fold) -> Iterator[WeightCut]:
+    """Weights as a mapping cuts them: uneven shards, heads of two parts, experts whole and sliced."""
+    fsdp, sliced = ("fsdp", fold.dp_shard * fold.cp, 0), 8 // fold.ep % fold.edp > 0
+    experts = (("edp", fold.edp, 2 if sliced else 0), ("ep", fold.ep, 0), ("etp", fold.etp, 1))
+    attention = [("attention", (20, 12), (fsdp, ("tp", fold.tp, dim))) for dim in (0, 1)]
+    for view, shape, axes in (*attention, ("experts", (8, 24, 16), experts)):
+        team = Team(Group("", 1, 0), tuple(members_of(fold, view, 0).values()))
+        for by_head in (False, True):
+            yield WeightCut(shape, axes, matrices_of(shape, MatrixRows((3, 2)), by_head), team)
+
+
+def test_the_pieces_of_every_mapping_make_up_each_matrix_once() -> None:
+    for fold in all_folds(8):
+        for cut in cuts(fold):
+            for matrix, overlaps in zip(cut.matrices, cut.overlaps, strict=True):
+                seen = torch.zeros(matrix.shape)
+                for lap, sends in zip(overlaps, cut.senders, strict=True):
+                    for first, _, count in lap.rows if sends else ():
+                        seen[first : first + count, lap.columns[0] : sum(lap.columns)] += 1
+                assert seen.eq(1).all(), (fold, matrix)
 
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {

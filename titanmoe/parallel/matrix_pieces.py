@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, group_of, groups
 from titanmoe.fold.meshes import SILENT, Meshes
 from titanmoe.models.matrices import Matrix
@@ -110,6 +111,16 @@ def overlap(matrix: Matrix, box: Box) -> Overlap:
     return Overlap(tuple(rows), (left, width), expert) if rows else NOTHING
 
 
+def members_of(fold: Fold, view: View, rank: int) -> dict[int, dict[str, int]]:
+    """The ranks of its team, with the place of each on every axis of the meshes."""
+    out = {}
+    for member in group_of(fold, view, TEAM_AXES[view], rank):
+        place = out[member] = coordinates(fold, view, member)
+        if view == "attention":
+            place["fsdp"] = place["dp_shard"] * fold.cp + place["cp"]
+    return out
+
+
 @dataclass(frozen=True)
 class Team:
     """The ranks that have all pieces of a view's weights, and this one's place among them."""
@@ -121,16 +132,12 @@ class Team:
     @classmethod
     def of(cls, meshes: Meshes, view: View, cuts: bool) -> Team:
         """Collective over the world if the view cuts matrices."""
-        fold, axes, rank = meshes.fold, TEAM_AXES[view], dist.get_rank()
-        places, members = [], group_of(fold, view, axes, rank)
-        for member in members:
-            place = coordinates(fold, view, member)
-            if view == "attention":
-                place["fsdp"] = place["dp_shard"] * fold.cp + place["cp"]
-            places.append(place)
+        members = members_of(meshes.fold, view, dist.get_rank())
+        places = tuple(members.values())
         if cuts:
-            return cls(Group.of(meshes.lanes.group("blocking", groups(fold, view, axes))), tuple(places))
-        return cls(Group(SILENT, len(members), members.index(rank)), tuple(places))
+            team = meshes.lanes.group("blocking", groups(meshes.fold, view, TEAM_AXES[view]))
+            return cls(Group.of(team), places)
+        return cls(Group(SILENT, len(members), list(members).index(dist.get_rank())), places)
 
 
 ALONE = Team(NO_GROUP, ({},))
