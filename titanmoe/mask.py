@@ -63,17 +63,6 @@ class Mask(NamedTuple):
         until, depth = (x if x is None else move(x) for x in (self.until_BL, self.depth_BL))
         return self._replace(until_BL=until, depth_BL=depth)
 
-    def sees(self, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """Sample, query and key by number, of shapes that broadcast."""
-        seen = k <= q
-        if self.until_BL is not None:
-            seen = seen & (q < self.until_BL[b, k])
-        if self.window and self.depth_BL is None:
-            seen = seen & (q - k < self.window)
-        elif self.window:
-            seen = seen & (self.depth_BL[b, q] - self.depth_BL[b, k] < self.window)
-        return seen
-
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """(B or 1, queries, keys)."""
         count = 1 if self.until_BL is None else len(self.until_BL)
@@ -83,7 +72,7 @@ class Mask(NamedTuple):
             keys.indices(keys.stop),
         )
         b, q, k = (torch.arange(*each, device=device) for each in ranges)
-        return self.sees(b.view(-1, 1, 1), q.view(1, -1, 1), k)
+        return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 
     def bias(self, pair: BlockPair, like: Tensor) -> Tensor | None:
         """(B, 1, queries, keys) to be added to scores: -inf for what the mask hides; None if it hides nothing."""
@@ -117,6 +106,17 @@ class Mask(NamedTuple):
 
 
 CAUSAL = Mask()
+
+
+def sees(until_BL: Tensor | None, depth_BL: Tensor | None, window: int, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Of a mask; sample, query and key by number, of shapes that broadcast."""
+    seen = k <= q
+    if until_BL is not None:
+        seen = seen & (q < until_BL[b, k])
+    if window:
+        apart = q - k if depth_BL is None else depth_BL[b, q] - depth_BL[b, k]
+        seen = seen & (apart < window)
+    return seen
 
 
 def spans(until_BL: Tensor, depth_BL: Tensor | None = None) -> Mask:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from titanmoe.comm.collectives import Group, gather
-from titanmoe.mask import Mask
+from titanmoe.mask import Mask, sees
 from titanmoe.models.layers import promote
 from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import Placement, TellLse
@@ -62,11 +62,13 @@ def block_mask(position_S: Tensor, length: int, mask: Mask) -> BlockMask:
     if length % MASK_BLOCK:
         every = every & (torch.arange(every.shape[2], device=every.device) < every.shape[2] - 1)
 
-    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.sees(b, position_S[q], k)
+    until_BL, depth_BL, window, _ = mask
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return sees(until_BL, depth_BL, window, b, position_S[q], k)
 
     return BlockMask.from_kv_blocks(
-        *_ordered(some & ~every), *_ordered(every), MASK_BLOCK, sees, seq_lengths=(len(position_S), length)
+        *_ordered(some & ~every), *_ordered(every), MASK_BLOCK, seen, seq_lengths=(len(position_S), length)
     )
 
 
