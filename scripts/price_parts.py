@@ -69,14 +69,14 @@ class TorchTitan(Pricer):
         super().__init__(config, H100, Factors())
         self.moved, self.kernels = TIMES_AS_MUCH[recipe]
 
-    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
-        halves = super().halves(fold, samples, layer, way)
+    def attention_and_ffn(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+        both = super().attention_and_ffn(fold, samples, layer, way)
         return tuple(
             tuple(
                 cost._replace(memory=cost.memory * moved, host=cost.host * self.kernels)
-                for cost, moved in zip(half, self.moved, strict=True)
+                for cost, moved in zip(part, self.moved, strict=True)
             )
-            for half in halves
+            for part in both
         )
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:

@@ -6,6 +6,7 @@ this rank owns (B times the sequence over cp and tp, flattened): the disjoint se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -31,3 +32,18 @@ class Tokens(NamedTuple):
     """Id of the token after each one of the attention slice; None unless the model also predicts the one after that."""
     later_BS: Tensor | None = None
     """The label for that prediction."""
+
+    def halves(self) -> tuple[Tokens, Tokens]:
+        """What a block needs to know of the first half of the samples, and of the other."""
+        B = len(self.position_BS)
+
+        def own(x_T: Tensor) -> Iterator[Tensor]:
+            return (half.flatten() for half in x_T.view(B, -1).tensor_split(2))
+
+        documents = (None, None) if self.document_BL is None else self.document_BL.tensor_split(2)
+        parts = self.position_BS.tensor_split(2), own(self.index_T), own(self.sample_T), own(self.valid_T), documents
+        first, second = (
+            Tokens(position_BS, index_T, sample_T, valid_T, self.microbatch, document_BL)
+            for position_BS, index_T, sample_T, valid_T, document_BL in zip(*parts, strict=True)
+        )
+        return first, second._replace(sample_T=second.sample_T - len(first.position_BS))

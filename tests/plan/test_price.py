@@ -129,7 +129,7 @@ def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forwa
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
     config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
-    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
+    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, RowsWay("alltoall"))
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
     for part, kilobytes in enumerate((forward, backward)):
         bytes_moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory

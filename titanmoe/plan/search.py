@@ -30,11 +30,11 @@ from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import RankMemory, Widths, kept_bytes, rank_memories
-from titanmoe.plan.planned_chunks import planned_chunks
+from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
+from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
-from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds
+from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds, seconds_in_halves
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -73,7 +73,7 @@ def evaluate(config: Config, world: int, device: Device, factors: Factors, imbal
     """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
     if config.moe.overlap_chunks == -1:
-        config = replace(config, moe=replace(config.moe, overlap_chunks=planned_chunks(config, world, device)))
+        config = replace(config, moe=planned_rows(config, world, device))
     price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 
@@ -200,6 +200,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
 
     local = bool(model.shared_hidden)  # tp matters to experts only through the shared one
     attention, experts, ffns = {}, {}, {}  # of one block, by what they depend on: bytes kept, seconds
+    halves = {}  # seconds of all blocks
     for pp in divisors(world):
         stage = world // pp
         grids = list(product(divisors(stage), divisors(stage)))
@@ -246,7 +247,11 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                     experts[experts_key] = (
                         ffns[ffn_key],
                         [
-                            (best_ways(pricer, name, *experts_key), row_seconds(pricer, *experts_key, RowsWay(name)))
+                            (
+                                name,
+                                best_ways(pricer, name, *experts_key),
+                                row_seconds(pricer, *experts_key, RowsWay(name)),
+                            )
                             for name in dispatchers
                         ],
                     )
@@ -259,10 +264,15 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
                         least_bytes = state_bytes + block * in_flight[0] / v
                         if least_bytes > limit:
                             continue
-                        for by_mode, travel in by_dispatcher:
+                        for dispatcher, by_mode, travel in by_dispatcher:
                             way, more = by_mode[i]
                             if name == "DualPipeV":
                                 way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))
+                            halves_key = tp, cp, samples, ep, etp, dispatcher
+                            if halves_key not in halves:
+                                halves[halves_key] = seconds_in_halves(batch_config, pricer, dispatcher, fold)
+                            if NEAR * halves[halves_key][i] < seconds[i] + more:
+                                way, more = RowsWay(dispatcher, halves=True), halves[halves_key][i] - seconds[i]
                             bound = (seconds[i] + more) / pp * (m + idle) + hop * v
                             yield Candidate(bound, least_bytes, fold, samples, mode, name, v, way)
 
@@ -305,6 +315,11 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate) -> Config:
         training=replace(config.training, local_batch_size=candidate.samples),
         parallelism=replace(table, **axes, experts=experts),
         pipeline=pipeline,
-        moe=replace(config.moe, dispatcher=candidate.way.dispatcher, overlap_chunks=candidate.way.chunks),
+        moe=replace(
+            config.moe,
+            dispatcher=candidate.way.dispatcher,
+            overlap_chunks=candidate.way.chunks,
+            overlap_halves=candidate.way.halves,
+        ),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )
