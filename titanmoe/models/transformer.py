@@ -54,10 +54,8 @@ class Block(nn.Module):
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
         if not self.overlap_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens.document_BL), tokens)
-        first, second = (
-            partial(self.attend, x_BsD, rope, half.document_BL)
-            for x_BsD, *rope, half in zip(*(x.tensor_split(2) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
-        )
+        halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
+        first, second = (partial(self.attend, x_BsD, rope, half.document_BL) for x_BsD, *rope, half in halves)
         return self.feed(first(), tokens, second)
 
     # Both are methods so that recomputation can wrap either of them.
