@@ -195,6 +195,8 @@ def overrides(mapping: PricedMapping) -> dict[str, Any]:
         "pipeline.overlap_pairs": str(config.pipeline.overlap_pairs).lower(),
         "moe.dispatcher": config.moe.dispatcher,
         "moe.overlap_chunks": config.moe.overlap_chunks,
+        "moe.overlap_halves": str(config.moe.overlap_halves).lower(),
+        "parallelism.reshard_after_forward": config.parallelism.reshard_after_forward,
     }
 
 

@@ -186,3 +186,13 @@ def test_the_search_finds_the_fastest() -> None:
     )
     assert fastest.best[0].price.step <= min(mapping.price.step for mapping in every) * (1 + 1e-9)
     assert fastest.best_unfolded.price.step <= min(mapping.price.step for mapping in unfolded_mappings) * (1 + 1e-9)
+
+
+def test_the_search_keeps_weights_gathered_where_memory_allows() -> None:
+    def best(*more: str) -> Config:
+        config = load(["--config", "train_configs/olmoe_7b_a1b.toml", *more], PARTS, lambda config: [])
+        return search(config, 8, read_device("h100"), Factors(), 1).best[0].config
+
+    auto, always = "--parallelism.reshard_after_forward=auto", "--parallelism.reshard_after_forward=always"
+    assert best(auto).parallelism.reshard_after_forward == "never"
+    assert best(always).parallelism.reshard_after_forward == "always"  # the recipe says so

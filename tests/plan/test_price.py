@@ -191,3 +191,16 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
         costs.experts(2, 1, 2, 1, 2, RowsWay("alltoall"), costs.backward[1].ffn)[0] for costs in (priced, without)
     )
     assert experts.matrix > none.matrix and experts.memory > none.memory
+
+
+def test_replicas_of_experts_in_no_unit_sum_their_gradients_once_a_step() -> None:
+    """Of FSDP's units each microbatch's are summed."""
+
+    def exposed(reshard: str, batch: int) -> float:
+        words = f"--parallelism.dp_replicate=2 --parallelism.reshard_after_forward={reshard}"
+        words += f" --training.dtype=float32 --training.global_batch_size={batch}"
+        config = load(["--config", "train_configs/mixtral_8x7b.toml", *words.split()], PARTS, lambda config: [])
+        return evaluate(config, 16, H100, Factors()).price.components["weights and gradients"]
+
+    of_a_microbatch = {choice: exposed(choice, 160) - exposed(choice, 80) for choice in ("auto", "always")}
+    assert of_a_microbatch["auto"] < 0.1 * of_a_microbatch["always"]

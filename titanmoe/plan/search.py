@@ -3,7 +3,7 @@
 Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
 messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
 over: nothing that was left out can be faster. Of each pp, tp, ep and etp only the fastest cp, microbatch, schedule,
-recomputation and dispatcher are shown. Of replicas of the experts only the default is tried.
+recomputation, dispatcher and reshard_after_forward are shown. Of replicas of the experts only the default is tried.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
+from titanmoe.fold.unsharded import are_copied
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.communicators import usable_bytes
@@ -171,8 +172,8 @@ def search(
 
 
 def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> Iterator[PricedMapping]:
-    """The candidate with one replica, and with enough replicas that each stays within one domain of the fast link.
-    Neither memory nor laws are checked yet."""
+    """The candidate with one replica, and with enough replicas that each stays within one domain of the fast link; with
+    each way to keep weights or free them. Neither memory nor laws are checked yet."""
     fold = candidate.fold
     data_ranks_per_domain = pricer.device.domain // (fold.cp * fold.tp)
     replicas = {1}
@@ -184,8 +185,18 @@ def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> It
         mapped_fold = replace(
             fold, dp_replicate=n, dp_shard=fold.dp // n, edp_replicate=edp_replicate, edp=edp // edp_replicate
         )
-        mapped_config = with_mapping(config, mapped_fold, candidate)
-        yield PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])
+        for reshard in _reshards(config, candidate, mapped_fold.edp):
+            mapped_config = with_mapping(config, mapped_fold, candidate, reshard)
+            yield PricedMapping(mapped_config, mapped_fold, pricer.price(mapped_config, mapped_fold), [])
+
+
+def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
+    """Values of parallelism.reshard_after_forward that differ for the candidate; the recipe's own if it says which."""
+    if config.parallelism.reshard_after_forward != "auto":
+        return [config.parallelism.reshard_after_forward]
+    if candidate.fold.pp == 1:  # "always" differs from "auto" for experts in no FSDP unit
+        return ["auto", "never", *(["always"] if edp == 1 and are_copied(config.training) else [])]
+    return ["auto"] if SCHEDULES[candidate.schedule].zero_bubble else ["auto", "always"]
 
 
 def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
@@ -230,7 +241,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, limit: float) -> Ite
             for ep, etp, dispatchers in expert_grids:
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
-                state_bytes = state + (6 * whole / pp if pp > 1 else 0.0)
+                state_bytes = state + (4 * whole / pp if pp > 1 else 0.0)
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
                     attention_bytes = [
@@ -297,8 +308,8 @@ def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
     return [name for name, rules in tried.items() if rules.search_tries and (group > device.domain or not rules.nodes)]
 
 
-def with_mapping(config: Config, fold: Fold, candidate: Candidate) -> Config:
-    """The recipe with the candidate's mapping."""
+def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
+    """The recipe with the candidate's mapping. reshard: parallelism.reshard_after_forward."""
     table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
     axes = dict(pp=fold.pp, dp_replicate=fold.dp_replicate, dp_shard=-1, cp=fold.cp, tp=fold.tp)
@@ -313,7 +324,7 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate) -> Config:
     return replace(
         config,
         training=replace(config.training, local_batch_size=candidate.samples),
-        parallelism=replace(table, **axes, experts=experts),
+        parallelism=replace(table, **axes, experts=experts, reshard_after_forward=reshard),
         pipeline=pipeline,
         moe=replace(
             config.moe,
