@@ -19,7 +19,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from math import exp, inf, log
 from pathlib import Path
@@ -52,11 +52,9 @@ from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
-from titanmoe.plan.block_costs import Cost  # noqa: E402
-from titanmoe.plan.links import Factors, Links  # noqa: E402
+from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
-from titanmoe.plan.price import Pricer  # noqa: E402
 from titanmoe.plan.search import PricedMapping, search  # noqa: E402
 from titanmoe.text_report import format_bytes  # noqa: E402
 
@@ -147,30 +145,13 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
 # ---- what folding gains
 
 
-class OneMesh(Pricer):
-    """Prices experts on attention's mesh, dp x cp x tp: the ranks of a group of ep are cp x tp apart, so that a node
-    has fewer of them."""
-
-    def _experts(self, share: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
-        whole = self.device, self.links
-        self.device = replace(self.device, domain=max(tp, self.device.domain * tp // share))
-        self.links = Links(self.device, self.factors)
-        try:
-            return super()._experts(share, samples, tp, *mapping)
-        finally:
-            self.device, self.links = whole
-
-
 def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
     for name in (name for name in names() if "debug" not in name):
         config, world = recipe(name), recipe_ranks(read_draft([str(find_recipe(name))], PARTS))
-        search_args = config, world, device_of("H100"), Factors(), 1
-        mappings = {
-            "best": search(*search_args).best[0],
-            "unfolded": search(*search_args, prices=OneMesh).best_unfolded,
-        }
+        result = search(config, world, device_of("H100"), Factors(), 1)
+        mappings = {"best": result.best[0], "unfolded": result.best_unfolded}
         seconds_and_overrides = {
             kind: {"seconds": mapping.price.step} | overrides(mapping) for kind, mapping in mappings.items() if mapping
         }
@@ -195,6 +176,8 @@ def overrides(mapping: PricedMapping) -> dict[str, Any]:
         "pipeline.overlap_pairs": str(config.pipeline.overlap_pairs).lower(),
         "moe.dispatcher": config.moe.dispatcher,
         "moe.overlap_chunks": config.moe.overlap_chunks,
+        "moe.overlap_halves": str(config.moe.overlap_halves).lower(),
+        "parallelism.reshard_after_forward": config.parallelism.reshard_after_forward,
     }
 
 

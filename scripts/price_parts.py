@@ -1,9 +1,10 @@
 """Where a step of four recipes goes on H100s, by the planner: seconds of each part, as docs/benchmarks.md has them.
 
-    python scripts/price_parts.py            write the table there
+    python scripts/price_parts.py            write both tables there
 
 Of each model the shipped recipe, the fastest mapping that the planner finds for its GPUs and batch, and, where
-TorchTitan has the model, its layers under the recipe's mapping.
+TorchTitan has the model, its layers under the recipe's mapping. Then, of recipes with a newer mapping, what each step
+on the way changed.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ RECIPES = {
 H100 = read_device("h100")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 MARK = "<!-- from here: python scripts/price_parts.py -->\n"
+STEPS_MARK = "<!-- step by step, from here: python scripts/price_parts.py -->\n"
 COLUMNS = {
     "products": ("matrix work",),
     "attention": ("attention",),
@@ -61,6 +63,29 @@ TIMES_AS_MUCH = {
 as scripts/bench/roofline.py counts both."""
 
 
+WHOLE = "--moe.overlap_halves=false"
+STEPS = {
+    "gpt_oss_20b": {
+        "one sample at a time": ("--training.local_batch_size=1", WHOLE),
+        "two": (WHOLE,),
+        "two, in halves": (),
+    },
+    "qwen3_235b_a22b": {
+        "a pipeline": (
+            *("--parallelism.pp=16", "--parallelism.tp=4", "--training.local_batch_size=1", WHOLE),
+            "--activation_checkpoint.mode=none",
+        ),
+        "none": (WHOLE,),
+        "none, in halves": (),
+    },
+    "olmoe_7b_a1b": {
+        "weights freed in forward": ("--parallelism.reshard_after_forward=auto",),
+        "kept": (),
+    },
+}
+"""What led to a recipe's mapping, as changes of the recipe."""
+
+
 class TorchTitan(Pricer):
     """Prices TorchTitan's layers under titanmoe's mapping, schedule and rules, with the same messages; FSDP2 has its
     experts, and recomputation goes through the combine."""
@@ -69,14 +94,14 @@ class TorchTitan(Pricer):
         super().__init__(config, H100, Factors())
         self.moved, self.kernels = TIMES_AS_MUCH[recipe]
 
-    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
-        halves = super().halves(fold, samples, layer, way)
+    def attention_and_ffn(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+        both = super().attention_and_ffn(fold, samples, layer, way)
         return tuple(
             tuple(
                 cost._replace(memory=cost.memory * moved, host=cost.host * self.kernels)
-                for cost, moved in zip(half, self.moved, strict=True)
+                for cost, moved in zip(part, self.moved, strict=True)
             )
-            for half in halves
+            for part in both
         )
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
@@ -90,7 +115,10 @@ def degrees(config: Config, fold: Fold) -> str:
     attention = " ".join(f"{axis} {n}" for axis in ("pp", "cp", "tp") if (n := getattr(fold, axis)) > 1)
     experts = " ".join(f"{axis} {n}" for axis in ("ep", "etp") if (n := getattr(fold, axis)) > 1)
     mode = config.activation_checkpoint.mode
-    return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {mode}"
+    more = ", halves" * config.moe.overlap_halves
+    if (kept := config.parallelism.reshard_after_forward) != "auto":
+        more += f", reshard {kept}"
+    return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {mode}{more}"
 
 
 def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...]:
@@ -121,12 +149,23 @@ def best_row(recipe: str) -> tuple[str, ...]:
     return cells(f"{RECIPES[recipe]}, best", best.config, best.fold, best.price)
 
 
-def read(recipe: str) -> tuple[Config, int]:
+def step_rows(recipe: str) -> list[tuple[str, ...]]:
+    rows = []
+    for name, changed in STEPS[recipe].items():
+        config, world = read(recipe, *changed)
+        fold = derive(world, config.parallelism)
+        rows.append(cells(f"{recipe}: {name}", config, fold, Pricer(config, H100, Factors()).price(config, fold)))
+    return rows
+
+
+def read(recipe: str, *changed: str) -> tuple[Config, int]:
     path = str(find_recipe(recipe))
-    return load(["--config", path], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
+    return load(["--config", path, *changed], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
 
 
 def main() -> None:
+    steps = [row for recipe in STEPS for row in step_rows(recipe)]
+    between(PAGE, STEPS_MARK, "\n" + "\n".join(table_of(HEAD, steps)) + "\n")
     rows = [row for recipe in RECIPES for row in (*own_rows(recipe), best_row(recipe))]
     between(PAGE, MARK, "\n" + "\n".join(table_of(HEAD, rows)) + "\n")
 

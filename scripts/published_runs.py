@@ -318,16 +318,16 @@ class RunPricer(Pricer):
         return Cost(cp=self.links.exposed(message_seconds * (2 if part else 1), attention * passes / group.size))
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, *backward: float
+        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, *more: Any
     ) -> tuple[Cost, Cost]:
-        halves = super()._experts(share, samples, tp, ep, etp, way, *backward)
+        both = super()._experts(share, samples, tp, ep, etp, way, *more)
         if not self.model.expert_biases:
-            return halves
+            return both
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         F, D = self.model.expert_hidden / etp, self.model.dim
         forward, backward = (
             cost._replace(memory=cost.memory + self._move_seconds(R * F * clamp + R * D * bias))
-            for cost, clamp, bias in zip(halves, CLAMP, BIAS, strict=True)
+            for cost, clamp, bias in zip(both, CLAMP, BIAS, strict=True)
         )
         return forward, backward
 
@@ -347,7 +347,7 @@ class RunPricer(Pricer):
         return super().visits(parts)
 
     def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
-        attention, ffn = self.halves(fold, samples, layer, way)
+        attention, ffn = self.attention_and_ffn(fold, samples, layer, way)
         total = super().block(fold, samples, layer, way._replace(hidden=PROFILED * self.run.hides_rows), "none")
         return total + self._again(attention[0], ffn[0], has_experts(self.model, layer))
 

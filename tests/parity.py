@@ -377,6 +377,7 @@ NEUTRAL = (
     "compile.",
     "moe.dispatcher",
     "moe.overlap_chunks",
+    "moe.overlap_halves",
     "moe.symm_mem_factor",
     "moe.pad_to_capacity",
     "moe.grouped_mm",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -33,6 +33,13 @@ BLOCK = 256
 class OnHost:
     until_BL: np.ndarray
     depth_BL: np.ndarray | None
+
+    @cached_property
+    def halves(self) -> tuple[OnHost, OnHost]:
+        """Of the samples: made once, because what is known of a mask goes by this object."""
+        depths = (None, None) if self.depth_BL is None else np.array_split(self.depth_BL, 2)
+        first, second = (OnHost(*half) for half in zip(np.array_split(self.until_BL, 2), depths, strict=True))
+        return first, second
 
 
 class BlockPair(NamedTuple):

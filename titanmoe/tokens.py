@@ -6,6 +6,7 @@ this rank owns (B times the sequence over cp and tp, flattened): the disjoint se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,3 +34,19 @@ class Tokens(NamedTuple):
     """Id of the token after each one of the attention slice; None unless the model also predicts the one after that."""
     later_BS: Tensor | None = None
     """The label for that prediction."""
+
+    def halves(self) -> tuple[Tokens, Tokens]:
+        """What a block needs to know of the first half of the samples, and of the other."""
+        B = len(self.position_BS)
+
+        def own(x_T: Tensor) -> Iterator[Tensor]:
+            return (half.flatten() for half in x_T.view(B, -1).tensor_split(2))
+
+        own_parts = own(self.index_T), own(self.sample_T), own(self.valid_T)
+        first, second = (
+            Tokens(position_BS, index_T, sample_T, valid_T, self.microbatch, mask)
+            for position_BS, index_T, sample_T, valid_T, mask in zip(
+                self.position_BS.tensor_split(2), *own_parts, self.mask.halves(), strict=True
+            )
+        )
+        return first, second._replace(sample_T=second.sample_T - len(first.position_BS))

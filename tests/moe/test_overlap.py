@@ -20,6 +20,7 @@ from tests import parity, world
 from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.models.attention import Attention
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
@@ -27,7 +28,7 @@ from titanmoe.ops.cpu.fsdp import ReduceScatter
 from titanmoe.tokens import Tokens
 
 RANKS, T, K = 2, 48, 2
-MESSAGES, EXPERTS, SHARED = "messages", "experts", "shared"
+MESSAGES, EXPERTS, SHARED, ATTENTION = "messages", "experts", "shared", "attention"
 
 
 class Wire:
@@ -94,7 +95,7 @@ class Shared(nn.Module):
 
 def counted(events: Events) -> dict[str, int]:
     assert not events.open, "something was sent and never waited for"
-    names = (MESSAGES, EXPERTS, SHARED)
+    names = (MESSAGES, EXPERTS, SHARED, ATTENTION)
     return {name: len(events.of(name)) for name in names} | {
         f"{name} in messages": events.within(name, MESSAGES) for name in names[1:]
     }
@@ -201,6 +202,36 @@ def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
         assert taken["experts in messages"] == 3 / 8 * taken["experts"], (taken, apart)
 
 
+# ---- two halves of a microbatch
+
+
+def a_step_in_halves(halves: bool) -> dict[str, int]:
+    """A step of two layers on two data ranks, which share the experts."""
+    events, products, attention = Events(), Experts.products, Attention.forward
+
+    def multiplied(self: Experts, x_RD: Tensor, *given: Any) -> Tensor:
+        return _Work.apply(products(self, x_RD, *given), noted(events, EXPERTS))
+
+    def attended(self: Attention, *given: Any) -> Tensor:
+        return _Work.apply(attention(self, *given), noted(events, ATTENTION))
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Experts, "products", multiplied))
+        stack.enter_context(mock.patch.object(Attention, "forward", attended))
+        stack.enter_context(Wire(events))
+        changes = {"training.local_batch_size": 2, "training.global_batch_size": 4, "moe.force_balance": True}
+        parity.measure(changes | {"parallelism.experts.ep": RANKS, "moe.overlap_halves": halves}, steps=1)
+    return counted(events)
+
+
+def test_rows_of_one_half_travel_under_attention_and_experts_of_the_other() -> None:
+    """Forward and backward: experts of both halves, and attention of the second."""
+    for halves, whole in zip(*(world.run(RANKS, a_step_in_halves, h) for h in (True, False)), strict=True):
+        assert whole["attention"] == whole["experts"] == 4 and halves["attention"] == halves["experts"] == 8
+        assert whole["experts in messages"] == whole["attention in messages"] == 0, whole
+        assert halves["experts in messages"] == 8 and halves["attention in messages"] == 4, halves
+
+
 # ---- hooks around the experts
 
 
@@ -234,11 +265,12 @@ def reductions(changes: dict[str, Any]) -> list[str]:
     "changes",
     [
         {"moe.overlap_chunks": 2},
+        {"moe.overlap_halves": True, "training.local_batch_size": 2},
         {"moe.dispatcher": "allgather"},
         {"moe.dispatcher": "hierarchical", "parallelism.node": 1},
         {"moe.dispatcher": "symm_mem"},
     ],
-    ids=["alltoall", "allgather", "hierarchical", "symm_mem"],
+    ids=["alltoall", "halves", "allgather", "hierarchical", "symm_mem"],
 )
 def test_experts_are_reduced_as_soon_as_their_gradients_are_there(changes: dict[str, Any]) -> None:
     """FSDP finds out from the tensors in chunks; weights whose chunks hide theirs wait for the end of backward."""

@@ -12,6 +12,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
+from titanmoe.plan.one_mesh import OneMesh
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import is_unfolded
 
@@ -22,7 +23,7 @@ def test_folding_gains_what_readme_says(script: ModuleType) -> None:
     assert sorted(row["recipe"] for row in gains) == [name for name in names() if "debug" not in name]
     assert script.folding_table(gains) in script.README.read_text()
     for row in gains:
-        for kind, prices in (("best", Pricer), ("unfolded", script.OneMesh)):
+        for kind, prices in (("best", Pricer), ("unfolded", OneMesh)):
             changed = [f"--{key}={value}" for key, value in row[kind].items() if key != "seconds"]
             config = script.recipe(row["recipe"], changed)
             fold = derive(row["ranks"], config.parallelism)
@@ -39,7 +40,7 @@ def test_a_group_of_ep_on_one_mesh_leaves_the_node(script: ModuleType) -> None:
         changed = ["--parallelism.pp=8", "--parallelism.tp=1", f"--parallelism.cp={cp}", "--parallelism.experts.ep=8"]
         config = script.recipe("mixtral_8x22b", [*changed, "--parallelism.experts.etp=1"])
         fold = derive(128, config.parallelism)
-        one_mesh, folded = (kind(config, device, Factors()).price(config, fold) for kind in (script.OneMesh, Pricer))
+        one_mesh, folded = (kind(config, device, Factors()).price(config, fold) for kind in (OneMesh, Pricer))
         assert (
             one_mesh.components["rows to experts and back"] > folded.components["rows to experts and back"]
         ) == slower

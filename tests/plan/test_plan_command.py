@@ -17,12 +17,13 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
 from titanmoe.parts import PARTS
+from titanmoe.plan.candidates import candidates_of
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.plan_table import ERROR
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.search import _candidates, evaluate, is_unfolded, search
+from titanmoe.plan.search import evaluate, is_unfolded, search
 from titanmoe.plan.totals_by_mode import MODES
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -133,7 +134,7 @@ def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys:
     pricer = Pricer(load(argv, PARTS, lambda config: []), read_device("h100"), Factors())
     proposed = {
         (candidate.schedule, candidate.mode)
-        for candidate in _candidates(pricer.config, 4, pricer, math.inf)
+        for candidate in candidates_of(pricer.config, 4, pricer, math.inf)
         if candidate.fold.pp == 2
     }
     assert ("DualPipeV", "none") in proposed and ("1F1B", "full") in proposed
@@ -186,3 +187,13 @@ def test_the_search_finds_the_fastest() -> None:
     )
     assert fastest.best[0].price.step <= min(mapping.price.step for mapping in every) * (1 + 1e-9)
     assert fastest.best_unfolded.price.step <= min(mapping.price.step for mapping in unfolded_mappings) * (1 + 1e-9)
+
+
+def test_the_search_keeps_weights_gathered_where_memory_allows() -> None:
+    def best(*more: str) -> Config:
+        config = load(["--config", "train_configs/olmoe_7b_a1b.toml", *more], PARTS, lambda config: [])
+        return search(config, 8, read_device("h100"), Factors(), 1).best[0].config
+
+    auto, always = "--parallelism.reshard_after_forward=auto", "--parallelism.reshard_after_forward=always"
+    assert best(auto).parallelism.reshard_after_forward == "never"
+    assert best(always).parallelism.reshard_after_forward == "always"  # the recipe says so

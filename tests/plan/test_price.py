@@ -129,7 +129,7 @@ def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forwa
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
     config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
-    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
+    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, RowsWay("alltoall"))
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
     for part, kilobytes in enumerate((forward, backward)):
         bytes_moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
@@ -191,3 +191,16 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
         costs.experts(2, 1, 2, 1, 2, RowsWay("alltoall"), costs.backward[1].ffn)[0] for costs in (priced, without)
     )
     assert experts.matrix > none.matrix and experts.memory > none.memory
+
+
+def test_replicas_of_experts_in_no_unit_sum_their_gradients_once_a_step() -> None:
+    """Of FSDP's units each microbatch's are summed."""
+
+    def exposed(reshard: str, batch: int) -> float:
+        words = f"--parallelism.dp_replicate=2 --parallelism.reshard_after_forward={reshard}"
+        words += f" --training.dtype=float32 --training.global_batch_size={batch}"
+        config = load(["--config", "train_configs/mixtral_8x7b.toml", *words.split()], PARTS, lambda config: [])
+        return evaluate(config, 16, H100, Factors()).price.components["weights and gradients"]
+
+    of_a_microbatch = {choice: exposed(choice, 160) - exposed(choice, 80) for choice in ("auto", "always")}
+    assert of_a_microbatch["auto"] < 0.1 * of_a_microbatch["always"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.price_parts import COLUMNS, PAGE, RECIPES, TIMES_AS_MUCH, own_rows
+from scripts.price_parts import COLUMNS, PAGE, RECIPES, STEPS, TIMES_AS_MUCH, own_rows, step_rows
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -14,6 +14,13 @@ def test_the_table_is_what_the_planner_says(recipe: str) -> None:
         assert "| " + " | ".join(row) + " |" in text, "run scripts/price_parts.py again"
     step, parts = float(rows[-1][2]), [float(cell or 0) for cell in rows[-1][4:-1]]
     assert len(parts) == len(COLUMNS) and sum(parts) == pytest.approx(step, abs=0.05)
+
+
+@pytest.mark.parametrize("recipe", STEPS)
+def test_what_each_step_changed_is_what_the_planner_says(recipe: str) -> None:
+    text, rows = PAGE.read_text(), step_rows(recipe)
+    assert all("| " + " | ".join(row) + " |" in text for row in rows), "run scripts/price_parts.py again"
+    assert [float(row[2]) for row in rows] == sorted((float(row[2]) for row in rows), reverse=True)
 
 
 def test_what_torchtitan_has_more_of_is_what_the_roofline_counts() -> None:

@@ -1,4 +1,4 @@
-"""Rows that travel while something is computed: in chunks, and beside the other half of a pair."""
+"""Rows that travel while something is computed: in chunks, in two halves, and beside the other half of a pair."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from titanmoe.config import load
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, MoE
 from titanmoe.ops.device import as_on
 from titanmoe.parts import PARTS
-from titanmoe.plan.block_costs import CHUNK_KERNELS, CHUNK_ROWS, CHUNK_WEIGHTS, BlockCosts
+from titanmoe.plan.block_costs import CHUNK_KERNELS, CHUNK_ROWS, CHUNK_WEIGHTS, HALVES, BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.planned_chunks import planned_chunks
+from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.plan.rows_on_their_way import RowsWay, fewest, hidden_by_pairs, seconds_in_chunks
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.plan.search import evaluate, search
@@ -66,29 +66,78 @@ def test_chunks_cost_what_a_rehearsal_counts() -> None:
             assert moved[chunks, phase] - moved[1, phase] == pytest.approx(more, rel=0.1)
 
 
+def test_halves_cost_what_a_rehearsal_counts() -> None:
+    """Bytes of a layer beside its products: sums of gradients, and joined outputs and gradients of inputs."""
+    moved = Counter()
+    for halves in (False, True):
+        words = f"{SMALL} --training.local_batch_size 2 --training.global_batch_size 16 --moe.overlap_halves {halves}"
+        config = recipe_to_rehearse(words.lower().split(), 8, "h100")
+        for operation, count in rehearse(config, 8, 0, "h100").operations.items():
+            if operation.site.layer == "layers.1" and operation.site.region not in (GATHER, REDUCE):
+                moved[halves, operation.site.phase] += (
+                    (not operation.flops) * count * (operation.read + operation.written)
+                )
+    model = config.model
+    tokens = 2 * config.training.seq_len * model.dim
+    weights = 3 * model.num_experts // 8 * model.dim * model.expert_hidden
+    weights += model.dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    for phase, added in (("forward", HALVES * tokens), ("backward", HALVES * tokens + CHUNK_WEIGHTS * weights)):
+        assert moved[True, phase] - moved[False, phase] == pytest.approx(added, rel=0.1)
+
+
+def test_halves_hide_what_travels_beside_attention_and_experts() -> None:
+    assert seconds_in_chunks(1, 5, 1, 2, between=3) == 3 + 2 * 5 + 1  # all but the last message back
+    assert seconds_in_chunks(5, 1, 5, 2, between=3) == 4 * 5  # the wire is never idle
+    half_as_fast = replace(H100, link=H100.link / 2)
+    config = recipe("mixtral_8x7b", "--training.local_batch_size=2", "--moe.overlap_chunks=-1")
+    halves = evaluate(config, 8, half_as_fast, Factors())
+    assert halves.config.moe.overlap_halves and halves.config.moe.overlap_chunks == 1
+    whole = evaluate(replace(config, moe=replace(config.moe, overlap_chunks=1)), 8, half_as_fast, Factors())
+    rows = "rows to experts and back"
+    assert halves.price.step < whole.price.step
+    assert 0.25 < halves.price.components[rows] / whole.price.components[rows] < 0.6
+    assert halves.price.components["waiting for the host"] > 1.8 * whole.price.components["waiting for the host"]
+
+
+def test_halves_gain_less_than_megatron_measured_of_two_microbatches() -> None:
+    """Qwen3-30B-A3B on 16 H100s with ep 16: 41.25 s without overlap and 31.31 s with it (NVIDIA-NeMo/Megatron-Bridge,
+    skills/nemo-mbridge-perf-expert-parallel-overlap/SKILL.md)."""
+    changes = "--parallelism.experts.ep=16", "--training.global_batch_size=1024", "--training.local_batch_size=2"
+    steps = [
+        evaluate(recipe("qwen3_30b_a3b", *changes, f"--moe.overlap_halves={halves}"), 16, H100, Factors()).price.step
+        for halves in ("false", "true")
+    ]
+    assert 1.08 < steps[0] / steps[1] < 41.25 / 31.31
+
+
+def test_the_search_takes_halves_where_they_pay() -> None:
+    best = search(recipe("gpt_oss_20b"), 8, H100, Factors(), 3).best
+    assert best[0].config.moe.overlap_halves and best[0].config.training.local_batch_size > 1
+
+
 def test_chunks_are_planned_where_they_pay() -> None:
     config = recipe("mixtral_8x7b", "--moe.overlap_chunks=-1")
-    assert planned_chunks(config, 8) == 1 and planned_chunks(config, 8, SLOW) > 1
+    assert planned_rows(config, 8).overlap_chunks == 1 and planned_rows(config, 8, SLOW).overlap_chunks > 1
     in_pieces = evaluate(config, 8, SLOW, Factors())
-    assert in_pieces.config.moe.overlap_chunks == planned_chunks(config, 8, SLOW)
+    assert in_pieces.config.moe == planned_rows(config, 8, SLOW)
     whole = evaluate(recipe("mixtral_8x7b"), 8, SLOW, Factors())
     rows, copies = "rows to experts and back", "copies of weights"
     assert in_pieces.price.step < 0.98 * whole.price.step
     assert in_pieces.price.components[rows] < 0.8 * whole.price.components[rows]
     assert in_pieces.price.components[copies] > whole.price.components[copies]
     best = search(config, 8, replace(SLOW, memory=150e9), Factors(), 3).best
-    assert any(mapping.config.moe.overlap_chunks > 1 for mapping in best)
+    assert any(mapping.config.moe.overlap_chunks > 1 or mapping.config.moe.overlap_halves for mapping in best)
     paired = recipe("mixtral_8x22b", "--pipeline.overlap_pairs=true", "--moe.overlap_chunks=-1")
-    assert planned_chunks(paired, 128, SLOW) == 1
-    assert planned_chunks(recipe("mixtral_8x7b", "--moe.dispatcher=allgather"), 8, SLOW) == 1
+    assert planned_rows(paired, 128, SLOW).overlap_chunks == 1
+    assert planned_rows(recipe("mixtral_8x7b", "--moe.dispatcher=allgather"), 8, SLOW).overlap_chunks == 1
 
 
 def test_a_run_on_gpus_takes_the_planned_number() -> None:
     config = recipe("mixtral_8x7b", "--moe.overlap_chunks=-1")
 
-    def three(config: Config, world: int) -> int:
+    def three(config: Config, world: int) -> MoE:
         assert world == 8
-        return 3
+        return replace(config.moe, overlap_chunks=3)
 
     assert resolve(config, 8, lambda _: {}, three).moe.overlap_chunks == 1
     with as_on(HARDWARE["h100"]):

@@ -57,6 +57,11 @@ def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
     assert of_all({"moe.overlap_chunks": 2}, imbalance).text == HOST_ORDER
 
 
+def test_two_halves_of_a_microbatch() -> None:
+    halves = {"moe.overlap_halves": True, "training.local_batch_size": 2, "training.global_batch_size": 8}
+    assert of_all(halves | {"activation_checkpoint.mode": "moe"}, 1.7).text == HOST_ORDER
+
+
 @pytest.mark.parametrize("name", [d for d in DISPATCHERS if d not in ("alltoall", "chunks")])
 def test_dispatchers(name: str) -> None:
     assert of_all(DISPATCHERS[name] | {"parallelism.node": 4 if name == "symm_mem" else 2}, 1.7).text == HOST_ORDER

@@ -461,7 +461,9 @@ class MoE:
     symm_mem_factor: Annotated[float, COUNT] = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
     overlap_chunks: Annotated[int, Range(1, 2**16, derived=True)] = 1
-    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products, more messages and a sum of gradients for each chunk are the price. -1: as many as the planner finds fastest on H100s for the run's mapping (docs/planner.md); 1 on CPUs. `scripts/bench/chunks.py` measures and prints a number. 1: off."""
+    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products, more messages and a sum of gradients for each chunk are the price. -1: as many as the planner finds fastest on H100s for the run's mapping, or overlap_halves if that is faster (docs/planner.md); 1 on CPUs. `scripts/bench/chunks.py` measures and prints a number. 1: off."""
+    overlap_halves: bool = False
+    """Each block takes its microbatch's samples in two halves: rows of one travel to experts and back while attention or experts of the other are computed. For experts whose rows take long beside attention and products, where a microbatch has 2 samples or more; products are half as large, and gradients of a block's weights are summed twice. No number changes. Needs a dispatcher whose rows travel in chunks, alltoall or hierarchical, and no capacity."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"

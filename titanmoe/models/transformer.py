@@ -5,13 +5,14 @@ Shapes: B samples, S positions of the attention slice, s owned positions (S over
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from titanmoe import observe
+from titanmoe.comm.recomputation import keep_saved, keep_tensor
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -49,22 +50,45 @@ class Block(nn.Module):
             self.moe = MoE(model, options, shared, seed, layer, microbatches, dtype)
         else:
             self.ffn = FeedForward(model.dim, model.dense_hidden, dtype)
+        self.overlap_halves = self.moe is not None and options.overlap_halves
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
+        if not self.overlap_halves or len(x_BsD) < 2:
+            return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
+        halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
+        first, second = (partial(self.attend, x_BsD, rope, half.mask) for x_BsD, *rope, half in halves)
+        return self.feed(first(), tokens, second)
 
-    # The two halves are methods so that recomputation can wrap either of them.
+    # Both are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         y_BsD = self.attention_norm(x_BsD)
         with region("attention"):
             y_BsD = self.attention(y_BsD, rope, mask)
         return x_BsD + y_BsD
 
-    def feed(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
+    def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
+        """attend: if x_BsD is only the first half of the samples, gives the second one. It runs while the rows of the
+        first are in flight, and backward does not compute it again along with the rest.
+        """
+        if attend is not None:
+            return self._feed_halves(x_BsD, tokens, attend)
         y_BsD = self.ffn_norm(x_BsD)
         with region("dense FFN" if self.moe is None else "MoE layer"):
             y_BsD = self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens)
         return x_BsD + y_BsD
+
+    def _feed_halves(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor]) -> Tensor:
+        halves = [x_BsD]
+
+        def normed() -> Iterator[Tensor]:
+            yield self.ffn_norm(x_BsD)
+            with keep_saved():
+                halves.append(keep_tensor("second half", attend))
+            yield self.ffn_norm(halves[1])
+
+        with region("MoE layer"):
+            out = self.moe.run(normed(), tokens.halves(), tokens)
+        return torch.cat([x_BsD + y_BsD for x_BsD, y_BsD in zip(halves, out, strict=True)])
 
 
 def _backward_of(layer: int, grad: Tensor) -> None:

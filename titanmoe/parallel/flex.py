@@ -85,11 +85,14 @@ class Masks:
     def __call__(self, length: int, mask: Mask, device: torch.device) -> BlockMask:
         if torch.compiler.is_compiling():
             return block_mask(self.positions(length, device), length, mask)
-        key, version = (length, mask.window, device), 0 if mask.until_BL is None else mask.until_BL._version
-        until, at, blocks = self.last.get(key, (None, -1, None))
-        if until is not mask.until_BL or at != version:
+        until = mask.until_BL
+        # Halves of a microbatch are views of one tensor, made anew for each block.
+        key = length, mask.window, device, None if until is None else until.storage_offset()
+        now = None if until is None else (until.data_ptr(), until.shape, until._version)
+        _, at, blocks = self.last.get(key, (None, 0, None))
+        if at != now:
             blocks = block_mask(self.positions(length, device), length, mask)
-            self.last[key] = mask.until_BL, version, blocks
+            self.last[key] = until, now, blocks  # with the tensor, so that no other takes its place in memory
         return blocks
 
 

@@ -1,6 +1,6 @@
-"""The time of a block, by component: what each of its halves computes, moves and sends.
+"""The time of a block, by component: what attention, and a feed-forward network or experts, compute, move and send.
 
-A half is a block's attention, or its feed-forward network or experts. All times are those of the slowest rank.
+All times are those of the slowest rank.
 
 Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model.
 """
@@ -46,6 +46,9 @@ chunk but the first."""
 CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
 """Bytes more that chunks move, in the units above: per element of a rank's own rows, to join their pieces, forward and
 backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
+HALVES = 4
+"""Bytes that halves of a microbatch move more, in the units above, per element of a rank's own tokens: forward to join
+their outputs, and backward the gradients of their inputs."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces where FlashAttention-2 computes them, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -105,7 +108,7 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
 
 
 class BlockCosts(RowMessages):
-    """The costs for one model and batch. A half that several mappings share is priced once."""
+    """The costs for one model and batch. What several mappings share is priced once."""
 
     head_recompute = 4 / 3
     """The head's forward product runs twice, because it does not keep the logits: 4 products instead of 3."""
@@ -135,7 +138,7 @@ class BlockCosts(RowMessages):
         self.ffn_adapters = dict(zip(keys, self.adapters, strict=True))
         self.kinds = Counter((has_experts(self.model, i), self.like[i]) for i in range(self.model.num_layers))
 
-    # ---- parts of a half
+    # ---- pieces of both
 
     def _product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
         """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
@@ -184,7 +187,7 @@ class BlockCosts(RowMessages):
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
         return work.rotated * ROPE[part] + work.normed * NORM[part] + 2 * work.moved[part]
 
-    # ---- halves: forward and backward of one microbatch
+    # ---- forward and backward of one microbatch
 
     def _attention(self, tp: int, cp: int, samples: int, layer: int) -> tuple[Cost, Cost]:
         """Of a block that is the first of its kind of mixer."""
@@ -281,14 +284,24 @@ class BlockCosts(RowMessages):
         return costs[0], costs[1]
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, backward: float = BACKWARD
+        self,
+        share: int,
+        samples: int,
+        tp: int,
+        ep: int,
+        etp: int,
+        way: RowsWay,
+        backward: float = BACKWARD,
+        between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
-        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
+        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only. between: as for
+        `seconds_in_chunks`, forward and backward."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
-        router = self._router_product(T)
-        exchanged, chunks = ep * etp > 1, way.chunks if ep * etp > 1 else 1
+        halves = 1 + way.halves
+        router = halves * self._router_product(T / halves)
+        exchanged, chunks = ep * etp > 1, way.pieces if ep * etp > 1 else halves
         products = self.expert_products(R / chunks, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
         adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
@@ -303,13 +316,16 @@ class BlockCosts(RowMessages):
                 + self._row_copies(T * model.top_k, R, exchanged, part)
             )
             times = (1.0, min(backward, self.most))[part]
-            host = self.factors.block * 2 / 9 * factor
+            host = halves * self.factors.block * 2 / 9 * factor
             cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[part]
-            if chunks > 1:
+            if way.halves:
+                cost = cost + self._joined(self._expert_weights(ep, etp), T, part, times)
+            elif chunks > 1:
                 cost = cost + self._chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
             covering = self.covering(shared_cost.matrix)
-            cost = cost._replace(rows=self.rows(way, T * self.imbalance, ep, etp, products * times, covering))
+            rows = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
+            cost = cost._replace(rows=rows)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
@@ -342,15 +358,18 @@ class BlockCosts(RowMessages):
     ) -> Cost:
         """What backward computes again of the experts' half: all but the down product, a third of the products. Rows
         are sent there at most, not back."""
-        chunks = way.chunks if ep * etp > 1 else 1
+        chunks = way.pieces if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         down = chunks * self.expert_products(R / chunks, ep, etp) / 3
         rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
+        if rows and way.halves:  # of the first half nothing hides, because attention of the second is not repeated here
+            T = R / self.model.top_k / etp
+            rows = self.exchange(way.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_share)
         return forward._replace(matrix=forward.matrix - down, rows=rows)
 
     def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
         """What chunks add, apart from their products and messages."""
-        weights = 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
+        weights = self._expert_weights(ep, etp)
         fixed, per_chunk = CHUNK_KERNELS[part]
         return Cost(
             memory=self._move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
@@ -358,19 +377,41 @@ class BlockCosts(RowMessages):
             copies=self._move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
         )
 
+    def _expert_weights(self, ep: int, etp: int) -> float:
+        return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
+
+    def _joined(self, weights: float, T: float, part: int, times: float) -> Cost:
+        """What two halves of a microbatch add, apart from kernels: the sum of their gradients of so many weights, and
+        of T tokens their outputs, or the gradients of their inputs, as one tensor."""
+        return Cost(
+            memory=self._move_seconds(T * self.model.dim * HALVES),
+            copies=self._move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
+        )
+
     # ---- a block under recomputation
 
-    def halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+    def attention_and_ffn(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
         """Attention, and the feed-forward network or experts."""
         model = self.model
+        if has_experts(model, layer) and way.halves:
+            return self._in_halves(fold, samples, layer, way)
         attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
         if has_experts(model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
             return attention, self.experts(*degrees, way, self.backward[layer].ffn)
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
+    def _in_halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+        """Of a block with experts. While rows of the first half travel, attention of the second is computed."""
+        half = self.attention(fold.tp, fold.cp, samples / 2, self.like[layer])
+        between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
+        degrees, backward = (fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp), self.backward[layer]
+        weights = sum(p.outputs * p.inputs for p in self.mixers[layer].work(self.model, fold.tp).products)
+        attention = half[0].times(2), half[1].times(2) + self._joined(weights, 0.0, 1, backward.products)
+        return attention, self.experts(*degrees, way, backward.ffn, between)
+
     def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
-        attention, ffn = self.halves(fold, samples, layer, way)
+        attention, ffn = self.attention_and_ffn(fold, samples, layer, way)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
         if way.hidden:
             hidden = min(way.hidden * total.rows, total.matrix + total.attention)

@@ -13,7 +13,7 @@ from titanmoe.text_report import columns, format_bytes
 
 HEAD = (
     *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),
-    *("edp", "ep", "etp", "microbatch", "recompute", "schedule", "dispatcher", "binds"),
+    *("edp", "ep", "etp", "microbatch", "recompute", "reshard", "schedule", "dispatcher", "binds"),
 )
 
 ERROR = 0.06
@@ -45,8 +45,9 @@ def row(mapping: PricedMapping) -> tuple[str, ...]:
         *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
+        config.parallelism.reshard_after_forward,
         config.pipeline.schedule + " in pairs" * config.pipeline.overlap_pairs if fold.pp > 1 else "-",
-        config.moe.dispatcher + f" in {chunks} chunks" * (chunks > 1),
+        config.moe.dispatcher + f" in {chunks} chunks" * (chunks > 1) + " in halves" * config.moe.overlap_halves,
         price.bottleneck,
     )
 
@@ -135,6 +136,8 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "overlap_pairs": config.pipeline.overlap_pairs,
         "dispatcher": config.moe.dispatcher,
         "overlap_chunks": config.moe.overlap_chunks,
+        "overlap_halves": config.moe.overlap_halves,
+        "reshard_after_forward": config.parallelism.reshard_after_forward,
         "unfolded": mapping.unfolded,
         "step_s": price.step,
         "tokens_per_second_per_gpu": price.tokens,

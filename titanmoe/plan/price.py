@@ -102,10 +102,11 @@ class Pricer(BlockCosts):
             stage_counts.append(stage)
         return stage_counts
 
-    def weights(self, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float]:
-        """Seconds to gather a block's weights once, and to reduce its gradients once."""
+    def weights(self, config: Config, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float, float]:
+        """Seconds to gather a block's weights once, to reduce its gradients once, and to sum those of experts that FSDP
+        has not got over their replicas, once a step."""
         reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
-        gather = reduce = 0.0
+        gather = reduce = last = 0.0
         parts = [
             (
                 sizes.block(layer),
@@ -123,8 +124,12 @@ class Pricer(BlockCosts):
             if not count:
                 continue
             reduce += self.links.gather(group, count * reduced)
-            reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
-        return gather, reduce
+            over_replicas = 2 * self.links.gather(replicas, count / group.size * reduced)
+            if unit is parts[0][0] or not self.leaves_out_experts(config, fold):
+                reduce += over_replicas
+            else:
+                last += over_replicas
+        return gather, reduce, last
 
     def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
         """None: nothing is copied."""
@@ -235,7 +240,7 @@ class Pricer(BlockCosts):
         hidden = 0.0
         if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
-        return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, hidden)
+        return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, config.moe.overlap_halves, hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
         """Seconds of an update that works on whole matrices, apart from moving numbers."""
@@ -267,10 +272,12 @@ class Pricer(BlockCosts):
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Seconds that a step takes longer because weights and gradients are under way."""
-        gather = reduce = 0.0
+        gather = reduce = last = 0.0
         for count, layer in blocks.values():
-            block_gather, block_reduce = self.weights(fold, sizes, layer)
-            gather, reduce = gather + count * block_gather, reduce + count * block_reduce
+            times = self.weights(config, fold, sizes, layer)
+            gather, reduce, last = (
+                x + count * seconds for x, seconds in zip((gather, reduce, last), times, strict=True)
+            )
         ends = sizes.head.whole
         group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
@@ -283,8 +290,8 @@ class Pricer(BlockCosts):
         if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
             behind += busy.rows
         forward, backward = behind / 3, behind * 2 / 3
-        if frequency == "microbatch":
-            return m * (self.links.exposed(gather, forward) + self.links.exposed(gather + reduce, backward))
-        if frequency == "step" and fold.pp == 1:
-            return m * self.links.exposed(reduce, backward) + self.links.exposed(gather, forward)
-        return self.links.exposed(gather, forward) + self.links.exposed(reduce, backward)
+        often = frequency == "microbatch"
+        each = gather * often + reduce * (fold.pp == 1 and frequency in ("microbatch", "step"))
+        after = last + reduce * (fold.pp > 1 or frequency not in ("microbatch", "step"))  # the last microbatch
+        backwards = (m - 1) * self.links.exposed(each, backward) + self.links.exposed(each + after, backward)
+        return (m if often else 1) * self.links.exposed(gather, forward) + backwards

@@ -24,27 +24,38 @@ class RowsWay(NamedTuple):
     dispatcher: str
     chunks: int = 1
     """As moe.overlap_chunks."""
+    halves: bool = False
+    """As moe.overlap_halves."""
     hidden: float = 0.0
     """Share of the messages' time in which another microbatch is computed."""
 
+    @property
+    def pieces(self) -> int:
+        return 2 if self.halves else self.chunks
 
-def seconds_in_chunks(there: float, products: float, back: float, chunks: int, before: float = 0.0) -> float:
+
+def seconds_in_chunks(
+    there: float, products: float, back: float, chunks: int, before: float = 0.0, between: float = 0.0
+) -> float:
     """From the first message to the last, with two workers that each do one thing at a time: the wire and the experts.
 
-    All chunks are sent at once, and results queue behind them on the way back. If one takes `there` to arrive,
-    `products` to be multiplied and `back` to return, chunk i = 1..n
+    A chunk is sent `between` after the one before it, and results queue behind all of them on the way back. If one
+    takes `there` to arrive, `products` to be multiplied and `back` to return, chunk i = 1..n
 
-        arrives     i * there
-        is done     done(i) = max(i * there, done(i - 1)) + products        done(0) = before
-        is back     back(i) = max(done(i), back(i - 1), n * there) + back   T(n) = back(n)
+        arrives     here(i) = max((i - 1) * between, here(i - 1)) + there
+        is done     done(i) = max(here(i), done(i - 1)) + products          done(0) = before + (n - 1) * between
+        is back     back(i) = max(done(i), back(i - 1), here(n)) + back     T(n) = back(n)
 
     Backward is the same with its own products and with `there` and `back` swapped: it starts by sending the gradients
     of the rows that came back. before: seconds of other work of the experts' device, such as the shared expert's.
+    between: of what is computed before the next chunk can be sent, such as the attention of its samples. Backward has
+    that between its last two messages, which is the same read backwards.
     """
-    done, returned = before, 0.0
-    for i in range(1, chunks + 1):
-        done = max(i * there, done) + products
-        returned = max(done, returned, chunks * there) + back
+    here, done, returned = 0.0, before + (chunks - 1) * between, 0.0
+    arrivals = [here := max(i * between, here) + there for i in range(chunks)]
+    for arrival in arrivals:
+        done = max(arrival, done) + products
+        returned = max(done, returned, here) + back
     return returned
 
 
@@ -69,25 +80,29 @@ class RowMessages:
     device: Device
     links: Links
 
-    def rows(self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float) -> float:
+    def rows(
+        self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float, between: float = 0.0
+    ) -> float:
         """Seconds that the rows' messages add. products: those of a chunk. covering: of the shared expert's, in which
-        rows travel too."""
+        rows travel too. between: as for `seconds_in_chunks`."""
         if ep * etp == 1:
             return 0.0
-        chunks = way.chunks
+        chunks = way.pieces
         one_piece = DISPATCHERS.look_up(way.dispatcher).seconds_in_one_piece
         whole = one_piece(self, T, ep, etp) / 2
         chunk = (self.exchange(way.dispatcher, T / chunks, ep, etp) - one_piece(self, T / chunks, ep, etp)) / 2
         all_messages = 2 * (whole + chunks * chunk)
-        end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, covering - whole))
-        exposed = 2 * whole + end - covering - chunks * products
+        hop = min(whole / 2, between) if way.halves else 0.0  # of the first half, the only hop beside something
+        between = 0.0 if whole else between
+        end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, covering - whole), between)
+        exposed = 2 * whole - hop + end - covering - (chunks - 1) * between - chunks * products
         return exposed + self.links.message_share * (all_messages - exposed)
 
     def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
         """The way with pairs that take turns if that pays, and the least seconds of all experts then. travel: seconds
         of messages among them."""
         rules, saved = DISPATCHERS.look_up(way.dispatcher), hidden * (1 - self.links.message_share) * travel
-        pays = way.chunks == 1 and not rules.whole and NEAR * (seconds - saved) < seconds
+        pays = way.pieces == 1 and not rules.whole and NEAR * (seconds - saved) < seconds
         return (way._replace(hidden=hidden), seconds - saved) if pays else (way, seconds)
 
     def covering(self, matrix: float) -> float:

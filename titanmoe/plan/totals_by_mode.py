@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from math import inf
 from typing import Any
 
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.config.blocks import has_experts
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.moe.dispatchers.rules import DISPATCHERS, against_halves
 from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR, RowsWay, fewest
 
@@ -15,10 +19,10 @@ SecondsByMode = tuple[float, ...]
 """In the order of MODES."""
 
 
-def _add_half(
+def _add(
     totals: list[float], count: int, forward: Cost, backward: Cost, again: dict[str, Cost] | None = None
 ) -> list[float]:
-    """The totals with this half of `count` blocks added. again: what each mode computes twice of it; full recomputation
+    """The totals with this part of `count` blocks added. again: what each mode computes twice of it; full recomputation
     all, if nothing is said."""
     once = sum(forward) + sum(backward)
     again = again or {"full": forward, "full_but_rows": forward}
@@ -30,10 +34,10 @@ def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> Sec
     """Of everything that the experts' mapping does not touch."""
     totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
     for (experts, like), count in costs.kinds.items():
-        totals = _add_half(totals, count, *costs.attention(tp, cp, samples, like))
+        totals = _add(totals, count, *costs.attention(tp, cp, samples, like))
         if not experts:
             dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[like].ffn)
-            totals = _add_half(totals, count, *dense)
+            totals = _add(totals, count, *dense)
     return tuple(totals)
 
 
@@ -49,7 +53,7 @@ def expert_seconds(
         if count:
             forward, backward = costs.experts(*degrees, way, factor)
             again = {mode: costs.experts_again(forward, mode, *degrees, way) for mode in ("moe", *MODES[3:])}
-            totals = _add_half(totals, count, forward, backward, again)
+            totals = _add(totals, count, forward, backward, again)
     return tuple(totals)
 
 
@@ -69,5 +73,19 @@ def best_ways(costs: BlockCosts, dispatcher: str, *experts: int) -> list[tuple[R
 
 def row_seconds(costs: BlockCosts, *experts: Any) -> float:
     """Of `expert_seconds`, those of the rows' messages, if nothing is recomputed."""
-    halves = costs.experts(*experts)
-    return sum(count * has for (has, _), count in costs.kinds.items()) * sum(half.rows for half in halves)
+    both = costs.experts(*experts)
+    return sum(count * has for (has, _), count in costs.kinds.items()) * sum(cost.rows for cost in both)
+
+
+def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
+    """Of a whole model whose blocks take the samples of a microbatch in two halves; endless where they cannot. config:
+    that of `costs`, with its own microbatch."""
+    if fold.ep * fold.etp == 1 or any(against_halves(config, DISPATCHERS.look_up(dispatcher))):
+        return (inf,) * len(MODES)
+    samples = config.training.local_batch_size
+    way, head = RowsWay(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))
+    examples = {(has_experts(costs.model, i), costs.like[i]): i for i in range(costs.model.num_layers)}
+    return tuple(
+        head + sum(n * costs.block(fold, samples, examples[kind], way, mode).seconds for kind, n in costs.kinds.items())
+        for mode in MODES
+    )

@@ -26,6 +26,15 @@ class _Dispatching(threading.local):
     microbatch = layer = -1
     exchange: IntegerMessages | None = None
     integer_messages = 0  # received in this layer and microbatch
+    part = -1  # of the microbatch, where it is sent in several
+
+    def begin(self, layer: int, microbatch: int, parts: int) -> None:
+        """The router has a part of a microbatch: the first, or the one that follows it in the same layer."""
+        goes_on = (layer, microbatch) == (self.layer, self.microbatch) and self.part + 1 < parts
+        self.part = self.part + 1 if goes_on else 0
+        self.layer, self.microbatch = layer, microbatch
+        if not goes_on:
+            self.integer_messages = 0
 
 
 class FakeRecorder(Recorder):

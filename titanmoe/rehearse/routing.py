@@ -23,7 +23,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
 
@@ -116,6 +116,13 @@ class Routing:
             self._chosen_experts[key] = self.assumed.choose(layer, self.index(rank, microbatch))
         return self._chosen_experts[key]
 
+    def parts(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
+        """The same, for each part of a microbatch that a dispatcher sends by itself."""
+        chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
+        if not self.config.moe.overlap_halves:
+            return [chosen_TK]
+        return [half.flatten(0, 1) for half in chosen_TK.unflatten(0, (samples, -1)).tensor_split(2)]
+
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
     members = group_of(fold, view, axes, rank)
@@ -198,13 +205,11 @@ class IntegerMessages:
     def sent_integers(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._sent_cache:
-            chosen_TK = self.routing.chosen_experts(rank, microbatch, layer)
             run = _DispatcherRun(n, lambda i: self.received_integers(rank, microbatch, layer, i))
-            dispatcher = self._dispatcher(rank)
-            x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
             try:
                 with run, torch.no_grad():
-                    dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0).chunks()
+                    for exchange in self._exchanges(rank, microbatch, layer):
+                        exchange.chunks()
             except _Stop:
                 self._sent_cache[key] = run.integers
             else:
@@ -213,14 +218,21 @@ class IntegerMessages:
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """The all-to-alls of a forward pass, to the experts and back."""
-        chosen_TK = self.routing.chosen_experts(rank, microbatch, layer)
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
-        dispatcher = self._dispatcher(rank)
-        x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
         with run, torch.no_grad():
-            exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-            exchange.combine([chunk.send_back(chunk.rows()[0]) for chunk in exchange.chunks()])
+            exchanges = self._exchanges(rank, microbatch, layer)
+            chunks = [exchange.chunks() for exchange in exchanges]
+            back = [[chunk.send_back(chunk.rows()[0]) for chunk in of_exchange] for of_exchange in chunks]
+            for exchange, of_exchange in zip(exchanges, back, strict=True):
+                exchange.combine(of_exchange)
         return run.all_to_alls
+
+    def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:
+        dispatcher = self._dispatcher(rank)
+        return [
+            dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
+            for chosen_TK in self.routing.parts(rank, microbatch, layer)
+        ]
 
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, template = self.routing.fold, self.template

@@ -31,7 +31,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
-from titanmoe.plan.planned_chunks import planned_chunks
+from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
@@ -117,10 +117,10 @@ def _assume_routing(
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
-            current.layer, current.microbatch, current.integer_messages = layer, values.numbers(inputs[1].microbatch), 0
+            current.begin(layer, values.numbers(inputs[1].microbatch), 1 + config.moe.overlap_halves)
             current.exchange = exchange if dispatcher.memory is None else symmetric_exchange
             with outside():
-                chosen_TK = routing.chosen_experts(recorder.rank, current.microbatch, layer)
+                chosen_TK = routing.parts(recorder.rank, current.microbatch, layer)[current.part]
             values.set_known(out[3], chosen_TK)
 
         moe.router.register_forward_hook(route)
@@ -206,7 +206,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             argv,
             PARTS,
             lambda config: refusals(without_run(config), world),
-            lambda config: resolve(without_run(config), world, lambda _: {}, planned_chunks),
+            lambda config: resolve(without_run(config), world, lambda _: {}, planned_rows),
         )
 
 

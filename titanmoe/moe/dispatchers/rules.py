@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.divisors import choices
 from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
@@ -39,6 +40,14 @@ class DispatcherRules(Rules):
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         moe = config.moe
+        if moe.overlap_halves:
+            yield from against_halves(config, self)
+        if moe.overlap_halves and config.pipeline.overlap_pairs:
+            yield Violation(
+                ("moe.overlap_halves", "pipeline.overlap_pairs"),
+                "moe.overlap_halves = true and pipeline.overlap_pairs = true both compute something while the same "
+                "rows travel: set one of them to false",
+            )
         if moe.overlap_chunks > 1 and self.whole:
             yield Violation(
                 ("moe.overlap_chunks", "moe.dispatcher"),
@@ -225,6 +234,36 @@ class DeepEPRules(DispatcherRules):
         across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.row_bytes * costs.visits(ep) * etp
         return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
+
+
+def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation]:
+    """Why one half of a microbatch's samples cannot be computed while rows of the other travel."""
+    moe, samples = config.moe, config.training.local_batch_size
+    off = "or overlap_halves = false"
+    if moe_layers(config.model) == 0:
+        yield Violation(
+            ("moe.overlap_halves", "model.num_dense_layers"),
+            "moe.overlap_halves = true is for rows on their way to experts, and no block of this model has experts: "
+            "set overlap_halves = false",
+        )
+    if samples == 1:
+        yield Violation(
+            ("moe.overlap_halves", "training.local_batch_size"),
+            "moe.overlap_halves = true halves the samples of a microbatch, and training.local_batch_size = 1: use 2 "
+            f"or more, {off}",
+        )
+    if rules.whole:
+        yield Violation(
+            ("moe.overlap_halves", "moe.dispatcher"),
+            "moe.overlap_halves = true computes between sending rows and waiting for them, and moe.dispatcher = "
+            f'"{moe.dispatcher}" {rules.whole}: use dispatcher = {in_chunks_quoted()}, {off}',
+        )
+    if moe.capacity_factor:
+        yield Violation(
+            ("moe.overlap_halves", "moe.capacity_factor"),
+            "moe.overlap_halves = true sends rows of one half before the choices of the other are known, and "
+            f"moe.capacity_factor = {moe.capacity_factor} drops by both: use capacity_factor = 0, {off}",
+        )
 
 
 DISPATCHERS = Kind(

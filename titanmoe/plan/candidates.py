@@ -1,0 +1,160 @@
+"""The mappings that a search considers, each with a bound on its time and memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from titanmoe.config.blocks import moe_layers
+from titanmoe.config.divisors import divisors
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.legality import divided_fields
+from titanmoe.fold.pipeline_schedules import SCHEDULES
+from titanmoe.models.count import parameters
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.plan.devices import Device
+from titanmoe.plan.memory import Widths, kept_bytes
+from titanmoe.plan.price import Pricer
+from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
+from titanmoe.plan.schedule_cost import schedule_cost
+from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds, seconds_in_halves
+
+MICROBATCHES = (1, 2, 4, 8)
+MOST_SPLIT, MOST_STAGES = 16, 10
+"""Of tp and etp, and of stages per rank."""
+
+MappingKey = tuple[int, int, int, int]
+"""pp, tp, ep, etp."""
+
+
+class Candidate(NamedTuple):
+    bound: float
+    """The least seconds that a step takes."""
+    least_bytes: float
+    """The least bytes that a rank needs."""
+    fold: Fold
+    """With one replica."""
+    samples: int
+    mode: str
+    schedule: str
+    stages: int
+    """Per rank."""
+    way: RowsWay
+
+    @property
+    def key(self) -> MappingKey:
+        return self.fold.pp, self.fold.tp, self.fold.ep, self.fold.etp
+
+
+def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> Iterator[Candidate]:
+    model, training = config.model, config.training
+    batch, fields, layers = training.global_batch_size, divided_fields(config), model.num_layers
+    moe, deep, ways = moe_layers(model), model.num_layers - 1, Counter(pricer.like[:layers])
+    stored, count = WIDTHS[training.dtype], parameters(model)
+    state = 4 * stored * count.total / world
+
+    def fits(name: str, degree: int) -> bool:
+        return all(value % degree == 0 for value in fields.get(name, {}).values() if value > 0)
+
+    local = bool(model.shared_hidden)  # tp matters to experts only through the shared one
+    attention, experts, ffns = {}, {}, {}  # of one block, by what they depend on: bytes kept, seconds
+    halves = {}  # seconds of all blocks
+    for pp in divisors(world):
+        stage = world // pp
+        grids = list(product(divisors(stage), divisors(stage)))
+        expert_grids = [
+            (ep, etp, _dispatchers(config, ep * etp, pricer.device))
+            for ep, etp in grids
+            if stage % (ep * etp) == 0
+            and etp <= MOST_SPLIT
+            and (ep * etp == 1 or (moe > 0 and fits("ep", ep) and fits("etp", etp)))
+        ]
+        attention_grids = [
+            (tp, cp)
+            for tp, cp in grids
+            if stage % (tp * cp) == 0
+            and tp <= MOST_SPLIT
+            and fits("tp", tp)
+            and training.seq_len % (tp * cp * (2 if cp > 1 else 1)) == 0
+        ]
+        for (tp, cp), samples in product(attention_grids if pp <= layers else [], MICROBATCHES):
+            dp = stage // (tp * cp)
+            if batch % (samples * dp):
+                continue
+            m = batch // (samples * dp)
+            hop = 2 * m * pricer.hop(pp, stage, samples, tp * cp)
+            schedules = [(name, v, *schedule_cost(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
+            batch_config = replace(config, training=replace(training, local_batch_size=samples))
+            for ep, etp, dispatchers in expert_grids:
+                fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
+                whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
+                state_bytes = state + (4 * whole / pp if pp > 1 else 0.0)
+                if (tp, cp, samples) not in attention:
+                    widths = Widths(batch_config, fold)
+                    attention_bytes = [
+                        sum(count * kept_bytes(widths, like, mode).attention for like, count in ways.items()) / layers
+                        for mode in MODES
+                    ]
+                    attention[tp, cp, samples] = attention_bytes, non_expert_seconds(pricer, tp, cp, samples)
+                experts_key = tp * cp, samples, tp if local else 1, ep, etp
+                if experts_key not in experts:
+                    ffn_key = *experts_key[:3], ep * etp > 1, etp
+                    if ffn_key not in ffns:
+                        widths = Widths(batch_config, fold)
+                        ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
+                    experts[experts_key] = (
+                        ffns[ffn_key],
+                        [
+                            (
+                                name,
+                                best_ways(pricer, name, *experts_key),
+                                row_seconds(pricer, *experts_key, RowsWay(name)),
+                            )
+                            for name in dispatchers
+                        ],
+                    )
+                (attention_bytes, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[experts_key]
+                for i, mode in enumerate(MODES):
+                    block = (attention_bytes[i] + ffn[i]) * layers / pp
+                    for name, v, idle, in_flight in schedules:
+                        if mode != "none" and SCHEDULES[name].zero_bubble:
+                            continue  # what recomputation keeps between both halves of backward is not in the memory
+                        least_bytes = state_bytes + block * in_flight[0] / v
+                        if least_bytes > limit:
+                            continue
+                        for dispatcher, by_mode, travel in by_dispatcher:
+                            way, more = by_mode[i]
+                            if name == "DualPipeV":
+                                way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))
+                            halves_key = tp, cp, samples, ep, etp, dispatcher
+                            if halves_key not in halves:
+                                halves[halves_key] = seconds_in_halves(batch_config, pricer, dispatcher, fold)
+                            if NEAR * halves[halves_key][i] < seconds[i] + more:
+                                way, more = RowsWay(dispatcher, halves=True), halves[halves_key][i] - seconds[i]
+                            bound = (seconds[i] + more) / pp * (m + idle) + hop * v
+                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, way)
+
+
+def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
+    if pp == 1:
+        return [("1F1B", 1)]
+    most = config.model.num_layers // pp
+    schedules = [("1F1B" if m >= pp else "GPipe", 1)]
+    if m % pp == 0:
+        schedules += [("Interleaved1F1B", v) for v in sorted({2, 4, most}) if 1 < v <= min(most, MOST_STAGES)]
+    if m >= 2 * pp and most >= 2:
+        schedules += [("DualPipeV", 2)]
+    return schedules
+
+
+def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
+    dispatcher = config.moe.dispatcher
+    if not DISPATCHERS.look_up(dispatcher).search_tries:
+        return [dispatcher]
+    tried = {name: DISPATCHERS.look_up(name) for name in DISPATCHERS.table}
+    return [name for name, rules in tried.items() if rules.search_tries and (group > device.domain or not rules.nodes)]
