@@ -47,6 +47,11 @@ CASES = {
     "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
     "muon": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4 --optimizer.name muon"),
     "moments in bfloat16": (2, 0, f"{EP} 2 --optimizer.name muon --optimizer.moments_dtype bfloat16"),
+    "halves": (
+        2,
+        0,
+        f"{EP} 2 {MODE} full --moe.overlap_halves true --training.local_batch_size 2 --training.global_batch_size 4",
+    ),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {
