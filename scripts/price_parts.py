@@ -22,7 +22,7 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
-from titanmoe.plan.block_costs import Cost  # noqa: E402
+from titanmoe.plan.cost import Cost  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402

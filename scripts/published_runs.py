@@ -18,7 +18,8 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
 from titanmoe.models.mixers.rules import MixerWork
-from titanmoe.plan.block_costs import RESIDUAL, ROPE, Cost
+from titanmoe.plan.block_costs import RESIDUAL, ROPE
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device, read_device
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.price import Price, Pricer

@@ -30,12 +30,15 @@ CASES: dict[str, dict[str, Any]] = {
     | {"parallelism.experts.ep": 2, "moe.dispatcher": "hierarchical", "parallelism.node": 1},
     "a schedule that splits backward": EP2
     | {"parallelism.pp": 2, "parallelism.experts.ep": 1, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4},
+    "compiled": EP2 | SHARED | {"compile.enable": True, "compile.backend": "aot_eager"},
     "adapters, two predictions": EP2
     | {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0, "model.mtp_depth": 1},
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.slow) if name == "compiled" else name for name in CASES]
+)
 def test_no_number_changes(case: str) -> None:
     parity.check(2, HALVES | CASES[case], documents=case == "recomputed", steps=1)
 

@@ -52,6 +52,11 @@ CASES = {
         f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --training.seq_len 64 --optimizer.name muon {MODE} full",
     ),
     "moments in bfloat16": (2, 0, f"{EP} 2 --optimizer.name muon --optimizer.moments_dtype bfloat16"),
+    "halves": (
+        2,
+        0,
+        f"{EP} 2 {MODE} full --moe.overlap_halves true --training.local_batch_size 2 --training.global_batch_size 4",
+    ),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {

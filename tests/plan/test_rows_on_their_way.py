@@ -11,11 +11,20 @@ from titanmoe.config import load
 from titanmoe.config.schema import Config, MoE
 from titanmoe.ops.device import as_on
 from titanmoe.parts import PARTS
-from titanmoe.plan.block_costs import CHUNK_KERNELS, CHUNK_ROWS, CHUNK_WEIGHTS, HALVES, BlockCosts
+from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.planned_rows import planned_rows
-from titanmoe.plan.rows_on_their_way import RowsWay, fewest, hidden_by_pairs, seconds_in_chunks
+from titanmoe.plan.rows_on_their_way import (
+    CHUNK_KERNELS,
+    CHUNK_ROWS,
+    CHUNK_WEIGHTS,
+    HALVES,
+    RowsWay,
+    fewest,
+    hidden_by_pairs,
+    seconds_in_chunks,
+)
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.plan.search import evaluate, search
 from titanmoe.rehearse.code_site import GATHER, REDUCE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from operator import add
 from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, routes_by_parts, window
@@ -22,9 +21,10 @@ from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.rows_on_their_way import RowMessages, RowsWay
+from titanmoe.plan.rows_on_their_way import BLOCK_KERNELS, RowCosts, RowsWay
 
 BACKWARD = 2.0
 """Matrix products in backward, relative to forward."""
@@ -38,17 +38,8 @@ RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
 """Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
 the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
 that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
-RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 96
-"""Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
-CHUNK_KERNELS = ((45, 9), (2, 13))
-"""Kernels more, forward and backward, that the same rehearsals count where rows travel in chunks: once, and for each
-chunk but the first."""
-CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
-"""Bytes more that chunks move, in the units above: per element of a rank's own rows, to join their pieces, forward and
-backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
-HALVES = 4
-"""Bytes that halves of a microbatch move more, in the units above, per element of a rank's own tokens: forward to join
-their outputs, and backward the gradients of their inputs."""
+RING_KERNELS = (5, 13), (15, 10)
+"""Kernels that the same rehearsals count, once and for each piece."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces where FlashAttention-2 computes them, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
@@ -59,29 +50,6 @@ causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024
 WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
-
-
-class Cost(NamedTuple):
-    """Seconds of one microbatch."""
-
-    matrix: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    host: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    rows: float = 0.0
-    copies: float = 0.0
-
-    def __add__(self, other: tuple) -> Cost:
-        return Cost(*map(add, self, other))
-
-    def times(self, factor: float) -> Cost:
-        return Cost(*(factor * x for x in self))
-
-    @property
-    def seconds(self) -> float:
-        return sum(self)
 
 
 class BackwardFactors(NamedTuple):
@@ -107,7 +75,7 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
-class BlockCosts(RowMessages):
+class BlockCosts(RowCosts):
     """The costs for one model and batch. What several mappings share is priced once."""
 
     head_recompute = 4 / 3
@@ -145,9 +113,6 @@ class BlockCosts(RowMessages):
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
-
-    def _move_seconds(self, count: float) -> float:
-        return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
         return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
@@ -366,27 +331,6 @@ class BlockCosts(RowMessages):
             T = R / self.model.top_k / etp
             rows = self.exchange(way.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_share)
         return forward._replace(matrix=forward.matrix - down, rows=rows)
-
-    def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
-        """What chunks add, apart from their products and messages."""
-        weights = self._expert_weights(ep, etp)
-        fixed, per_chunk = CHUNK_KERNELS[part]
-        return Cost(
-            memory=self._move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
-            host=self.factors.block * (fixed + per_chunk * (chunks - 1)) / BLOCK_KERNELS,
-            copies=self._move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
-        )
-
-    def _expert_weights(self, ep: int, etp: int) -> float:
-        return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
-
-    def _joined(self, weights: float, T: float, part: int, times: float) -> Cost:
-        """What two halves of a microbatch add, apart from kernels: the sum of their gradients of so many weights, and
-        of T tokens their outputs, or the gradients of their inputs, as one tensor."""
-        return Cost(
-            memory=self._move_seconds(T * self.model.dim * HALVES),
-            copies=self._move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
-        )
 
     # ---- a block under recomputation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from titanmoe.plan.block_costs import Cost
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.links import Links
 from titanmoe.plan.price import Pricer
 

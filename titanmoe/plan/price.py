@@ -14,7 +14,8 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.unsharded import experts_are_unsharded
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
-from titanmoe.plan.block_costs import BlockCosts, Cost
+from titanmoe.plan.block_costs import BlockCosts
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of

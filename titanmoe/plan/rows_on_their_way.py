@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from titanmoe.config.schema import Model
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import LinkGroup, Links
+from titanmoe.plan.links import Factors, LinkGroup, Links
 
 CHUNKS = (1, 2, 4)
 """Numbers of chunks that are compared."""
@@ -18,6 +19,18 @@ NEAR = 1.02
 PROFILED = 0.37
 """Of the messages of rows, what the overlap of two microbatches hides at most: 36.55 %, by a profile of Megatron's with
 Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
+
+BLOCK_KERNELS = 96
+"""Kernels of a whole block, forward and backward, that rehearsals count (tests/plan/test_price.py)."""
+CHUNK_KERNELS = ((45, 9), (2, 13))
+"""Kernels more, forward and backward, that rehearsals count where rows travel in chunks: once, and for each
+chunk but the first."""
+CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
+"""Bytes more that chunks move, for numbers of 16 bits: per element of a rank's own rows, to join their pieces, forward
+and backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
+HALVES = 4
+"""Bytes that halves of a microbatch move more, in the same units, per element of a rank's own tokens: forward to join
+their outputs, and backward the gradients of their inputs."""
 
 
 class RowsWay(NamedTuple):
@@ -73,12 +86,18 @@ def fewest(seconds: dict[int, float]) -> int:
     return next(chunks for chunks, time in seconds.items() if time <= NEAR * least)
 
 
-class RowMessages:
-    """The messages of rows, of one model on one device."""
+class RowCosts:
+    """The messages of rows and what chunks and halves add, of one model on one device."""
 
     model: Model
     device: Device
+    factors: Factors
     links: Links
+    w: int
+    """Bytes of a number that is computed with."""
+
+    def _move_seconds(self, count: float) -> float:
+        return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def rows(
         self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float, between: float = 0.0
@@ -97,6 +116,27 @@ class RowMessages:
         end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, covering - whole), between)
         exposed = 2 * whole - hop + end - covering - (chunks - 1) * between - chunks * products
         return exposed + self.links.message_share * (all_messages - exposed)
+
+    def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
+        """What chunks add, apart from their products and messages."""
+        weights = self._expert_weights(ep, etp)
+        fixed, per_chunk = CHUNK_KERNELS[part]
+        return Cost(
+            memory=self._move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
+            host=self.factors.block * (fixed + per_chunk * (chunks - 1)) / BLOCK_KERNELS,
+            copies=self._move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
+        )
+
+    def _expert_weights(self, ep: int, etp: int) -> float:
+        return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
+
+    def _joined(self, weights: float, T: float, part: int, times: float) -> Cost:
+        """What two halves of a microbatch add, apart from kernels: the sum of their gradients of so many weights, and
+        of T tokens their outputs, or the gradients of their inputs, as one tensor."""
+        return Cost(
+            memory=self._move_seconds(T * self.model.dim * HALVES),
+            copies=self._move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
+        )
 
     def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
         """The way with pairs that take turns if that pays, and the least seconds of all experts then. travel: seconds

@@ -11,7 +11,8 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatchers.rules import DISPATCHERS, against_halves
-from titanmoe.plan.block_costs import BlockCosts, Cost
+from titanmoe.plan.block_costs import BlockCosts
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR, RowsWay, fewest
 
 MODES = ("none", "selective", "moe", "full_but_rows", "full")
