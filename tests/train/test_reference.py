@@ -18,17 +18,26 @@ from titanmoe.data.scores import EXTENSION, SCORES
 
 LN2 = 0.6931471805599453
 assert math.log(2) == LN2
+SIDES = "chosen", "rejected"
 FOLDED = {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4}
+
+
+LENGTHS = (10, 20), (16, 10), (6, 8), (9, 5), (4, 10), (5, 5), (3, 7)
+"""Of the chosen and the rejected answer: 80 positions take other pairs than 64, and both have all in 3 sequences."""
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> dict[str, Any]:
     """A run of 7 pairs in steps of all: their number is no power of 2, by which every division is exact."""
+    words = "yes, that is it", "no, it never was so"
     pairs = [
-        {"prompt": f"{n} and {n}:", "chosen": f" {2 * n}", "rejected": f" {n}{n}, or so"[: 4 + n]} for n in range(2, 9)
+        {"prompt": f"{n}+{n}:"}
+        | {side: word[:size].ljust(size, "!") for side, word, size in zip(SIDES, words, sizes, strict=True)}
+        for n, sizes in enumerate(LENGTHS)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    own = {"model.vocab_size": 320, "training.seq_len": 64, "data.paths": [str(tmp_path / "pairs.jsonl")]}
+    own = {"model.vocab_size": 320, "training.seq_len": 80, "training.global_batch_size": 3}
+    own |= {"data.paths": [str(tmp_path / "pairs.jsonl")]}
     return PREFERENCES | own | {"job.dump_folder": str(tmp_path / "runs"), "job.name": "run"}
 
 
@@ -58,7 +67,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
     assert losses[0] == LN2 and losses[1] < LN2 and len(digest) == 16
     (again,) = world.run(1, first_steps, run, 2)
     assert again == (f"{digest}, counted before", losses)
-    other_packing = run | {"training.seq_len": 48, "training.local_batch_size": 2, "data.balance_work": True}
+    other_packing = run | {"training.seq_len": 64, "training.local_batch_size": 3, "data.balance_work": True}
     adapters = {"lora.rank": 2}
     for size, changes in ((1, other_packing), (1, run | adapters), (4, run | FOLDED), (4, run | FOLDED | adapters)):
         found, (loss,) = world.run(size, first_steps, changes)[0]
@@ -70,7 +79,7 @@ def test_the_first_loss_is_ln_2_to_the_bit_and_any_mapping_finds_the_scores(run:
 @pytest.mark.parametrize(
     "more",
     [
-        {"validation.interval": 1, "validation.held_out": 3},
+        {"validation.interval": 1, "validation.held_out": 3, "training.global_batch_size": 2},
         {"parallelism.cp": 1, "parallelism.pp": 2, "parallelism.experts.ep": 2, "lora.rank": 2},
     ],
     ids=["cp, some held out", "pp and adapters"],
