@@ -209,7 +209,7 @@ class Metrics(Observer):
         for line in answers:
             self._answers.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
         evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "answers_s"))
-        if not (self._due(step, self.options.log_every) or evaluation_s):
+        if not (self._due(step, self.options.log_every) or values.keys() & {"val_loss", "answers_s"}):
             return
         now, first = time.monotonic(), self._last_step is None
         # The times of validation and answers are reported as val_s and answers_s, and are not part of the step's.
