@@ -70,6 +70,13 @@ class Mask(NamedTuple):
         until, depth = (x if x is None else move(x) for x in (self.until_BL, self.depth_BL))
         return self._replace(until_BL=until, depth_BL=depth)
 
+    def halves(self) -> tuple[Mask, Mask]:
+        """Of the first half of the samples, and of the other."""
+        until, depth = ((None, None) if x is None else x.tensor_split(2) for x in (self.until_BL, self.depth_BL))
+        on_host = (None, None) if self.on_host is None else self.on_host.halves
+        first, second = (Mask(*half[:2], self.window, half[2]) for half in zip(until, depth, on_host, strict=True))
+        return first, second
+
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
         """(B or 1, queries, keys)."""
         count = 1 if self.until_BL is None else len(self.until_BL)
