@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import tolerances
+from titanmoe.moe.router_product import product_by_parts
 from titanmoe.ops.product_and_input import product_and_input
+
+router_product = partial(product_by_parts, kernels="torch")
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -48,3 +56,18 @@ def test_one_of_the_two_is_enough(used: str) -> None:
     one, same = (y, F.linear(x, w)) if used == "product" else (x_after, x * 1)
     got, want = (torch.autograd.grad(out.square().sum(), x)[0] for out in (one, same))
     tolerances.close(got, want, terms=14)
+
+
+@pytest.mark.parametrize("product", [product_and_input, router_product], ids=["product and input", "router's by parts"])
+def test_a_split_backward_computes_what_it_asks_for(product: Callable[..., Any]) -> None:
+    """As pipeline schedules do that take the gradients of inputs first, and those of weights later."""
+    leaf, w = random(5, 8, seed=0).float(), random(6, 8, seed=1).float().detach().requires_grad_()
+    x = leaf.bfloat16() if product is router_product else leaf * 1
+    outputs = product(x, w)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    flops = []
+    for wanted in ([leaf], [w], [leaf, w]):
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs], retain_graph=True)
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] == flops[2] / 2 > 0
