@@ -289,8 +289,8 @@ class BlockCosts(RowCosts):
                 cost = cost + self._chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
             covering = self.covering(shared_cost.matrix)
-            rows = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
-            cost = cost._replace(rows=rows)
+            messages = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
+            cost = cost._replace(rows=messages)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
@@ -321,7 +321,7 @@ class BlockCosts(RowCosts):
     def experts_again(
         self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay
     ) -> Cost:
-        """What backward computes again of the experts' half: all but the down product, a third of the products. Rows
+        """What backward computes again of the experts' part: all but the down product, a third of the products. Rows
         are sent there at most, not back."""
         chunks = way.pieces if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
