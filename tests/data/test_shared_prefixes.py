@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +14,7 @@ from tests.support.masks import dense
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import ANSWER, PAIRS
 from titanmoe.data.documents import MemoryDocuments
+from titanmoe.data.loader import Loader
 from titanmoe.data.pack import Arrays, empty, further_of
 from titanmoe.data.pack_answers import AnswerFit
 from titanmoe.mask import spans
@@ -90,3 +94,19 @@ def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
 def test_what_it_does_not_fit_is_refused(changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parity.read({"data.share_prefixes": True} | changes, 1)
+
+
+def test_a_run_does_not_go_on_with_other_sequences(tmp_path: Path) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Which number comes after {n}?", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {"training.objective": "dpo", "data.source": "files", "data.paths": [str(file)]}
+    recipe |= {"data.format": "preference", "training.seq_len": 128, "job.dump_folder": str(tmp_path)}
+    recipe |= {"model.vocab_size": 259, "training.global_batch_size": 1}
+    shared, apart = (Loader(parity.read(recipe | {"data.share_prefixes": share}, 1), 0, 1) for share in (True, False))
+    assert shared.notes()["packing"] == "best_fit, prefixes shared"
+    (batch,), (other,) = shared.next_step(), apart.next_step()
+    assert batch.until_BS is not None and other.until_BS is None
+    assert batch.further[PAIRS] > other.further[PAIRS]
+    with pytest.raises(ConfigError, match="'best_fit' when the state was saved and is 'best_fit, prefixes shared' now"):
+        shared.load_state_dict(apart.state_dict())

@@ -231,9 +231,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/families/olmoe.py", "tests/checkpoint_hf/test_fields.py -k left_out"): [
         ("another epsilon where config.json has none", '"rms_norm_eps": 1e-5', '"rms_norm_eps": 1e-6'),
     ],
-    ("models/attention.py", "tests/parallel/test_context.py"): [
-        ("a window is one position longer", ".tril().triu(1 - window)", ".tril().triu(-window)"),
-    ],
     ("models/attention.py", f"{PAIRS} -k qwen3_moe"): [
         (
             "keys are normalised with the queries' norm",
@@ -262,17 +259,21 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "grad_TV = softmax_TV.clone()",
         ),
     ],
+    ("mask.py", "tests/test_mask.py"): [
+        ("a window is one position longer", "seen & (apart < window)", "seen & (apart <= window)"),
+        ("a document sees the last token of the one before", "(q < until_BL[b, k])", "(q <= until_BL[b, k])"),
+        (
+            "keys at a window's edge are skipped",
+            "[np.maximum(last_K, 0)] - depth_K < window",
+            "[np.maximum(last_K, 0)] - depth_K < window - 1",
+        ),
+        (
+            "a document that ends within a block of queries is seen by all of them",
+            "last_K >= 0, until_K >= end",
+            "last_K >= 0, until_K > first",
+        ),
+    ],
     ("parallel/context.py", "tests/parallel/test_context.py"): [
-        (
-            "a window's mask is one position longer",
-            "allowed = (apart >= 0) & (apart < window)",
-            "allowed = (apart >= 0) & (apart <= window)",
-        ),
-        (
-            "a pair of chunks at the window's edge is skipped",
-            "(i - j - 1) * size + 1 >= window)",
-            "(i - j - 1) * size + 2 >= window)",
-        ),
         (
             "zigzag gives a rank evenly spaced chunks",
             "return [rank, 2 * self.size - 1 - rank] if",

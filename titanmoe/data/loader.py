@@ -147,7 +147,7 @@ class Loader:
 
     def notes(self) -> dict[str, str]:
         """What the run's header says about a mix."""
-        sources, packing = self.mix.sources, self.options.packing
+        sources, packing = self.mix.sources, self._packing
         total = sum(source.weight for source in sources)
         shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
         notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
@@ -233,11 +233,14 @@ class Loader:
             f"was: {'; '.join(only_old) or 'not recorded'}; is now: {'; '.join(only_new) or 'only some of it'}"
         )
 
+    @property
+    def _packing(self) -> str:
+        return self.options.packing + ", prefixes shared" * self.options.share_prefixes
+
     def _identity(self) -> dict[str, int | str]:
         """What the content of a sample with a given number depends on, apart from the weights of sources."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
-        packing = self.options.packing + ", prefixes shared" * self.options.share_prefixes
-        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": packing, "source": source}
+        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": self._packing, "source": source}
 
 
 class ValidationSet:
