@@ -19,16 +19,14 @@ import zlib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
+from titanmoe.data.documents import Scores
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
-
-if TYPE_CHECKING:
-    from titanmoe.data.scores import StoredScores
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -163,9 +161,9 @@ class ShardDocuments:
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_scores: StoredScores | None = None
+        self.stored_scores: Scores | None = None
         """Of the reference, once it is known which model that is."""
-        self.kept_scores: StoredScores | None = None
+        self.kept_scores: Scores | None = None
         """Of a teacher's classes."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}

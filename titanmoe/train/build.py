@@ -172,7 +172,7 @@ def build_training(
     if rules.reference:
         from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
-        made.reference = Reference(config, made)
+        made.get_ready = Reference(config, made).ready
     guard.checks = checks(config, made)
     return made
 

@@ -41,9 +41,7 @@ class Trainer:
         run = training.folder.claim()
         refused = training.folder.removed_if_refused()
         with refused, training.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | training.loader.notes() | training.set_up
-            if training.reference:
-                notes |= training.reference.ready()
+            notes = checkpoints.begin() | training.loader.notes() | training.set_up | training.get_ready()
             if training.metrics.writes:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)

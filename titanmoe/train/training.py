@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.step_report import StepReport
 from titanmoe.train.validation import Validation
-
-if TYPE_CHECKING:
-    from titanmoe.train.reference import Reference
 
 
 @dataclass
@@ -75,8 +72,8 @@ class Training:
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
-    reference: Reference | None = None
-    """There if the objective reads what it says."""
+    get_ready: Callable[[], dict[str, str]] = dict
+    """Called when the weights are there, before the first step. Returns rows of the header."""
 
     @property
     def evaluations(self) -> list[Validation | Answers]:
