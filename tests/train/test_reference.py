@@ -48,6 +48,9 @@ def first_steps(changes: dict[str, Any], steps: int = 1, saves: bool = False) ->
     with training.checkpoints.inside(Path(changes["job.dump_folder"], "run")) as checkpoints:
         checkpoints.begin()
         note = training.reference.ready()["reference"]
+        if training.validation:
+            loss, metrics = training.validation.measure()
+            assert loss == pytest.approx(LN2, abs=1e-12) and metrics["preference.val_kl"] < 1e-24
         losses = [trainer.train_step()["loss"] for _ in range(steps)]
         if saves:
             checkpoints.finish()
