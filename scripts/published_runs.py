@@ -292,13 +292,13 @@ class RunPricer(Pricer):
         return False
 
     def _norms(self, elements: float, part: int) -> float:
-        return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
+        return self.move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._move_seconds(elements * SWIGLU[part])
+        return self.move_seconds(elements * SWIGLU[part])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
-        return self._move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
+        return self.move_seconds((left + arrived) * self.model.dim * PERMUTE[part])
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         turned = 4 * work.queries if self.model.kv_lora_rank else work.rotated  # latents: queries and keys are joined
@@ -327,7 +327,7 @@ class RunPricer(Pricer):
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         F, D = self.model.expert_hidden / etp, self.model.dim
         forward, backward = (
-            cost._replace(memory=cost.memory + self._move_seconds(R * F * clamp + R * D * bias))
+            cost._replace(memory=cost.memory + self.move_seconds(R * F * clamp + R * D * bias))
             for cost, clamp, bias in zip(both, CLAMP, BIAS, strict=True)
         )
         return forward, backward

@@ -18,7 +18,7 @@ from tests import reference
 from tests.support import tolerances
 from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
-from titanmoe.config.schema import Model, MoE
+from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
@@ -228,7 +228,7 @@ def test_norm_of_gradients(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
 def test_moments_and_weights(implementation: str) -> None:
     options = Options(implementation=implementation, lr=0.01, weight_decay=0.1)
-    config = SimpleNamespace(optimizer=options, training=SimpleNamespace(steps=10), lr_schedule=None)
+    config = Config(optimizer=options)
     parameter = torch.nn.Parameter(random(30, 20))
     optimizer, weights, moments = AdamW({"w": parameter}, options), {"w": parameter.detach().double()}, {}
     with pytest.MonkeyPatch.context() as patch:

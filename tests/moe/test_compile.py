@@ -15,6 +15,7 @@ from tests.parity import TINY
 from tests.support import tolerances
 from tests.support.case_features import MODELS
 from titanmoe.config.schema import Model, MoE
+from titanmoe.mask import CAUSAL
 from titanmoe.models.attention import Attention
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
@@ -156,7 +157,7 @@ def test_attention_is_one_graph(name: str) -> None:
     results = []
     for forward in (torch.compile(attention.forward, backend="aot_eager", fullgraph=True), attention.forward):
         x_BsD = random(2, 8, shape.dim)
-        y_BsD = forward(x_BsD, rope, None)
+        y_BsD = forward(x_BsD, rope, CAUSAL)
         results.append([y_BsD, *torch.autograd.grad(y_BsD.square().sum(), [x_BsD, *attention.parameters()])])
     same(results, torch.float32)
     assert graphs() == 1

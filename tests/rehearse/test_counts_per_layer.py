@@ -76,19 +76,19 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         Counts(1, 2, 0, 0, 0),
         Counts(3, 6, 0, 2, 6),
     ),
-    "alltoall, edp = 1": (  # there is nothing to gather: the step has made copies of all experts' weights before
+    "alltoall, edp = 1": (  # nothing to gather: the step has made copies of all experts' weights, gate and up as one
         {"parallelism.experts.ep": 4},
-        Counts(4, 3, 1, 1, 3),
-        Counts(3, 6, 0, 1, 3),
-        Counts(1, 2, 0, 0, 0),
-        Counts(3, 6, 0, 1, 3),
+        Counts(4, 2, 1, 1, 3),
+        Counts(3, 4, 0, 1, 3),
+        Counts(1, 1, 0, 0, 0),
+        Counts(3, 4, 0, 1, 3),
     ),
     "hierarchical, edp = 1": (  # both ways across nodes too, where choices travel with the rows
         {"moe.dispatcher": "hierarchical", "parallelism.experts.ep": 4, "parallelism.node": 2},
-        Counts(9, 3, 2, 1, 3),
-        Counts(6, 6, 0, 1, 3),
-        Counts(2, 2, 0, 0, 0),
-        Counts(6, 6, 0, 1, 3),
+        Counts(9, 2, 2, 1, 3),
+        Counts(6, 4, 0, 1, 3),
+        Counts(2, 1, 0, 0, 0),
+        Counts(6, 4, 0, 1, 3),
     ),
     "allgather": (  # choices, rows and weights are gathered, sums scattered
         {"moe.dispatcher": "allgather"},

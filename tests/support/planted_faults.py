@@ -188,7 +188,7 @@ def router_without_its_gradient() -> Callable[[], None]:
 
 def garbage_gradients_without_tokens() -> Callable[[], None]:
     """Experts that nothing chose keep whatever torch.empty returned."""
-    from titanmoe.moe import grouped, swiglu
+    from titanmoe.moe import grouped
 
     def left(gradient: Any) -> Any:
         def run(grad: torch.Tensor, h: torch.Tensor, count: Any) -> torch.Tensor:
@@ -197,8 +197,7 @@ def garbage_gradients_without_tokens() -> Callable[[], None]:
 
         return run
 
-    undo = [_patch(module, "loop_gradient", left) for module in (grouped, swiglu)]
-    return lambda: [restore() for restore in undo]
+    return _patch(grouped, "loop_gradient", left)
 
 
 def nan_in_a_gradient() -> Callable[[], None]:

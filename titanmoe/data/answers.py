@@ -166,4 +166,4 @@ class AnswerSet:
                 out.document_NS[n, places], out.position_NS[n, places] = number, np.arange(end - begin)
                 begin = end
         fields = (torch.from_numpy(x) for x in out[:5])
-        return Batch(*fields, None, {CHOICE: torch.from_numpy(choice_NS)})
+        return Batch(*fields, further={CHOICE: torch.from_numpy(choice_NS)})

@@ -115,15 +115,15 @@ class BlockCosts(RowCosts):
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
     def _norms(self, elements: float, part: int) -> float:
-        return self._move_seconds(elements * (NORM[part] + RESIDUAL[part]))
+        return self.move_seconds(elements * (NORM[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._move_seconds(elements * SWIGLU[part])
+        return self.move_seconds(elements * SWIGLU[part])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
         """Seconds to copy rows on their way to experts and back."""
         regrouped = 2 * arrived * REGROUP[part] * exchanged
-        return self._move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
+        return self.move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
     def _adapted(
         self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
@@ -140,7 +140,7 @@ class BlockCosts(RowCosts):
             costs = [
                 Cost(
                     matrix=products * factor,
-                    memory=self._move_seconds(groups * rows * width * ADDED),
+                    memory=self.move_seconds(groups * rows * width * ADDED),
                     host=self.factors.block * kernels / BLOCK_KERNELS,
                 )
                 for factor, width, kernels in zip((1.0, BACKWARD), (outputs, inputs), KERNELS, strict=True)
@@ -172,7 +172,7 @@ class BlockCosts(RowCosts):
         backward = self.backward[layer]
         adapted = self._adapted(self.adapters[layer], "attention.", X, tp)
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * model.dim, part) + self._move_seconds(X * self._mixer_bytes(work, part))
+            memory = self._norms(T * model.dim, part) + self.move_seconds(X * self._mixer_bytes(work, part))
             attention = core * (1.0, ATTENTION_BACKWARD * backward.scores / BACKWARD)[part]
             cost = Cost(
                 products * (1.0, min(backward.products, self.most))[part], attention, memory, host * factor, tp_time
@@ -217,7 +217,7 @@ class BlockCosts(RowCosts):
         fixed, per_piece = RING_KERNELS[part]
         kernels = fixed + passes * per_piece
         return Cost(
-            memory=self._move_seconds(element_bytes),
+            memory=self.move_seconds(element_bytes),
             host=self.factors.block * kernels / BLOCK_KERNELS,
             cp=self.links.exposed(message_seconds, attention * passes / group.size),
         )
@@ -228,7 +228,7 @@ class BlockCosts(RowCosts):
         V = self.model.vocab_size / tp
         return Cost(
             matrix=((1 + BACKWARD) * self.head_recompute - BACKWARD + self.backward[-1].ffn) * self.product(X, V, D),
-            memory=self._move_seconds(X * V * 16),
+            memory=self.move_seconds(X * V * 16),
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
@@ -284,9 +284,9 @@ class BlockCosts(RowCosts):
             host = halves * self.factors.block * 2 / 9 * factor
             cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[part]
             if way.halves:
-                cost = cost + self._joined(self._expert_weights(ep, etp), T, part, times)
+                cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, part, times)
             elif chunks > 1:
-                cost = cost + self._chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
+                cost = cost + self.cost_of_chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
             covering = self.covering(shared_cost.matrix)
             messages = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
@@ -300,7 +300,7 @@ class BlockCosts(RowCosts):
         E, D = self.model.num_experts, self.model.dim
         if not routes_by_parts(self.config):
             return self.product(T, E, D) * 4
-        return self.product(T, 3 * E, D) + self._move_seconds(T * E * 16 + E * D * 12)
+        return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 
     def _grouped_rows(self, R: float, local_experts: float) -> tuple[float, float]:
         """The rows of a product and the number of products that a grouped one is priced as: it fills the device with
@@ -351,7 +351,7 @@ class BlockCosts(RowCosts):
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
         degrees, backward = (fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp), self.backward[layer]
         weights = sum(p.outputs * p.inputs for p in self.mixers[layer].work(self.model, fold.tp).products)
-        attention = half[0].times(2), half[1].times(2) + self._joined(weights, 0.0, 1, backward.products)
+        attention = half[0].times(2), half[1].times(2) + self.cost_of_halves(weights, 0.0, 1, backward.products)
         return attention, self.experts(*degrees, way, backward.ffn, between)
 
     def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:

@@ -96,7 +96,7 @@ class RowCosts:
     w: int
     """Bytes of a number that is computed with."""
 
-    def _move_seconds(self, count: float) -> float:
+    def move_seconds(self, count: float) -> float:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def rows(
@@ -117,25 +117,25 @@ class RowCosts:
         exposed = 2 * whole - hop + end - covering - (chunks - 1) * between - chunks * products
         return exposed + self.links.message_share * (all_messages - exposed)
 
-    def _chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
+    def cost_of_chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
         """What chunks add, apart from their products and messages."""
-        weights = self._expert_weights(ep, etp)
+        weights = self.expert_weights(ep, etp)
         fixed, per_chunk = CHUNK_KERNELS[part]
         return Cost(
-            memory=self._move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
+            memory=self.move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
             host=self.factors.block * (fixed + per_chunk * (chunks - 1)) / BLOCK_KERNELS,
-            copies=self._move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
+            copies=self.move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
         )
 
-    def _expert_weights(self, ep: int, etp: int) -> float:
+    def expert_weights(self, ep: int, etp: int) -> float:
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
-    def _joined(self, weights: float, T: float, part: int, times: float) -> Cost:
+    def cost_of_halves(self, weights: float, T: float, part: int, times: float) -> Cost:
         """What two halves of a microbatch add, apart from kernels: the sum of their gradients of so many weights, and
         of T tokens their outputs, or the gradients of their inputs, as one tensor."""
         return Cost(
-            memory=self._move_seconds(T * self.model.dim * HALVES),
-            copies=self._move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
+            memory=self.move_seconds(T * self.model.dim * HALVES),
+            copies=self.move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
         )
 
     def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
