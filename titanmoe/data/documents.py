@@ -56,7 +56,7 @@ class Documents(Protocol):
         """Where these tokens are in what `whole_of` returns."""
 
 
-class Scores(Protocol):
+class TokenScores(Protocol):
     """What a model says of all tokens (titanmoe.data.scores)."""
 
     def read(self, start: int, stop: int) -> np.ndarray: ...

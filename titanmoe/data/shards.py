@@ -25,7 +25,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.documents import Scores
+from titanmoe.data.documents import TokenScores
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
@@ -161,9 +161,9 @@ class ShardDocuments:
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_scores: Scores | None = None
+        self.stored_scores: TokenScores | None = None
         """Of the reference, once it is known which model that is."""
-        self.kept_scores: Scores | None = None
+        self.kept_scores: TokenScores | None = None
         """Of a teacher's classes."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}

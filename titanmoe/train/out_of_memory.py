@@ -76,7 +76,8 @@ def _state(weights: int, trained: int, config: Config, device: torch.device) -> 
     """Bytes that a step needs, given the bytes of the weights, and of those that are trained."""
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
-    state = trained * moments // (trained_parameters(config.model, Tuning.of(config)) * WIDTHS[config.training.dtype])
+    numbers = max(1, trained_parameters(config.model, Tuning.of(config)))
+    state = trained * moments // (numbers * WIDTHS[config.training.dtype])
     moments = 0 if config.optimizer.offload and device.type == "cuda" else state
     return {"weights": weights, "gradients": trained, "optimizer state": moments}
 
