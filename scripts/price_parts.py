@@ -65,6 +65,10 @@ as scripts/bench/roofline.py counts both."""
 
 WHOLE = "--moe.overlap_halves=false"
 STEPS = {
+    "mixtral_8x7b": {
+        "gradients added in a pass of their own": (),
+        "inside the products (off by default)": ("--moe.accumulate_weight_gradients=true", "--compile.enable=false"),
+    },
     "gpt_oss_20b": {
         "one sample at a time": ("--training.local_batch_size=1", WHOLE),
         "two": (WHOLE,),
