@@ -21,7 +21,7 @@ from titanmoe.models.count import parameters
 from titanmoe.plan import memory
 from titanmoe.plan.devices import Device, names, read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.search import search
+from titanmoe.plan.search import fits
 from titanmoe.text_report import format_bytes
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
@@ -125,7 +125,7 @@ def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> s
     for gpus in (count << n for n in range(DOUBLINGS)):
         batch = training.global_batch_size
         gpus_training = replace(training, global_batch_size=training.local_batch_size * gpus if batch == -1 else batch)
-        if search(replace(config, training=gpus_training), gpus, device, Factors(), 1).best:
+        if fits(replace(config, training=gpus_training), gpus, device, Factors()):
             kind = f"{device.name.upper()} GPU" if device.name else f"GPU of {format_bytes(device.memory)}"
             kind = f"1 {kind} is" if gpus == 1 else f"{gpus} {kind.replace('GPU', 'GPUs')} are"
             how = " with another mapping" if machine.gpus and gpus == world else ""

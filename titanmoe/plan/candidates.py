@@ -102,23 +102,11 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                     ]
                     attention[tp, cp, samples] = attention_bytes, non_expert_seconds(pricer, tp, cp, samples)
                 experts_key = tp * cp, samples, tp if local else 1, ep, etp
-                if experts_key not in experts:
-                    ffn_key = *experts_key[:3], ep * etp > 1, etp
-                    if ffn_key not in ffns:
-                        widths = Widths(batch_config, fold)
-                        ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
-                    experts[experts_key] = (
-                        ffns[ffn_key],
-                        [
-                            (
-                                name,
-                                best_ways(pricer, name, *experts_key),
-                                row_seconds(pricer, *experts_key, RowsWay(name)),
-                            )
-                            for name in dispatchers
-                        ],
-                    )
-                (attention_bytes, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[experts_key]
+                ffn_key = *experts_key[:3], ep * etp > 1, etp
+                if ffn_key not in ffns:
+                    widths = Widths(batch_config, fold)
+                    ffns[ffn_key] = [kept_bytes(widths, deep, mode).ffn for mode in MODES]
+                (attention_bytes, seconds), ffn = attention[tp, cp, samples], ffns[ffn_key]
                 for i, mode in enumerate(MODES):
                     block = (attention_bytes[i] + ffn[i]) * layers / pp
                     for name, v, idle, in_flight in schedules:
@@ -127,7 +115,12 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                         least_bytes = state_bytes + block * in_flight[0] / v
                         if least_bytes > limit:
                             continue
-                        for dispatcher, by_mode, travel in by_dispatcher:
+                        if experts_key not in experts:
+                            experts[experts_key] = [
+                                (d, best_ways(pricer, d, *experts_key), row_seconds(pricer, *experts_key, RowsWay(d)))
+                                for d in dispatchers
+                            ]
+                        for dispatcher, by_mode, travel in experts[experts_key]:
                             way, more = by_mode[i]
                             if name == "DualPipeV":
                                 way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
@@ -131,9 +131,7 @@ def search(
                 slowest_shown = [*best.values()][-1].price.step if len(best) == count else inf
     nearest = None
     if not best:
-        smallest = nsmallest(
-            SMALLEST, candidates_of(config, world, pricer, inf), key=lambda candidate: candidate.least_bytes
-        )
+        smallest = nsmallest(SMALLEST, candidates_of(config, world, pricer, inf), key=attrgetter("least_bytes"))
         mappings = [mapping for candidate in smallest for mapping in _priced_mappings(config, candidate, pricer)]
         mappings = [mapping for mapping in mappings if not _illegal(mapping.config, world)]
         for mapping in mappings:
@@ -144,6 +142,19 @@ def search(
             default=None,
         )
     return Search(list(best.values()), best_unfolded, nearest, len(candidates), priced)
+
+
+def fits(config: Config, world: int, device: Device, factors: Factors) -> bool:
+    """Whether any mapping does."""
+    pricer = Pricer(config, device, factors)
+    candidates = candidates_of(config, world, pricer, device.memory - device.reserved)
+    return any(
+        max(rank.peak for rank in rank_memories(mapping.config, mapping.fold))
+        <= usable_bytes(mapping.config, mapping.fold, device)
+        and not _illegal(mapping.config, world)
+        for candidate in candidates
+        for mapping in _priced_mappings(config, candidate, pricer)
+    )
 
 
 def _priced_mappings(config: Config, candidate: Candidate, pricer: Pricer) -> Iterator[PricedMapping]:
