@@ -25,7 +25,7 @@ def changed(text: str, diff: str) -> str:
 
 
 LISTS = (
-    *("tests/config/test_config_page.py", "tests/config/test_laws.py", "tests/config/test_load.py"),
+    *("tests/config/test_config_page.py", "tests/config/test_laws.py"),
     *("tests/models/test_families.py", "tests/models/test_count.py", "tests/models/test_transformer.py"),
     "tests/data/test_formats.py",
     *(
