@@ -67,19 +67,59 @@ def _read(config: hf.Json) -> dict[str, object]:
     }
 
 
-def _write(model: Model) -> dict[str, object]:
+def shared_experts(model: Model) -> int:
+    """How many of the others' width are the one of model.shared_hidden."""
     shared, rest = divmod(model.shared_hidden, model.expert_hidden)
     if rest:
         raise hf.Unrepresentable(
             f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
             f"{model.shared_hidden} is not a multiple of it"
         )
+    return shared
+
+
+def _write(model: Model) -> dict[str, object]:
     return {
         "q_lora_rank": model.q_lora_rank or None,
-        "n_shared_experts": shared or None,
+        "n_shared_experts": shared_experts(model) or None,
         "qk_head_dim": model.head_dim,
         "head_dim": model.qk_rope_head_dim,
     }
+
+
+FEED_FORWARD = (
+    {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+    | hf.DENSE
+    | hf.EXPERTS
+    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_experts.{w}.weight")
+)
+ROUTING = {
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "expert_hidden": ("moe_intermediate_size",),
+    "dense_hidden": ("intermediate_size",),
+    "num_dense_layers": ("first_k_dense_replace",),
+    "num_groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "norm_topk": ("norm_topk_prob",),
+    "route_scale": ("routed_scaling_factor",),
+}
+COPIES = {
+    "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
+}
+
+
+def homes(block: hf.Names) -> dict[str, hf.Home]:
+    """Of a whole model, from those of a block: its layers, and that of multi-token prediction after the last."""
+    mtp = {
+        "hidden_norm.weight": "hnorm.weight",
+        "embed_norm.weight": "enorm.weight",
+        "project.weight": "eh_proj.weight",
+        "norm.weight": "shared_head.norm.weight",
+    }
+    extra = mtp | {f"block.{name}": home for name, home in block.items()}
+    return hf.ENDS | hf.layer(block) | hf.layer(extra, "mtp.0", "{last}")
 
 
 _BLOCK = (
@@ -93,25 +133,16 @@ _BLOCK = (
         "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         "attention.wo.weight": "self_attn.o_proj.weight",
-        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
     }
-    | hf.DENSE
-    | hf.EXPERTS
-    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_experts.{w}.weight")
+    | FEED_FORWARD
 )
-_MTP = {
-    "hidden_norm.weight": "hnorm.weight",
-    "embed_norm.weight": "enorm.weight",
-    "project.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
-} | {f"block.{name}": home for name, home in _BLOCK.items()}
 
 HF = hf.HuggingFace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     family="deepseek_v3",
     switches=SWITCHES,
-    homes=hf.ENDS | hf.layer(_BLOCK) | hf.layer(_MTP, "mtp.0", "{last}"),
+    homes=homes(_BLOCK),
     fields=hf.SHAPE
     | {
         "num_kv_heads": ("num_key_value_heads",),
@@ -119,16 +150,8 @@ HF = hf.HuggingFace(
         "qk_nope_head_dim": ("qk_nope_head_dim",),
         "qk_rope_head_dim": ("qk_rope_head_dim",),
         "v_head_dim": ("v_head_dim",),
-        "num_experts": ("n_routed_experts", "num_local_experts"),
-        "top_k": ("num_experts_per_tok",),
-        "expert_hidden": ("moe_intermediate_size",),
-        "dense_hidden": ("intermediate_size",),
-        "num_dense_layers": ("first_k_dense_replace",),
-        "num_groups": ("n_group",),
-        "top_groups": ("topk_group",),
-        "norm_topk": ("norm_topk_prob",),
-        "route_scale": ("routed_scaling_factor",),
-    },
+    }
+    | ROUTING,
     special=(hf.rope(1e4), hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
     absent=hf.ABSENT
     | {"num_key_value_heads": 128, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
@@ -140,10 +163,7 @@ HF = hf.HuggingFace(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    copies={
-        "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
-    },
+    copies=COPIES,
 )
 
 FAMILY = Family(SIZES, HF)

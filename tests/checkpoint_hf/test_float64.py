@@ -1,0 +1,64 @@
+"""In float64: logits and gradients are those of transformers, whose casts to float32 are left out."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.checkpoint_hf import models, ours
+from titanmoe.checkpoint.hf.config import describe
+from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.config.schema import Config
+from titanmoe.models.transformer import Transformer
+from titanmoe.tokens import Tokens
+
+IDS = models.ids(samples=2, length=24)
+NAMES = ("deepseek_v3", "glm4_moe")
+
+
+class Wide(types.ModuleType):
+    """torch, in which float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (f"{name}.modeling_{name}", None):
+        path = f"transformers.models.{module}" if module else "transformers.modeling_rope_utils"
+        monkeypatch.setattr(importlib.import_module(path), "torch", Wide("torch"))
+    theirs = models.make(name, torch.float64, attn_implementation="eager", experts_implementation="eager")
+    source = open_hf(models.save(theirs, tmp_path / "in"), describe(tmp_path / "in").model)
+    source.check()
+
+    part = Transformer(Config(model=source.model), 1, torch.float64)
+    ours.load(part, source)
+    index_T = torch.arange(IDS.numel())
+    position_BS = torch.arange(IDS.shape[1]).expand(IDS.shape)
+    everyone = torch.ones(IDS.numel(), dtype=torch.bool)
+    got = part(IDS, Tokens(position_BS, index_T, index_T // IDS.shape[1], everyone, torch.tensor(0)))
+    want = theirs(IDS).logits
+    assert want.std() > 0.1
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+    labels = IDS.roll(-1, 1).flatten()
+    for logits in (got, want):
+        F.cross_entropy(logits.flatten(0, 1), labels).backward()
+    gradients = {name: parameter.grad for name, parameter in part.named_parameters()}
+    for parameter in theirs.parameters():
+        parameter.data = parameter.grad
+    compared = models.tensors(models.save(theirs, tmp_path / "gradients"))
+    trained = [name for name in compared if not name.endswith("correction_bias")]
+    unused = [name for name in trained if not compared[name].any()]
+    assert all(".experts." in name for name in unused) and len(unused) < len(trained) / 3
+    read = lambda name, offset, shape: gradients[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]  # noqa: B905, E731
+    for name in trained:
+        torch.testing.assert_close(source.map.write(name, torch.float64, read), compared[name], rtol=0, atol=1e-11)
