@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             routed_scaling_factor=2.5,
         ),
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        dict(
+            num_key_value_heads=8,
+            num_hidden_layers=3,
+            q_lora_rank=16,
+            kv_lora_rank=24,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=16,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+        ),
+    ),
     "gpt_oss": (
         "GptOss",
         dict(
@@ -151,7 +168,8 @@ def add_mtp(plain: Path, folder: Path, layers: int, change: Callable[[Any], None
     embedding and head."""
     folder.mkdir()
     block, last = f"model.layers.{layers}.", f"model.layers.{layers - 1}."
-    (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
+    config = json.loads((plain / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(plain / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
 

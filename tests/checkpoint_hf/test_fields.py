@@ -61,18 +61,23 @@ OTHER: dict[str, Any] = {
     "id2label": {"0": "a"},
     "label2id": {"a": 0},
     "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+    "mlp_layer_types": ["dense", "dense", "sparse"],
 }
 # By the names of classes, by dtype, and by the reader of quantised tensors.
 READ_ELSEWHERE = {"model_type", "auto_map", "torch_dtype", "quantization_config"}
 # Fields that only change together.
 WITH: dict[tuple[str, str], Change] = {
-    ("deepseek_v3", "num_attention_heads"): {"num_key_value_heads": 4},
-    ("deepseek_v3", "num_key_value_heads"): {"num_attention_heads": 2},
-    ("deepseek_v3", "n_group"): {"n_routed_experts": 16},
-    ("deepseek_v3", "qk_rope_head_dim"): {"head_dim": OUT, "qk_head_dim": OUT},
+    ("glm4_moe_lite", "num_hidden_layers"): {"mlp_layer_types": OUT},
     ("qwen2_moe", "use_sliding_window"): {"layer_types": OUT},
     ("qwen2", "use_sliding_window"): {"layer_types": OUT, "sliding_window": 5, "max_window_layers": 1},
 } | {(name, "num_hidden_layers"): {"layer_types": OUT} for name in ("qwen2_moe", "gpt_oss", "qwen2", "qwen3")}
+for name in ("deepseek_v3", "glm4_moe_lite"):
+    WITH |= {
+        (name, "num_attention_heads"): {"num_key_value_heads": 4},
+        (name, "num_key_value_heads"): {"num_attention_heads": 2},
+        (name, "n_group"): {"n_routed_experts": 16},
+        (name, "qk_rope_head_dim"): {"head_dim": OUT, "qk_head_dim": OUT},
+    }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 ROPES: dict[str, Change] = {
     "default": {"rope_parameters": {"rope_type": "default"}},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import types
 from pathlib import Path
 
@@ -18,7 +19,21 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
 
 IDS = models.ids(samples=2, length=24)
-NAMES = ("deepseek_v3", "glm4_moe")
+KIMI = dict(n_group=1, topk_group=1, first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=2.827)
+KIMI |= dict(
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=5e4, factor=32.0, original_max_position_embeddings=16, beta_fast=1.0,
+        beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0,
+    )
+)  # fmt: skip
+CASES = {
+    "deepseek_v3": ("deepseek_v3", {}),
+    "glm4_moe": ("glm4_moe", {}),
+    "kimi_k2": ("deepseek_v3", KIMI),
+    "glm4_moe_lite": ("glm4_moe_lite", {}),
+}
+"""By model_type, transformers' class and what config.json changes. transformers has no kimi_k2: Moonshot's own code is
+DeepSeek-V3's."""
 
 
 class Wide(types.ModuleType):
@@ -30,13 +45,18 @@ class Wide(types.ModuleType):
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_and_gradients(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_type", CASES)
+def test_logits_and_gradients(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = CASES[model_type]
     for module in (f"{name}.modeling_{name}", None):
         path = f"transformers.models.{module}" if module else "transformers.modeling_rope_utils"
         monkeypatch.setattr(importlib.import_module(path), "torch", Wide("torch"))
-    theirs = models.make(name, torch.float64, attn_implementation="eager", experts_implementation="eager")
-    source = open_hf(models.save(theirs, tmp_path / "in"), describe(tmp_path / "in").model)
+    options = changes | {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = models.make(name, torch.float64, **options)
+    file = models.save(theirs, tmp_path / "in") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    source = open_hf(file.parent, describe(file.parent).model)
+    assert source.model.family == model_type
     source.check()
 
     part = Transformer(Config(model=source.model), 1, torch.float64)

@@ -178,7 +178,7 @@ def test_out_of_range(path, value):
             'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',
         ),
         (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
-        (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
+        (YARN | {"model.rope_beta_fast": 0.5}, "rope_beta_fast = 0.5 is below model.rope_beta_slow = 1.0: .* 32.0"),
         (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
         ({"data.source": "files"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),

@@ -20,6 +20,8 @@ FAMILIES = Kind(
         "olmoe": "titanmoe.models.families.olmoe:FAMILY",
         "gpt_oss": "titanmoe.models.families.gpt_oss:FAMILY",
         "glm4_moe": "titanmoe.models.families.glm4_moe:FAMILY",
+        "kimi_k2": "titanmoe.models.families.kimi_k2:FAMILY",
+        "glm4_moe_lite": "titanmoe.models.families.glm4_moe_lite:FAMILY",
     },
     Family,
 )

@@ -22,7 +22,7 @@ SWITCHES = dict(
 
 _YARN = dict(rope_scaling="yarn", rope_factor=40.0, rope_original_len=4096, rope_beta_fast=32.0, rope_beta_slow=1.0)
 _671B = SWITCHES | _YARN | dict(rope_theta=1e4, norm_eps=1e-6, rope_mscale=1.0, rope_mscale_all_dim=1.0)
-_WIDTHS = dict(head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_HEADS = dict(head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 SIZES: dict[str, dict[str, object]] = {
     "debug": _671B
@@ -33,13 +33,13 @@ SIZES: dict[str, dict[str, object]] = {
     "16b": SWITCHES
     | dict(rope_theta=5e4, norm_eps=1e-5, rope_scaling="none")
     | dict(vocab_size=163840, dim=2048, num_layers=27, num_heads=16, num_kv_heads=16)
-    | dict(kv_lora_rank=512, q_lora_rank=0, **_WIDTHS)
+    | dict(kv_lora_rank=512, q_lora_rank=0, **_HEADS)
     | dict(num_dense_layers=1, dense_hidden=11264)
     | dict(num_experts=64, top_k=6, expert_hidden=1408, shared_hidden=2 * 1408)
     | dict(num_groups=1, top_groups=1, route_scale=2.446),
     "671b": _671B
     | dict(vocab_size=129280, dim=7168, num_layers=61, num_heads=128, num_kv_heads=128)
-    | dict(kv_lora_rank=512, q_lora_rank=1536, **_WIDTHS)
+    | dict(kv_lora_rank=512, q_lora_rank=1536, **_HEADS)
     | dict(num_dense_layers=3, dense_hidden=18432)
     | dict(num_experts=256, top_k=8, expert_hidden=2048, shared_hidden=2048)
     | dict(num_groups=8, top_groups=4, route_scale=2.5),
@@ -87,6 +87,7 @@ def _write(model: Model) -> dict[str, object]:
     }
 
 
+WIDTHS = hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)
 FEED_FORWARD = (
     {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"}
     | hf.DENSE
@@ -152,7 +153,7 @@ HF = hf.HuggingFace(
         "v_head_dim": ("v_head_dim",),
     }
     | ROUTING,
-    special=(hf.rope(1e4), hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
+    special=(hf.rope(1e4), WIDTHS),
     absent=hf.ABSENT
     | {"num_key_value_heads": 128, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     fixed=hf.FIXED

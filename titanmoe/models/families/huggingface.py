@@ -215,8 +215,8 @@ def rope(theta: float, default: Json | None = None, part: float = 0.0) -> Specia
 # ---- which blocks are dense
 
 
-def dense_blocks(sparse: list[bool]) -> dict[str, object]:
-    """num_dense_layers and moe_every, from which blocks have experts."""
+def dense_blocks(sparse: list[bool], keys: str = "mlp_only_layers or decoder_sparse_step") -> dict[str, object]:
+    """num_dense_layers and moe_every, from which blocks have experts, as those keys say."""
     layers = len(sparse)
     first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]
     every = max(1, second - first)  # if there is only one, fewer follow
@@ -227,7 +227,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     if dense >= 0 and [has_experts(model, i) for i in range(layers)] == sparse:
         return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
-        "has mlp_only_layers or decoder_sparse_step, with which it has experts in the blocks "
+        f"has {keys}, with which it has experts in the blocks "
         f"{[i for i, has in enumerate(sparse) if has][:100]} of {len(sparse)}: model.num_dense_layers and moe_every "
         "make leading blocks dense, and give every n-th block after them experts"
     )
