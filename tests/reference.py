@@ -283,20 +283,22 @@ def yarn(model: Model, width: int) -> tuple[list[float], float]:
 
 
 def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Tensor:
-    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN."""
-    positions, width = x_GSHh.shape[1], x_GSHh.shape[-1]
+    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN. h may
+    be the first part of a head."""
+    positions, width = x_GSHh.shape[1], model.rotary_dim or x_GSHh.shape[-1]
     wide = torch.promote_types(x_GSHh.dtype, torch.float32)
     frequencies, scale = yarn(model, width)
     frequency = torch.tensor(frequencies, dtype=wide)
     if position_GS is None:
         position_GS = torch.arange(positions)[None]
     angle = (position_GS.to(wide)[:, :, None] * frequency)[:, :, None, :]
-    first, second = x_GSHh.to(wide).chunk(2, dim=-1)
+    first, second = x_GSHh[..., :width].to(wide).chunk(2, dim=-1)
     rotated = (
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return (torch.cat(rotated, dim=-1) * scale).to(x_GSHh.dtype)
+    turned = (torch.cat(rotated, dim=-1) * scale).to(x_GSHh.dtype)
+    return torch.cat((turned, x_GSHh[..., width:]), dim=-1)
 
 
 def window(model: Model, layer: int) -> int | None:

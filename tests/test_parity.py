@@ -243,6 +243,18 @@ NASTY = {
     },
     "fewer sinks than ranks to shard them": MODELS["gpt_oss"]
     | {"model.num_heads": 4, "model.num_kv_heads": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "half of each head turned, along a ring": MODELS["glm4_moe"]
+    | {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
+    "half of each head turned, in stages, with multi-token prediction": MODELS["glm4_moe"]
+    | {
+        "model.mtp_depth": 1,
+        "parallelism.pp": 2,
+        "parallelism.cp": 2,
+        "parallelism.cp_kind": "allgather",
+        "parallelism.experts.ep": 2,
+        "activation_checkpoint.mode": "full",
+        "moe.bias_update_rate": 0.05,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 4,
         "parallelism.cp_kind": "ulysses",

@@ -128,6 +128,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     import torch
     from torch import Tensor
 
+    from titanmoe.config.blocks import turned_width
     from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.mixers.rules import elements
@@ -155,8 +156,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
         tokens = Tokens(index.view(B, L) % L, index, index // L, everyone, torch.tensor(0))
         block.moe.begin_step(1, torch.tensor(float(T)), B)
     x_TD, moe = x_BLD.detach().flatten(0, 1).requires_grad_(), block.moe
-    width = model.qk_rope_head_dim or model.head_dim
-    rope = rope_angles(tokens.position_BS, model, width, torch.bfloat16)
+    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
 
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
         """Forward and backward, with gradients that exist beforehand."""

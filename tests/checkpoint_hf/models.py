@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.support import tolerances
 
@@ -79,6 +82,37 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "olmoe": ("Olmoe", dict(intermediate_size=24, num_experts=8, num_experts_per_tok=3)),
+    "glm4_moe": (
+        "Glm4Moe",
+        dict(
+            head_dim=8,
+            num_hidden_layers=3,
+            attention_bias=True,
+            use_qk_norm=True,
+            first_k_dense_replace=1,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        dict(
+            num_key_value_heads=8,
+            num_hidden_layers=3,
+            q_lora_rank=16,
+            kv_lora_rank=24,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=16,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+        ),
+    ),
     "gpt_oss": (
         "GptOss",
         dict(
@@ -126,6 +160,30 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 
 def save(model: Any, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
+    return folder
+
+
+def add_mtp(plain: Path, folder: Path, layers: int, change: Callable[[Any], None] = lambda tensors: None) -> Path:
+    """A saved model in the layout in which multi-token prediction is published: one more block, with copies of
+    embedding and head."""
+    folder.mkdir()
+    block, last = f"model.layers.{layers}.", f"model.layers.{layers - 1}."
+    config = json.loads((plain / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    for name in [name for name in tensors if name.startswith(last)]:
+        tensors[name.replace(last, block)] = noise(*tensors[name].shape)
+    tensors |= {f"{block}{name}.weight": noise(32) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors[f"{block}eh_proj.weight"] = noise(32, 64)
+    tensors[f"{block}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{block}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 

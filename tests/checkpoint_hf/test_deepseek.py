@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests import world
 from tests.checkpoint_hf import models, ours
@@ -27,30 +27,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def with_mtp(plain, tmp_path):
-    """The published layout: one more block, with copies of embedding and head."""
-
-    def make(change=lambda tensors: None):
-        folder = tmp_path / "in"
-        folder.mkdir()
-        (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
-        tensors, block = load_file(plain / "model.safetensors"), f"model.layers.{LAYERS}."
-        generator = torch.Generator().manual_seed(0)
-
-        def noise(*shape):
-            return torch.randn(shape, generator=generator).bfloat16()
-
-        last = f"model.layers.{LAYERS - 1}."
-        for name in [name for name in tensors if name.startswith(last)]:
-            tensors[name.replace(last, block)] = noise(*tensors[name].shape)
-        tensors |= {f"{block}{name}.weight": noise(32) for name in ("enorm", "hnorm", "shared_head.norm")}
-        tensors[f"{block}eh_proj.weight"] = noise(32, 64)
-        tensors[f"{block}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors[f"{block}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-        change(tensors)
-        save_file(tensors, folder / "model.safetensors")
-        return folder
-
-    return make
+    return lambda change=lambda tensors: None: models.add_mtp(plain, tmp_path / "in", LAYERS, change)
 
 
 def test_rows_that_rope_turns_are_reordered(plain, tmp_path):

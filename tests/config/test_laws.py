@@ -152,6 +152,12 @@ def test_out_of_range(path, value):
             LATENT | {"model.sliding_window": 8, "model.full_attention_every": 0},
             "sliding_window = 8 is for grouped-query .* set sliding_window = 0, or kv_lora_rank = 0",
         ),
+        ({"model.rotary_dim": 3}, "rotary_dim = 3 is not an even number below model.head_dim = 8, .* or 0 for whole"),
+        ({"model.rotary_dim": 8}, "rotary_dim = 8 is not an even number below model.head_dim = 8"),
+        (
+            LATENT | {"model.rotary_dim": 2},
+            "rotary_dim = 2 is for grouped-query .* set rotary_dim = 0, or kv_lora_rank",
+        ),
         (LATENT | {"model.out_bias": True}, "out_bias = true .* set out_bias = false, or kv_lora_rank = 0"),
         (
             {"model.sliding_window": 128},
@@ -172,7 +178,7 @@ def test_out_of_range(path, value):
             'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',
         ),
         (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
-        (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
+        (YARN | {"model.rope_beta_fast": 0.5}, "rope_beta_fast = 0.5 is below model.rope_beta_slow = 1.0: .* 32.0"),
         (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
         ({"data.source": "files"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),

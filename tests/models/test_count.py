@@ -73,6 +73,22 @@ def test_total_and_active_are_the_cards(family, size, total, active, unit):
     assert abs(count.active / 1e9 - active) < unit
 
 
+@pytest.mark.parametrize(
+    "family, size, total, active",
+    [
+        ("glm4_moe", "106b_a12b", 106.9, 13.4),
+        ("glm4_moe", "355b_a32b", 352.8, 33.6),
+        ("kimi_k2", "1t_a32b", 1026.4, 32.9),
+        ("glm4_moe_lite", "30b_a3b", 29.9, 3.9),
+    ],
+)
+def test_total_and_active_are_those_of_the_published_config(family, size, total, active):
+    """Billions, counted elsewhere from its numbers; the cards of these round to others."""
+    count = parameters(model(family, size))
+    assert count.total / 1e9 == pytest.approx(total, rel=0.005)
+    assert count.active / 1e9 == pytest.approx(active, rel=0.005)
+
+
 def test_moonlight_is_announced_without_embedding_and_head():
     """arXiv 2502.16982: 15.29 and 2.24 billion."""
     count = parameters(model("deepseek_v3", "16b"))

@@ -35,7 +35,8 @@ SWITCHES = [
     "norm_topk",
 ]
 # Moonlight has DeepSeek-V3's architecture and its own constants.
-OWN = {("deepseek_v3", "16b"): {"rope_theta", "rope_scaling", "norm_eps"}}
+# GLM-4.5-Air is without the norms of the larger one.
+OWN = {("deepseek_v3", "16b"): {"rope_theta", "rope_scaling", "norm_eps"}, ("glm4_moe", "106b_a12b"): {"qk_norm"}}
 # Only set by families that have them; a published model without them keeps the schema's default, which is none.
 RARE = [
     "out_bias",
@@ -75,6 +76,9 @@ def test_the_families_and_sizes():
             "deepseek_v3": ["debug", "16b", "671b"],
             "olmoe": ["debug", "7b_a1b"],
             "gpt_oss": ["debug", "20b", "120b"],
+            "glm4_moe": ["debug", "106b_a12b", "355b_a32b"],
+            "kimi_k2": ["debug", "1t_a32b"],
+            "glm4_moe_lite": ["debug", "30b_a3b"],
         }.items()
     )
 
@@ -99,6 +103,7 @@ def test_the_debug_size_has_its_familys_switches(family, size):
         assert getattr(debug, switch) == getattr(published, switch), switch
     assert (debug.shared_hidden > 0) == (published.shared_hidden > 0)
     assert (debug.kv_lora_rank > 0) == (published.kv_lora_rank > 0)
+    assert debug.rotary_dim / debug.head_dim == published.rotary_dim / published.head_dim
 
 
 @pytest.mark.parametrize("family", names())

@@ -16,6 +16,7 @@ YARN = {
     "unequal mscale": dict(rope_theta=1e4, rope_factor=40.0, rope_mscale=1.0, rope_mscale_all_dim=0.707),
     "gpt_oss": dict(rope_theta=1.5e5, rope_factor=32.0, rope_truncate=False),
     "short": dict(rope_theta=100.0, rope_factor=4.0, rope_original_len=64, rope_beta_fast=4.0),
+    "kimi_k2": dict(rope_theta=5e4, rope_factor=32.0, rope_beta_fast=1.0, rope_mscale=1.0, rope_mscale_all_dim=1.0),
     "all slow": dict(rope_theta=1e4, rope_factor=4.0, rope_original_len=2),
 }
 

@@ -254,6 +254,24 @@ def test_rotation(queries: int, keys: int, width: int, samples: int, positions: 
             assert torch.equal(got, alone)
 
 
+def test_rotation_of_a_part_of_each_head() -> None:
+    for dtype in DTYPES:
+        half = random(2, 3, 1, 4, dtype=torch.promote_types(dtype, torch.float32), seed=2).detach()
+        angle = torch.cat((half, half), -1)
+        rope = angle.cos(), angle.sin()
+        q, k = random(2, 3, 4, 12, dtype=dtype), random(2, 3, 2, 12, dtype=dtype, seed=1)
+        want = [torch.cat((plain_rotate(x[..., :8], rope), x[..., 8:]), -1) for x in (q, k)]
+        cotangents = [random(*y.shape, dtype=dtype, seed=7).detach() for y in want]
+        for kernels in ("triton", "torch"):
+            got = rotate_both(q, k, rope, kernels)
+            for a, b in zip(
+                [*got, *torch.autograd.grad(got, (q, k), cotangents)],
+                [*want, *torch.autograd.grad(want, (q, k), cotangents, retain_graph=True)],
+                strict=True,
+            ):
+                close(a, b, dtype)
+
+
 @pytest.mark.parametrize(("heads", "nope", "rope", "value"), [(3, 6, 8, 10), (2, 128, 64, 128), (70, 40, 2, 24)])
 @pytest.mark.parametrize(("samples", "positions", "angles"), [(2, 2, 2), (2, 1, 1), (1, 0, 1)])
 def test_latent_queries_and_keys(

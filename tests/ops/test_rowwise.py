@@ -57,6 +57,7 @@ def test_rotation(rows: int, samples: int) -> None:
     rope = angle.cos(), angle.sin()
     near(lambda x: rotate(x, rope), lambda x: plain_rotate(x, rope), random(2, rows, 3, 8))
     near(lambda x: rotate(x, rope), lambda x: plain_rotate(x, rope), random(2, rows, 3, 12)[..., 4:])
+    near(lambda x: rotate(x, rope), lambda x: plain_rotate(x, rope), random(2, rows, 3, 12)[..., :8])
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -104,3 +105,11 @@ def test_the_memory_of_published_fine_tuning_is_beside_the_plan(script: ModuleTy
     published, planned = row["peak_mem_gib"] * 1e9, peaks["bfloat16"]
     figures = f"| {format_bytes(published)} | {format_bytes(planned)} | {planned / published - 1:+.1%} |"
     assert figures in page and f"in float32 it would be {format_bytes(peaks['float32'])}" in page
+
+
+def test_the_memory_of_published_fine_tuning_in_its_own_mapping() -> None:
+    page = (ROOT / "docs" / "planner_rows.md").read_text()
+    asked = re.search(r"`glm4_5_air` with\n`(.*?)`", page, re.DOTALL)[1].split()
+    config = recipe_to_rehearse(["--config", "train_configs/glm4_5_air.toml", *asked], 64, "h100")
+    planned = rank_memories(config, derive(64, config.parallelism))[0].peak
+    assert f"| 41 GB | {format_bytes(planned)} | {planned / 41e9 - 1:+.1%} |" in page

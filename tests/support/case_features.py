@@ -61,6 +61,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.num_dense_layers": 1,
         "model.dense_hidden": 16,
     },
+    "glm4_moe": {
+        "model.num_heads": 16,
+        "model.rotary_dim": 2,
+        "model.qkv_bias": True,
+        "model.qk_norm": "head",
+        "model.score_function": "sigmoid",
+        "model.top_k": 3,
+        "model.route_scale": 2.5,
+        "model.shared_hidden": 16,
+        "model.num_dense_layers": 1,
+        "model.dense_hidden": 16,
+    },
     "after_topk": {"model.score_function": "softmax_after_topk", "model.moe_every": 2, "model.dense_hidden": 16},
 }
 DROPPING: dict[str, dict[str, Any]] = {"dropless": {}}
@@ -116,8 +128,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
+UNDEALT = ("glm4_moe",)
+"""Models that the sweeps on record (docs/parity.md) are from before. tests/test_parity.py has them under mappings."""
 FEATURES = {
-    "model": MODELS,
+    "model": {name: case for name, case in MODELS.items() if name not in UNDEALT},
     "dropping": DROPPING,
     "balance": BALANCE,
     "recompute": RECOMPUTE,

@@ -170,10 +170,10 @@ def _rope(model: Model) -> Iterator[Violation]:
             f"model.rope_theta = {model.rope_theta} gives no slow frequencies that yarn could stretch: "
             "use more than 1, such as the checkpoint's",
         )
-    if yarn and model.rope_beta_fast <= model.rope_beta_slow:
+    if yarn and model.rope_beta_fast < model.rope_beta_slow:
         yield Violation(
             ("model.rope_beta_fast", "model.rope_beta_slow"),
-            f"model.rope_beta_fast = {model.rope_beta_fast} must exceed model.rope_beta_slow = {model.rope_beta_slow}: "
+            f"model.rope_beta_fast = {model.rope_beta_fast} is below model.rope_beta_slow = {model.rope_beta_slow}: "
             "use the usual 32.0 and 1.0",
         )
     if bool(model.rope_mscale) != bool(model.rope_mscale_all_dim):

@@ -97,6 +97,8 @@ class Model:
     """Latent attention: width of the part that RoPE turns; all heads share its key."""
     v_head_dim: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: width of a head's value."""
+    rotary_dim: Annotated[int, Range(0, WIDTH)] = 0
+    """RoPE turns so many dims of each head, the first, and leaves the others alone (GLM-4.5: 64 of 128). 0: all of them."""
     rope_theta: Annotated[float, POSITIVE] = 1e6
     """RoPE base. Larger for longer contexts."""
     rope_scaling: Literal["none", "yarn"] = "none"

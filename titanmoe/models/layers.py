@@ -185,7 +185,12 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
 def rotate_both(
     q_BSHh: Tensor, k_BSGh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys, on GPUs in one kernel."""
+    """Queries and keys, on GPUs in one kernel. Of heads wider than cos and sin the last dims stay as they are."""
+    width, head = rope[0].shape[-1], q_BSHh.shape[-1]
+    if width < head:
+        (q_BSHh, q_rest), (k_BSGh, k_rest) = (x.split([width, head - width], -1) for x in (q_BSHh, k_BSGh))
+        q_BSHh, k_BSGh = rotate_both(q_BSHh, k_BSGh, rope, kernels)
+        return torch.cat((q_BSHh, q_rest), -1), torch.cat((k_BSGh, k_rest), -1)
     if fused(kernels, q_BSHh) and not torch.compiler.is_compiling():
         from titanmoe.ops.kernels.rotate import Rotate
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.comm.recomputation import keep_saved, keep_tensor
-from titanmoe.config.blocks import has_experts
+from titanmoe.config.blocks import has_experts, turned_width
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.mask import Mask
@@ -138,8 +138,7 @@ class Transformer(nn.Module):
             x = self.embed(x)
         elif with_mtp:
             next_BsD = self.embed_copy(tokens.next_BS)
-        rotated = self.shape.qk_rope_head_dim or self.shape.head_dim
-        rope = rope_angles(tokens.position_BS, self.shape, rotated, x.dtype)
+        rope = rope_angles(tokens.position_BS, self.shape, turned_width(self.shape), x.dtype)
         for number, block in self.layers.items():
             observe.active.layer(int(number))
             x = block(x, rope, tokens)

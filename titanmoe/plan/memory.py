@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, routes_by_parts
+from titanmoe.config.blocks import has_experts, routes_by_parts, turned_width
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -187,7 +187,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
-    rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
+    rope = 2 * s.X * turned_width(model) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
     # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [

@@ -20,6 +20,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
+from titanmoe.models.families.later import LATER
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
@@ -168,6 +169,9 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
         return accepted_types[kind]
     if kind in other_kind_types:
         hint = "it has experts, --from-hf converts it" if dense else "it is dense, --upcycle gives it experts"
+    elif kind in LATER:
+        how = "docs/extending.md#a-family-with-a-layer-of-its-own shows how to add it"
+        hint = f"it needs {LATER[kind]}, which is not here: {how}"
     else:
         near = closest(str(kind), accepted_types, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""

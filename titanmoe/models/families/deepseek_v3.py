@@ -22,7 +22,7 @@ SWITCHES = dict(
 
 _YARN = dict(rope_scaling="yarn", rope_factor=40.0, rope_original_len=4096, rope_beta_fast=32.0, rope_beta_slow=1.0)
 _671B = SWITCHES | _YARN | dict(rope_theta=1e4, norm_eps=1e-6, rope_mscale=1.0, rope_mscale_all_dim=1.0)
-_WIDTHS = dict(head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+_HEADS = dict(head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 
 SIZES: dict[str, dict[str, object]] = {
     "debug": _671B
@@ -33,13 +33,13 @@ SIZES: dict[str, dict[str, object]] = {
     "16b": SWITCHES
     | dict(rope_theta=5e4, norm_eps=1e-5, rope_scaling="none")
     | dict(vocab_size=163840, dim=2048, num_layers=27, num_heads=16, num_kv_heads=16)
-    | dict(kv_lora_rank=512, q_lora_rank=0, **_WIDTHS)
+    | dict(kv_lora_rank=512, q_lora_rank=0, **_HEADS)
     | dict(num_dense_layers=1, dense_hidden=11264)
     | dict(num_experts=64, top_k=6, expert_hidden=1408, shared_hidden=2 * 1408)
     | dict(num_groups=1, top_groups=1, route_scale=2.446),
     "671b": _671B
     | dict(vocab_size=129280, dim=7168, num_layers=61, num_heads=128, num_kv_heads=128)
-    | dict(kv_lora_rank=512, q_lora_rank=1536, **_WIDTHS)
+    | dict(kv_lora_rank=512, q_lora_rank=1536, **_HEADS)
     | dict(num_dense_layers=3, dense_hidden=18432)
     | dict(num_experts=256, top_k=8, expert_hidden=2048, shared_hidden=2048)
     | dict(num_groups=8, top_groups=4, route_scale=2.5),
@@ -67,19 +67,60 @@ def _read(config: hf.Json) -> dict[str, object]:
     }
 
 
-def _write(model: Model) -> dict[str, object]:
+def shared_experts(model: Model) -> int:
+    """How many of the others' width are the one of model.shared_hidden."""
     shared, rest = divmod(model.shared_hidden, model.expert_hidden)
     if rest:
         raise hf.Unrepresentable(
             f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
             f"{model.shared_hidden} is not a multiple of it"
         )
+    return shared
+
+
+def _write(model: Model) -> dict[str, object]:
     return {
         "q_lora_rank": model.q_lora_rank or None,
-        "n_shared_experts": shared or None,
+        "n_shared_experts": shared_experts(model) or None,
         "qk_head_dim": model.head_dim,
         "head_dim": model.qk_rope_head_dim,
     }
+
+
+WIDTHS = hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)
+FEED_FORWARD = (
+    {"moe.router.expert_bias": "mlp.gate.e_score_correction_bias"}
+    | hf.DENSE
+    | hf.EXPERTS
+    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_experts.{w}.weight")
+)
+ROUTING = {
+    "num_experts": ("n_routed_experts", "num_local_experts"),
+    "top_k": ("num_experts_per_tok",),
+    "expert_hidden": ("moe_intermediate_size",),
+    "dense_hidden": ("intermediate_size",),
+    "num_dense_layers": ("first_k_dense_replace",),
+    "num_groups": ("n_group",),
+    "top_groups": ("topk_group",),
+    "norm_topk": ("norm_topk_prob",),
+    "route_scale": ("routed_scaling_factor",),
+}
+COPIES = {
+    "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
+}
+
+
+def homes(block: hf.Names) -> dict[str, hf.Home]:
+    """Of a whole model, from those of a block: its layers, and that of multi-token prediction after the last."""
+    mtp = {
+        "hidden_norm.weight": "hnorm.weight",
+        "embed_norm.weight": "enorm.weight",
+        "project.weight": "eh_proj.weight",
+        "norm.weight": "shared_head.norm.weight",
+    }
+    extra = mtp | {f"block.{name}": home for name, home in block.items()}
+    return hf.ENDS | hf.layer(block) | hf.layer(extra, "mtp.0", "{last}")
 
 
 _BLOCK = (
@@ -93,25 +134,16 @@ _BLOCK = (
         "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         "attention.wo.weight": "self_attn.o_proj.weight",
-        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
     }
-    | hf.DENSE
-    | hf.EXPERTS
-    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_experts.{w}.weight")
+    | FEED_FORWARD
 )
-_MTP = {
-    "hidden_norm.weight": "hnorm.weight",
-    "embed_norm.weight": "enorm.weight",
-    "project.weight": "eh_proj.weight",
-    "norm.weight": "shared_head.norm.weight",
-} | {f"block.{name}": home for name, home in _BLOCK.items()}
 
 HF = hf.HuggingFace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     family="deepseek_v3",
     switches=SWITCHES,
-    homes=hf.ENDS | hf.layer(_BLOCK) | hf.layer(_MTP, "mtp.0", "{last}"),
+    homes=homes(_BLOCK),
     fields=hf.SHAPE
     | {
         "num_kv_heads": ("num_key_value_heads",),
@@ -119,17 +151,9 @@ HF = hf.HuggingFace(
         "qk_nope_head_dim": ("qk_nope_head_dim",),
         "qk_rope_head_dim": ("qk_rope_head_dim",),
         "v_head_dim": ("v_head_dim",),
-        "num_experts": ("n_routed_experts", "num_local_experts"),
-        "top_k": ("num_experts_per_tok",),
-        "expert_hidden": ("moe_intermediate_size",),
-        "dense_hidden": ("intermediate_size",),
-        "num_dense_layers": ("first_k_dense_replace",),
-        "num_groups": ("n_group",),
-        "top_groups": ("topk_group",),
-        "norm_topk": ("norm_topk_prob",),
-        "route_scale": ("routed_scaling_factor",),
-    },
-    special=(hf.rope(1e4), hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
+    }
+    | ROUTING,
+    special=(hf.rope(1e4), WIDTHS),
     absent=hf.ABSENT
     | {"num_key_value_heads": 128, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     fixed=hf.FIXED
@@ -140,10 +164,7 @@ HF = hf.HuggingFace(
         "topk_method": "noaux_tc",
         "moe_layer_freq": 1,
     },
-    copies={
-        "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
-        "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
-    },
+    copies=COPIES,
 )
 
 FAMILY = Family(SIZES, HF)

@@ -72,7 +72,10 @@ class HuggingFace:
     """No experts: only for upcycling."""
 
 
-def layer(homes: Mapping[str, str | Home], ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
+Names = Mapping[str, str | Home]
+
+
+def layer(homes: Names, ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
     """Homes in a block, by names within the block."""
     whole = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
     return {f"{ours}.{name}": replace(home, name=f"model.layers.{theirs}.{home.name}") for name, home in whole.items()}
@@ -125,24 +128,23 @@ _ROPE = {
 }
 
 
-def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
+def _read_rope(config: Json, theta: float, default: Json, part: float) -> dict[str, object]:
     # Before transformers 5: rope_theta, and rope_scaling or null; since then everything is in rope_parameters.
     rope = config.get("rope_scaling") or config.get("rope_parameters")
     rope = dict(default if rope is None else rope)
     base = rope.get("rope_theta", config.get("rope_theta", theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", part or None))
     if any(isinstance(value, dict) for value in rope.values()):
         raise Unrepresentable(f"has another RoPE for each of {', '.join(rope)}, here all blocks have one")
     if not isinstance(base, int | float):
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
-    if rotated not in (None, 1):
-        raise Unrepresentable(f"has partial_rotary_factor = {rotated}, here RoPE turns whole heads (1.0)")
+    turned = _turned(config, rotated, part > 0)
     if kind not in ("default", "yarn"):
         raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn")
     if kind == "default":
         unused = {name: getattr(Model(), name) for name in (*_ROPE, "rope_original_len", "rope_truncate")}
-        return {"rope_theta": float(base), "rope_scaling": "none", **unused}
+        return {"rope_theta": float(base), "rope_scaling": "none", **turned, **unused}
     if rope.get("attention_factor") is not None:
         raise Unrepresentable(
             f"has rope_scaling with attention_factor = {rope['attention_factor']}, here it follows from factor, "
@@ -162,11 +164,32 @@ def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
         "rope_scaling": "yarn",
         "rope_original_len": original,
         "rope_truncate": bool(rope.get("truncate", True)),
+        **turned,
         **{ours: float(values[theirs]) for ours, theirs in _ROPE.items()},
     }
 
 
-def _write_rope(model: Model, default: Json) -> dict[str, object]:
+def _turned(config: Json, share: Any, in_part: bool) -> dict[str, object]:
+    """in_part: whether the family can turn a part of a head."""
+    if share in (None, 1):
+        return {}
+    if not in_part:
+        raise Unrepresentable(f"has partial_rotary_factor = {share}, here RoPE turns whole heads (1.0)")
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    width = int(head * share)
+    if not 0 < width < head or width % 2:
+        raise Unrepresentable(
+            f"has no whole pairs of dims to turn: partial_rotary_factor = {share} of heads {head} wide"
+        )
+    return {"rotary_dim": width}
+
+
+def _write_rope(model: Model, default: Json, part: float) -> dict[str, object]:
+    turned = {"partial_rotary_factor": (model.rotary_dim or model.head_dim) / model.head_dim} if part else {}
+    return turned | _write_scaling(model, default)
+
+
+def _write_scaling(model: Model, default: Json) -> dict[str, object]:
     if model.rope_scaling == "none":
         return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "default"} if default else None}
     scaling = {
@@ -179,20 +202,21 @@ def _write_rope(model: Model, default: Json) -> dict[str, object]:
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
-def rope(theta: float, default: Json | None = None) -> Special:
-    """What leaving them out means: theta, and all of rope_parameters if the family has that."""
+def rope(theta: float, default: Json | None = None, part: float = 0.0) -> Special:
+    """What leaving them out means: theta, all of rope_parameters if the family has that, and of families in which RoPE
+    may turn a part of a head, how large that is."""
     return Special(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
-        partial(_read_rope, theta=theta, default=default or {}),
-        partial(_write_rope, default=default or {}),
+        partial(_read_rope, theta=theta, default=default or {}, part=part),
+        partial(_write_rope, default=default or {}, part=part),
     )
 
 
 # ---- which blocks are dense
 
 
-def dense_blocks(sparse: list[bool]) -> dict[str, object]:
-    """num_dense_layers and moe_every, from which blocks have experts."""
+def dense_blocks(sparse: list[bool], keys: str = "mlp_only_layers or decoder_sparse_step") -> dict[str, object]:
+    """num_dense_layers and moe_every, from which blocks have experts, as those keys say."""
     layers = len(sparse)
     first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]
     every = max(1, second - first)  # if there is only one, fewer follow
@@ -203,7 +227,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     if dense >= 0 and [has_experts(model, i) for i in range(layers)] == sparse:
         return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
-        "has mlp_only_layers or decoder_sparse_step, with which it has experts in the blocks "
+        f"has {keys}, with which it has experts in the blocks "
         f"{[i for i, has in enumerate(sparse) if has][:100]} of {len(sparse)}: model.num_dense_layers and moe_every "
         "make leading blocks dense, and give every n-th block after them experts"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from titanmoe.config.blocks import turned_width
 from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
@@ -65,13 +66,16 @@ class GroupedQuery(MixerRules):
 
     def work(self, model: Model, tp: int) -> MixerWork:
         query, key = (width / tp for width in _widths(model))
+        turned = (query + key) * turned_width(model) / model.head_dim
+        joined = 2 * (query + key) * (model.rotary_dim > 0)  # with the dims that stay as they are
         return MixerWork(
             [Product(query + 2 * key, model.dim), Product(model.dim, query)],
             gathered=model.dim,
             queries=query,
             keys=2 * key,
-            rotated=query + key,
+            rotated=turned,
             normed=(query + key) * (model.qk_norm != "none"),
+            moved=(joined, joined),
         )
 
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
@@ -105,6 +109,12 @@ class GroupedQuery(MixerRules):
                 ("model.head_dim",),
                 f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
                 f"use {model.head_dim - 1} or {model.head_dim + 1}",
+            )
+        if model.rotary_dim % 2 or model.rotary_dim >= model.head_dim:
+            yield Violation(
+                ("model.rotary_dim", "model.head_dim"),
+                f"model.rotary_dim = {model.rotary_dim} is not an even number below model.head_dim = {model.head_dim}, "
+                "and RoPE turns pairs: use one, or 0 for whole heads",
             )
         for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if value := getattr(model, name):

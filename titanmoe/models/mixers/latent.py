@@ -111,7 +111,7 @@ class Latent(MixerRules):
                 "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
                 f"v_head_dim = {nope or model.head_dim}",
             )
-        for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm"):
+        for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm", "rotary_dim"):
             value, without = (json.dumps(getattr(m, name)) for m in (model, Model()))
             if value != without:
                 yield Violation(
