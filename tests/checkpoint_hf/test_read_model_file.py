@@ -119,7 +119,8 @@ def test_a_listed_field_that_the_weights_do_not_fit_is_refused(tmp_path):
 # ---- the balance loss
 
 
-AUX_FAMILIES = [name for name in models.FAMILIES if name != "deepseek_v3"]
+WITHOUT_AUX = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
+AUX_FAMILIES = [name for name in models.FAMILIES if name not in WITHOUT_AUX]
 
 
 def aux_loss(logits_TE: Tensor, top_k: int) -> Tensor:
@@ -185,8 +186,9 @@ def test_the_balance_loss_follows_the_file(tmp_path):
         coefficient(output_router_logits=True, router_aux_loss_coef="much")
 
 
-def test_a_model_to_which_transformers_adds_no_balance_loss_has_none(tmp_path):
-    folder = save(tmp_path / "model", "deepseek_v3", output_router_logits=True)
+@pytest.mark.parametrize("name", WITHOUT_AUX)
+def test_a_model_to_which_transformers_adds_no_balance_loss_has_none(name, tmp_path):
+    folder = save(tmp_path / "model", name, output_router_logits=True)
     assert configs.describe(folder).aux_loss is None and read("--model.hf", folder).moe.aux_loss == 0
 
 
@@ -256,7 +258,7 @@ def test_the_recipe_that_convert_describes_loads(tmp_path, capsys, name):
     assert config.model == configs.describe(folder).model and config.checkpoint.initial_hf == str(folder)
     assert f'# family = "{config.model.family}"\n' in text and "fill in" in text
     assert f"# num_heads = {config.model.num_heads}\n" in text
-    assert ("# moe.aux_loss = " in text) == (name != "deepseek_v3")
+    assert ("# moe.aux_loss = " in text) == (name not in WITHOUT_AUX)
     assert ("# Tokenizer: its own." in text) == (name == "mixtral")
 
 
