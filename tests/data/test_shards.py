@@ -91,7 +91,7 @@ def test_a_hundred_billion_tokens_open_in_seconds_and_little_memory(tmp_path):
     for n in range(shards):  # every shard mapped: a process may have few open files
         assert len(opened.read(n * per_shard * each, n * per_shard * each + 4)) == 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KB; the index alone has 1 GB
-    assert len(os.listdir("/proc/self/fd")) < 100
+    assert len(os.listdir("/proc/self/fd")) < 200
 
 
 def problems(folder) -> str:

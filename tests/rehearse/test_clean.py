@@ -109,9 +109,10 @@ PLANNED = [recipe for recipe in RECIPES if recipe.stem not in ("sft_debug", "dpo
 @pytest.mark.parametrize("recipe", PLANNED, ids=lambda recipe: recipe.stem)
 def test_recipes(recipe: Path) -> None:
     """The first rank of each stage, also without an operation that torch refuses if it has to be deterministic. Those
-    for GPUs with a microbatch per pipeline rank; on their schedules, debug_pp and debug_5d have two.
+    for GPUs with a microbatch per pipeline rank; on their schedules, debug_pp, debug_5d and DualPipeV have two.
     """
-    config, world = shortened(recipe, most=2, microbatches=2 if "debug" in recipe.stem else 1)
+    two = "debug" in recipe.stem or "DualPipeV" in recipe.read_text()
+    config, world = shortened(recipe, most=2, microbatches=1 + two)
     firsts = range(0, world, world // config.parallelism.pp)
     with nondeterministic.noted() as refused:
         assert check_ranks(rehearse_ranks(config, world, "h100", ranks=firsts)).text == HOST_ORDER
