@@ -147,6 +147,7 @@ def test_float32_with_frozen_margins(case: dict[str, Any]) -> None:
     parity.check(4, in_few(4, case | single | {"model.expert_hidden": 32}), steps=1)
 
 
+GATED = {"model.attention_gate": True, "model.norm_adds_one": True, "model.num_heads": 16}
 NASTY = {
     "no expert sharding is even: slices of the model dim": {"model.num_experts": 2, "parallelism.experts.ep": 2},
     "one expert per rank": {"model.num_experts": 4, "parallelism.experts.ep": 4, "parallelism.tp": 2},
@@ -255,6 +256,11 @@ NASTY = {
         "activation_checkpoint.mode": "full",
         "moe.bias_update_rate": 0.05,
     },
+    "gated attention and norms that add one, along a ring": GATED
+    | {"model.qk_norm": "head", "parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2},
+    "the same in stages, norms of all heads together, multi-token prediction": GATED
+    | {"model.qk_norm": "full", "model.mtp_depth": 1, "parallelism.pp": 2, "parallelism.tp": 2}
+    | {"activation_checkpoint.mode": "full"},
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 4,
         "parallelism.cp_kind": "ulysses",

@@ -144,6 +144,7 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         else:
             shape |= {f"{i}.wq": (query, m.dim), f"{i}.wk": (key_value, m.dim)}
             shape |= {f"{i}.wv": (key_value, m.dim), f"{i}.wo": (m.dim, query)}
+            shape |= {f"{i}.wg": (query, m.dim)} if m.attention_gate else {}
         if m.qkv_bias:
             shape |= {f"{i}.wq.bias": (query,), f"{i}.wk.bias": (key_value,), f"{i}.wv.bias": (key_value,)}
         if m.out_bias:
@@ -182,7 +183,7 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         dict(shared_hidden=48, shared_gate=False, mtp_depth=1),
         dict(shared_hidden=0, shared_gate=True),
         dict(GROUPED_QUERIES, qkv_bias=True, qk_norm="head", num_kv_heads=2),
-        dict(GROUPED_QUERIES, qk_norm="full", num_kv_heads=2),
+        dict(GROUPED_QUERIES, qk_norm="full", num_kv_heads=2, attention_gate=True),
         dict(GROUPED_QUERIES, out_bias=True, attention_sinks=True, router_bias=True, expert_biases=True),
         dict(LATENT, q_lora_rank=24),
         dict(LATENT, q_lora_rank=0),
@@ -198,7 +199,7 @@ def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
 
     assert count.total == elements("")
     assert count.embedding == elements(r"^embed$|^head$")
-    assert count.attention == elements(r"\.w([qkvo]|kv)(_[ab])?$|\.w[qkvo]\.bias$|\.sinks$")
+    assert count.attention == elements(r"\.w([qkvog]|kv)(_[ab])?$|\.w[qkvo]\.bias$|\.sinks$")
     assert count.dense == elements(r"\.ffn\.")
     assert count.router == elements(r"\.router")
     assert count.experts == elements(r"\.experts")

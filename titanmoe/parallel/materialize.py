@@ -36,7 +36,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
         part, offset = piece(parameter)
         if name.endswith("norm.weight"):
-            part.fill_(1)
+            part.fill_(0 if getattr(model.get_submodule(name.rpartition(".")[0]), "adds_one", False) else 1)
         elif name.endswith(("bias", "lora_B")):
             part.zero_()
         else:

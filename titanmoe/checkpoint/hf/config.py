@@ -16,14 +16,17 @@ from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.parts import PartError, Parts
-from titanmoe.config.schema import Config, Model
+from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
+from titanmoe.models.families.family import attention
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 from titanmoe.models.families.later import LATER
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
+TEXT = "text_config"
+OWN = "own."
 # Keys that do not affect the logits, or that other code here reads.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
@@ -117,6 +120,7 @@ def describe(folder: Path, dense: bool = False) -> ParsedConfig:
 
 def interpret(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     hf = _type_of(config, source, dense)
+    config = text_part(config, hf, source)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
@@ -135,7 +139,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
         for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
         if key in config and config[key] != value
     ]
-    problems += _oversized(values, source) or _mistyped(values, source)
+    problems += _oversized(values, source) or _mistyped(hf, values, source)
     if not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
@@ -146,7 +150,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
                 problems.append(f"{source} {error}")
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
-        problems += _oversized(values, source) or _mistyped(values, source)
+        problems += _oversized(values, source) or _mistyped(hf, values, source)
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
         problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
     if problems:
@@ -157,12 +161,27 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
 
 def known_keys(hf: HuggingFace) -> set[str]:
     keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
-    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, *keys_read)
+    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, [hf.mtp_key], *keys_read)
+
+
+def text_part(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
+    """The keys of the text model of one that also takes other things, with those of all its parts."""
+    if not hf.outer_type or config.get("model_type") != hf.outer_type:
+        return config
+    text = config.get(TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
+    both = {key for key in text.keys() & config.keys() & {"tie_word_embeddings"} if text[key] != config[key]}
+    if both:
+        raise ConfigError([f"{source} has another {key} than its {TEXT}: they must agree" for key in both])
+    whole = {key: value for key, value in config.items() if key not in (TEXT, "vision_config")}
+    return whole | text | {"model_type": hf.model_type}
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
-    types = {family.hf.model_type: family.hf for family in reversed(shipped().values()) if family.hf}
+    maps = [family.hf for family in reversed(shipped().values()) if family.hf]
+    types = {kind: hf for hf in maps for kind in (hf.model_type, hf.outer_type) if kind}
     plain = {hf.model_type: hf for hf in DENSE}
     accepted_types, other_kind_types = (plain, types) if dense else (types, plain)
     if kind in accepted_types:
@@ -197,9 +216,10 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
     return problems
 
 
-def _mistyped(values: dict[str, Any], source: str) -> list[str]:
+def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
     """Turns integers into floats where a float is needed; lists values of any other wrong type."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
+    kinds |= {f"{OWN}{name}": type(default) for name, default in family_of(hf.family).own.items()}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
     return [
         f"{source} gives model.{name} = {value!r}, which is not of type {kinds[name].__name__}"
@@ -209,7 +229,10 @@ def _mistyped(values: dict[str, Any], source: str) -> list[str]:
 
 
 def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
-    model = Model(**{**hf.switches, **values, "family": hf.family})
+    own = {name.removeprefix(OWN): value for name, value in values.items() if name.startswith(OWN)}
+    values = {name: value for name, value in values.items() if not name.startswith(OWN)}
+    own = Own({**family_of(hf.family).own, **own})
+    model = Model(**{**hf.switches, **values, "family": hf.family, "own": own})
     if hf.dense:
         model = replace(model, num_dense_layers=model.num_layers)
     if not has_dense(model):
@@ -249,7 +272,7 @@ def meaning(model: Model) -> dict[str, Any]:
         unused += ["top_groups"]
     if not model.shared_hidden:
         unused += ["shared_gate"]
-    if not model.sliding_window:
+    if not model.sliding_window and family_of(model.family).mixer is attention:
         unused += ["full_attention_every"]
     if not has_dense(model):
         unused += ["dense_hidden"]
@@ -258,6 +281,7 @@ def meaning(model: Model) -> dict[str, Any]:
         # the softmax over the chosen is the softmax over all, scaled to sum to one
         values |= {"score_function": "softmax", "norm_topk": True}
     values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
+    values |= {f"{OWN}{name}": value for name, value in values.pop("own").items()}
     return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
 
 
@@ -265,6 +289,11 @@ def differences(a: Model, b: Model) -> list[str]:
     """Fields that make two models compute different things."""
     left, right = meaning(a), meaning(b)
     return [name for name in left if left[name] != right[name]]
+
+
+def value_of(model: Model, name: str) -> Any:
+    """Of a field, or of one of [model.own]."""
+    return model.own[name.removeprefix(OWN)] if name.startswith(OWN) else getattr(model, name)
 
 
 def table(model: Model) -> str:
@@ -297,7 +326,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     kept.
     """
     hf = written_as(model.family)
-    source_config = carried
+    source_config = carried = text_part(carried, hf, CONFIG) if carried else carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
     old_entries = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
@@ -305,8 +334,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         key: value for key, value in (source_config or {}).items() if key in KEYS_FOR_ANY_MODEL_TYPE
     }
     old_entries.pop("quantization_config", None)
-    if hf.copies:
-        old_entries["num_nextn_predict_layers"] = model.mtp_depth
+    if hf.mtp_key:
+        old_entries[hf.mtp_key] = model.mtp_depth
     kind = "dtype" if "dtype" in old_entries else "torch_dtype"
     new_entries = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
     if carried is None or differences(model, _interpreted(carried, hf)):
@@ -316,7 +345,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         for key in (key for special in hf.special for key in special.keys):
             old_entries.pop(key, None)
         new_entries |= {key: value for key, value in hf.fixed.items() if key not in old_entries}
-        new_entries |= {key: getattr(model, name) for name, key in key_of_field.items()}
+        new_entries |= {key: value_of(model, name) for name, key in key_of_field.items()}
         try:
             for special in hf.special:
                 new_entries |= special.write(model)
@@ -330,8 +359,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     if different := differences(model, back):
         raise ConfigError(
             [
-                f"model.{name} = {getattr(model, name)!r}, but transformers' {hf.model_type} only has "
-                f"{getattr(back, name)!r}"
+                f"model.{name} = {value_of(model, name)!r}, but transformers' {hf.model_type} only has "
+                f"{value_of(back, name)!r}"
                 for name in different
             ],
             "the checkpoint's [model]",

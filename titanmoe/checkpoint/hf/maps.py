@@ -7,7 +7,7 @@ element of a Hugging Face tensor is one of ours and vice versa, so both directio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
+from titanmoe.models.families import mixers
 from titanmoe.models.families.huggingface import Home, HuggingFace
 from titanmoe.models.transformer import Transformer
 
@@ -43,8 +44,10 @@ def our_shapes(model: Model) -> dict[str, Shape]:
 
 
 class Map:
-    def __init__(self, model: Model, hf: HuggingFace):
-        self.model, self.hf = model, hf
+    def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
+        """stored: the names of tensors in files to read."""
+        self.model, self.hf, self.stored = model, hf, stored
+        self.mixer_homes = [hf.mixer_homes.get(mixer.name, {}) for mixer in mixers(model)]
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
         self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.our_shapes}
@@ -74,12 +77,17 @@ class Map:
 
     def _places(self, name: str) -> Iterator[HfPart]:
         number = re.match(r"layers\.(\d+)\.", name)
-        home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
-        if home is None:
+        kind = re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
+        own = self.mixer_homes[int(number[1])] if number else {}
+        for home in (self.hf.other_homes.get(kind), own.get(kind), self.hf.homes.get(kind)):
+            if home is None:
+                continue
+            hf_name = home.name.replace("{layer}", number[1] if number else "")
+            hf_name = hf_name.replace("{last}", str(self.model.num_layers))
+            if hf_name in self.stored or home is not self.hf.other_homes.get(kind):
+                break
+        else:
             return
-        hf_name = home.name.replace("{layer}", number[1] if number else "").replace(
-            "{last}", str(self.model.num_layers)
-        )
         if "{expert}" not in hf_name:
             yield HfPart(name, hf_name, None, home)
             return
@@ -91,7 +99,11 @@ class Map:
         shape = shape if place.expert is None else shape[1:]
         if place.home.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        return (*shape[:-1], shape[-1] * place.home.stride)
+        shape = (*shape[:-1], shape[-1] * place.home.stride)
+        if place.home.part is not None:
+            rows, number = place.home.part.rows(self.model), place.home.part.number
+            shape = (*shape[:-2], shape[-2] // rows[number] * sum(rows), shape[-1])
+        return (*shape[:-1], 1, shape[-1]) if place.home.between else shape
 
     # ---- from Hugging Face
 
@@ -109,12 +121,15 @@ class Map:
 
     def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
-        if home.rotated is not None:
-            rows = self.rows(home, offset[0], shape[0])
+        if home.rotated is not None or home.part is not None:
+            rows = self.rows(home, offset[-2], shape[-2])
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
-            return read(place.hf_name, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
+            first, length = (0, 1) if home.between else ((), ())
+            offset, shape = (*offset[:-2], low, *first, offset[-1]), (*shape[:-2], high - low, *length, shape[-1])
+            block = read(place.hf_name, offset, shape)
+            return (block.squeeze(-2) if home.between else block).index_select(-2, rows - low)
         if home.transposed:
             offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
         if home.stride > 1:
@@ -124,7 +139,11 @@ class Map:
         return block.transpose(-1, -2) if home.transposed else block
 
     def rows(self, home: Home, first: int, count: int) -> Tensor:
-        """The rows in the Hugging Face tensor for so many of ours, where RoPE turns some of them."""
+        """The rows in the Hugging Face tensor for so many of ours, where they are in another order or among others."""
+        if home.part is not None:
+            rows, number = home.part.rows(self.model), home.part.number
+            row = torch.arange(first, first + count)
+            return row // rows[number] * sum(rows) + sum(rows[:number]) + row % rows[number]
         return torch.tensor([self._rotated(home, row) for row in range(first, first + count)])
 
     def _rotated(self, home: Home, row: int) -> int:
@@ -147,8 +166,9 @@ class Map:
                 part = read(place.our_name, (0,) * len(whole), whole)
             else:
                 part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
-            if place.home.rotated is not None:
-                out[self.rows(place.home, 0, whole[0])] = part.to(dtype)
+            if place.home.rotated is not None or place.home.part is not None:
+                rows = out.squeeze(-2) if place.home.between else out
+                rows[..., self.rows(place.home, 0, part.shape[-2]), :] = part.to(dtype)
             else:
                 out[..., place.home.phase :: place.home.stride] = (
                     part.transpose(-1, -2) if place.home.transposed else part

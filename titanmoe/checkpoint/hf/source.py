@@ -27,8 +27,8 @@ EMBEDDING = "model.embed_tokens.weight"
 class HuggingFaceSource:
     def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        self.weights = Dequantised(Folder(path), parsed.json)
-        self.map = Map(model, parsed.hf)
+        self.weights = Dequantised(Folder(path, renamed=parsed.hf.outer_names), parsed.json)
+        self.map = Map(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
 
@@ -66,7 +66,8 @@ class HuggingFaceSource:
             file_dtypes = ", ".join(sorted(stored))
             notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {file_dtypes}")
         for name in configs.differences(self.model, file_model):
-            notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(file_model, name)!r}")
+            ours, theirs = (configs.value_of(model, name) for model in (self.model, file_model))
+            notes.append(f"model.{name} = {ours!r}, {file} says {theirs!r}")
         if quantised := self.weights.quantised:
             kinds = " and ".join(sorted(set(quantised.values())))
             notes.append(f"{len(quantised)} tensors of {kinds} read as bfloat16")
@@ -83,8 +84,8 @@ class HuggingFaceSource:
             usable = name in FREE or name.startswith("rope_")
             if not (listed and usable):
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
-                values = f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}"
-                problems.append(f"{values}: {fix}")
+                ours, theirs = (configs.value_of(model, name) for model in (self.model, file_model))
+                problems.append(f"model.{name} = {ours!r}, but {file} gives {theirs!r}: {fix}")
         return problems
 
     def _tensor_problems(self) -> list[str]:
@@ -125,6 +126,8 @@ class HuggingFaceSource:
                 reasons[name] = "they are derived from config.json"
             elif "mtp" in self.drop and self._is_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
+            elif begin := next((begin for begin in self.parsed.hf.left_out if name.startswith(begin)), ""):
+                reasons[name] = self.parsed.hf.left_out[begin]
             elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
                 reasons[name] = "a second copy of the tied embedding"
         self.skipped = {}
@@ -137,10 +140,10 @@ class HuggingFaceSource:
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:
-        """DeepSeek-V3 stores multi-token prediction as additional blocks."""
+        """DeepSeek-V3 stores multi-token prediction as additional blocks, Qwen apart from the others."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
-        return number is not None and first <= int(number[1]) < first + count
+        return name.startswith("mtp.") or (number is not None and first <= int(number[1]) < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
         """Two matrices, compared in blocks of rows."""
