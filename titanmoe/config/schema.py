@@ -65,6 +65,8 @@ class Model:
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 320
     """Rows of the embedding. At least the tokenizer's vocabulary; a multiple of tp."""
+    media_tokens: Annotated[list[int], NOT_NEGATIVE] = field(default_factory=list)
+    """Ids that stand for images or video in models that also take these (Qwen3.5). Only text is trained here, so data with such a token is refused; empty: none is."""
     dim: Annotated[int, Range(1, WIDTH)] = 64
     """Width of the residual stream."""
     num_layers: Annotated[int, Range(1, LAYERS)] = 4

@@ -259,7 +259,7 @@ def nearest_size(model: Model) -> str:
 
 # ---- how two models differ
 
-NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth")
+NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth", "media_tokens")
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 
