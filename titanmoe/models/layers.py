@@ -2,7 +2,8 @@
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width;
-`tp_dims` says which dim of which of its parameters is split.
+`tp_dims` says which dim of which of its parameters is split, `cheap` which of its methods take little time for the
+memory of what they keep: selective recomputation runs them again.
 """
 
 from __future__ import annotations
@@ -53,12 +54,17 @@ class Linear(nn.Module):
         return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
 
 
+def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(index.shape, dtype=dtype, device=index.device)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
         """adds_one: x is multiplied by one plus the weight, which begins at zero."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
         self.eps, self.adds_one = eps, adds_one
+        self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
         return device.way(x, norm, cpu=rowwise.norm)(x, self.factor(), self.eps)
@@ -100,6 +106,7 @@ class FeedForward(nn.Module):
     """SwiGLU."""
 
     tp_dims = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
+    cheap = ("down",)
 
     def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):
         super().__init__()

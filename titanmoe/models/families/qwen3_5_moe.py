@@ -50,9 +50,7 @@ HF = replace(
         GATED_DELTA.name: hf.layer(
             qwen3_next.DELTA
             | hf.parts("linear_attn.in_proj_qkv.weight", weights("wq", "wk", "wv"), qwen3_next.qkv)
-            | {
-                f"attention.w{gate}.weight": f"linear_attn.in_proj_{gate}.weight" for gate in "zba"
-            }
+            | {f"attention.w{gate}.weight": f"linear_attn.in_proj_{gate}.weight" for gate in "zba"}
         )
     },
     fields=qwen3_next.FIELDS_OF_FILES,
