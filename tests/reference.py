@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support import reference_muon
+from tests.support import reference_linear, reference_muon
 from titanmoe.config.schema import Config, LRSchedule, Model
 from titanmoe.ops import counter_rng
 
@@ -97,8 +97,16 @@ class OwnLayer(NamedTuple):
     """How some of its parameters begin: from uniform numbers."""
 
 
-OWN_LAYERS: dict[str, OwnLayer] = {}
-"""By family. The test that brings a layer adds it."""
+OWN_LAYERS: dict[str, OwnLayer] = {
+    family: OwnLayer(
+        lambda model, layer: (layer + 1) % model.full_attention_every != 0,
+        reference_linear.shapes,
+        reference_linear.mix,
+        reference_linear.BEGIN,
+    )
+    for family in ("qwen3_next", "qwen3_5_moe")
+}
+"""By family. The test that brings another layer adds it."""
 
 
 def own_layer(model: Model, layer: int) -> OwnLayer | None:

@@ -115,7 +115,7 @@ def without(config: Any) -> Any:
 
 def hf_of(model_type: str) -> Any:
     maps = [*(family.hf for family in shipped().values() if family.hf), *DENSE]
-    return next(hf for hf in maps if hf.model_type == model_type)
+    return next(hf for hf in maps if model_type in (hf.model_type, hf.outer_type))
 
 
 class Family:

@@ -126,8 +126,8 @@ class Map:
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
-            first, length = (0, 1) if home.between else ((), ())
-            offset, shape = (*offset[:-2], low, *first, offset[-1]), (*shape[:-2], high - low, *length, shape[-1])
+            offset = (*offset[:-2], low, *[0] * home.between, offset[-1])
+            shape = (*shape[:-2], high - low, *[1] * home.between, shape[-1])
             block = read(place.hf_name, offset, shape)
             return (block.squeeze(-2) if home.between else block).index_select(-2, rows - low)
         if home.transposed:
