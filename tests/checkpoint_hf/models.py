@@ -31,8 +31,8 @@ BASE: dict[str, Any] = dict(
 )
 LINEAR: dict[str, Any] = dict(
     head_dim=8,
-    num_hidden_layers=3,
-    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
     linear_num_key_heads=4,
     linear_num_value_heads=8,
     linear_key_head_dim=6,
@@ -168,9 +168,13 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config(name, **changes)).eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
-        for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.std() == 0 else 0.3 * noise)
+            if "norm" in name:  # some add one to their weight
+                parameter += 0.2 * noise
+            else:
+                parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.std() == 0 else 0.3 * noise)
     return model.to(dtype)
 
 

@@ -145,7 +145,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
         for special in hf.special:
             try:
-                values |= special.read(config)
+                values |= special.read({**hf.absent, **config})
             except Unrepresentable as error:
                 problems.append(f"{source} {error}")
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:

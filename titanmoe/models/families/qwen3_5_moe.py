@@ -63,7 +63,7 @@ HF = replace(
     absent=qwen3_next.ABSENT,
     fixed=hf.FIXED
     | {"attention_bias": False, "attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-    | {"mtp_use_dedicated_embeddings": False},
+    | {"mlp_only_layers": [], "mtp_use_dedicated_embeddings": False},
     mtp_key="mtp_num_hidden_layers",
     outer_type="qwen3_5_moe",
     outer_names={"model.language_model.": "model."},
