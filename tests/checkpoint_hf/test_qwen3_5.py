@@ -152,6 +152,9 @@ def test_published_layouts_come_in_and_go_out_as_text(tmp_path, experts, mtp, ca
     again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(model)
     assert torch.equal(models.logits(again, models.ids()), models.logits(model, models.ids()))
+    source = open_hf(tmp_path / "in", describe(tmp_path / "in").model, drop=("mtp",))
+    ups = torch.stack([want[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in range(8)])
+    assert torch.equal(source.read("layers.1.moe.experts.w3", (2, 5, 3), (4, 7, 9)), ups[2:6, 5:12, 3:12])
     assert convert("--from-hf", tmp_path / "in", tmp_path / "dropped", "--drop", "mtp") == 0
     assert "tensors: multi-token prediction, dropped" in capsys.readouterr().out
 

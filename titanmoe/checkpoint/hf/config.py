@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint.hf.differences import OWN, differences, has_dense, value_of
 from titanmoe.config import laws, ranges
-from titanmoe.config.blocks import has_experts, moe_layers
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
@@ -19,14 +20,12 @@ from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
-from titanmoe.models.families.family import attention
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 from titanmoe.models.families.later import LATER
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
 TEXT = "text_config"
-OWN = "own."
 # Keys that do not affect the logits, or that other code here reads.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
@@ -244,10 +243,6 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
     return replace(model, size=nearest_size(model))
 
 
-def has_dense(model: Model) -> bool:
-    return not all(has_experts(model, i) for i in range(model.num_layers))
-
-
 def nearest_size(model: Model) -> str:
     """The size of its family that shares most of its shapes, to be named in a recipe."""
 
@@ -255,45 +250,6 @@ def nearest_size(model: Model) -> str:
         return len(differences(model, Model(**preset(model.family, size))))
 
     return min(family_of(model.family).sizes, key=count_differences)
-
-
-# ---- how two models differ
-
-NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth", "media_tokens")
-_YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
-
-
-def meaning(model: Model) -> dict[str, Any]:
-    """What the model computes: unused fields have their defaults, equal ways to route have one name."""
-    unused: list[str] = []
-    if model.rope_scaling == "none":
-        unused += _YARN
-    if model.num_groups == 1:
-        unused += ["top_groups"]
-    if not model.shared_hidden:
-        unused += ["shared_gate"]
-    if not model.sliding_window and family_of(model.family).mixer is attention:
-        unused += ["full_attention_every"]
-    if not has_dense(model):
-        unused += ["dense_hidden"]
-    values = asdict(model) | {name: getattr(Model(), name) for name in unused}
-    if model.score_function == "softmax_after_topk":
-        # the softmax over the chosen is the softmax over all, scaled to sum to one
-        values |= {"score_function": "softmax", "norm_topk": True}
-    values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
-    values |= {f"{OWN}{name}": value for name, value in values.pop("own").items()}
-    return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
-
-
-def differences(a: Model, b: Model) -> list[str]:
-    """Fields that make two models compute different things."""
-    left, right = meaning(a), meaning(b)
-    return [name for name in left if left[name] != right[name]]
-
-
-def value_of(model: Model, name: str) -> Any:
-    """Of a field, or of one of [model.own]."""
-    return model.own[name.removeprefix(OWN)] if name.startswith(OWN) else getattr(model, name)
 
 
 def table(model: Model) -> str:

@@ -43,6 +43,12 @@ def our_shapes(model: Model) -> dict[str, Shape]:
     return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(BIAS)}
 
 
+def _layer(name: str) -> str:
+    """Its number; "" for what is in none."""
+    number = re.match(r"layers\.(\d+)\.", name)
+    return number[1] if number else ""
+
+
 class Map:
     def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
         """stored: the names of tensors in files to read."""
@@ -76,23 +82,26 @@ class Map:
         self.parts.setdefault(place.hf_name, []).append(place)
 
     def _places(self, name: str) -> Iterator[HfPart]:
-        number = re.match(r"layers\.(\d+)\.", name)
-        kind = re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
-        own = self.mixer_homes[int(number[1])] if number else {}
-        for home in (self.hf.other_homes.get(kind), own.get(kind), self.hf.homes.get(kind)):
-            if home is None:
-                continue
-            hf_name = home.name.replace("{layer}", number[1] if number else "")
-            hf_name = hf_name.replace("{last}", str(self.model.num_layers))
-            if hf_name in self.stored or home is not self.hf.other_homes.get(kind):
-                break
-        else:
+        home = self._home(name)
+        if home is None:
             return
+        hf_name = self._hf_name(home, name)
         if "{expert}" not in hf_name:
             yield HfPart(name, hf_name, None, home)
             return
         for expert in range(self.our_shapes[name][0]):
             yield HfPart(name, hf_name.replace("{expert}", str(expert)), expert, home)
+
+    def _home(self, name: str) -> Home | None:
+        layer, kind = _layer(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
+        other = self.hf.other_homes.get(kind)
+        if other is not None and self._hf_name(other, name) in self.stored:
+            return other
+        mixer_homes = self.mixer_homes[int(layer)] if layer else {}
+        return mixer_homes.get(kind) or self.hf.homes.get(kind)
+
+    def _hf_name(self, home: Home, name: str) -> str:
+        return home.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
 
     def _hf_shape(self, place: HfPart) -> Shape:
         shape = self.our_shapes[place.our_name]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Dequantised
@@ -65,8 +66,8 @@ class HuggingFaceSource:
         if declared and declared not in stored:
             file_dtypes = ", ".join(sorted(stored))
             notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {file_dtypes}")
-        for name in configs.differences(self.model, file_model):
-            ours, theirs = (configs.value_of(model, name) for model in (self.model, file_model))
+        for name in differences(self.model, file_model):
+            ours, theirs = (value_of(model, name) for model in (self.model, file_model))
             notes.append(f"model.{name} = {ours!r}, {file} says {theirs!r}")
         if quantised := self.weights.quantised:
             kinds = " and ".join(sorted(set(quantised.values())))
@@ -79,12 +80,12 @@ class HuggingFaceSource:
         if configs.written_as(self.model.family).model_type != configs.written_as(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
         problems = []
-        for name in configs.differences(self.model, file_model):
+        for name in differences(self.model, file_model):
             listed = f"model.{name}" in changed_paths(self.model.change)
             usable = name in FREE or name.startswith("rope_")
             if not (listed and usable):
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
-                ours, theirs = (configs.value_of(model, name) for model in (self.model, file_model))
+                ours, theirs = (value_of(model, name) for model in (self.model, file_model))
                 problems.append(f"model.{name} = {ours!r}, but {file} gives {theirs!r}: {fix}")
         return problems
 
