@@ -27,8 +27,8 @@ def run(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Decays and states are in float32. Documents are begun by decays: the kernels' own way, places in a packed sequence,
-    makes the host wait.
+    """Decays and states are in float32. A document is begun by a decay: the kernels' own way, places in a packed
+    sequence, makes the host wait.
     """
     if begins_BS is not None:
         decay = decay.masked_fill(begins_BS.view(*begins_BS.shape, *(1,) * (decay.ndim - 2)), NOTHING_LEFT)
