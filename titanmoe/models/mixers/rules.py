@@ -93,8 +93,8 @@ class MixerRules(Rules, ABC):
     """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
     that; generation refuses a mixer that has none."""
     by_runs = False
-    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets. A mixer that neither
-    does nor attends is refused there."""
+    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
+    that neither does nor attends."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
