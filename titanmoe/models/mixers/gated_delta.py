@@ -101,11 +101,14 @@ class GatedDeltaRules(MixerRules):
         heads, w, W = Heads.of(model), share.width, max(4, share.width)
         values, value = heads.values // share.tp, heads.value_width // share.tp
         key = heads.key_width // share.tp
-        convolved, gates = 2 * key + value, 2 * key * W + GLA_RANK * w if heads.gate == "gla" else 4 * values * W
+        convolved = 2 * key + value
+        gates = 2 * key * W + GLA_RANK * w if heads.gate == "gla" else 4 * values * W
         position = (convolved + 2 * value) * w + gates
         if not selective:
             position += 2 * convolved * w + (3 * value + values) * W
-        of_runs = values * heads.key_dim * (heads.key_dim + 2 * heads.value_dim) * W  # their maps and the states between
+        of_runs = (
+            values * heads.key_dim * (heads.key_dim + 2 * heads.value_dim) * W
+        )  # their maps and the states between
         return share.positions * position + share.runs * of_runs
 
     def backward_bytes(self, model: Model, share: BatchShare) -> int:
