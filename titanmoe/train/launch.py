@@ -203,7 +203,8 @@ def main(
         waiting("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
         training = build_training(config, runtime, likeliest=likeliest, **seams)
-        training.set_up |= {"rows": why} if why else {}
+        if why:
+            training.set_up["rows"] = why
         failure.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import count
