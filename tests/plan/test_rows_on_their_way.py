@@ -149,6 +149,8 @@ def test_rows_are_planned_where_that_pays() -> None:
     best = search(config, 8, replace(SLOW, memory=150e9), Factors(), 3).best
     assert any(mapping.config.moe.overlap_chunks > 1 or mapping.config.moe.overlap_halves for mapping in best)
     assert ways_of(recipe("kimi_k2"), 1024, H100) == (1, False, True)
+    in_pairs = "--pipeline.schedule=DualPipeV", "--pipeline.virtual_stages=2", "--pipeline.overlap_pairs=true"
+    assert ways_of(recipe("mixtral_8x22b", *in_pairs), 128, SLOW) == (1, False, True)
     assert ways_of(recipe("kimi_k2", "--pipeline.schedule=Interleaved1F1B"), 1024, H100) == (1, False, False)
 
 

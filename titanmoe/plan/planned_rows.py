@@ -23,7 +23,7 @@ def planned_rows(config: Config, world: int, device: Device) -> tuple[Config, st
     if moe.overlap_chunks != -1:
         return config, ""
     fold, whole = derive(world, config.parallelism), replace(config, moe=replace(moe, overlap_chunks=1))
-    if device.name == "cpu" or fold.ep * fold.etp == 1 or moe.overlap_halves or pipeline.overlap_pairs:
+    if device.name == "cpu" or moe.overlap_halves or pipeline.overlap_pairs:
         return whole, ""
     ways = {"": whole} | {f"in {n} chunks": replace(config, moe=replace(moe, overlap_chunks=n)) for n in CHUNKS[1:]}
     ways["in pairs"] = replace(whole, pipeline=replace(pipeline, overlap_pairs=True))
