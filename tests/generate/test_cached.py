@@ -49,7 +49,9 @@ def checkpoints(tmp_path_factory):
         """A checkpoint, and the plain logits of every row."""
         if name not in cache:
             path = tmp_path_factory.mktemp(name) / "saved"
-            model = saved.write(path, MODELS[name] | {"model.mtp_depth": int(name == "deepseek_v3")})
+            latent = name == "deepseek_v3"
+            more = {"model.mtp_depth": int(latent), "model.num_kv_heads": 8 if latent else 2}
+            model = saved.write(path, MODELS[name] | more)
             cache[name] = path, [saved.plain_logits(*model, row) for row in rows(model[0].model.vocab_size)]
         return cache[name]
 
