@@ -49,9 +49,7 @@ def checkpoints(tmp_path_factory):
         """A checkpoint, and the plain logits of every row."""
         if name not in cache:
             path = tmp_path_factory.mktemp(name) / "saved"
-            latent = name == "deepseek_v3"
-            more = {"model.mtp_depth": int(latent), "model.num_kv_heads": 8 if latent else 2}
-            model = saved.write(path, MODELS[name] | more)
+            model = saved.write(path, MODELS[name] | {"model.mtp_depth": int(name == "deepseek_v3")})
             cache[name] = path, [saved.plain_logits(*model, row) for row in rows(model[0].model.vocab_size)]
         return cache[name]
 
