@@ -260,6 +260,25 @@ NASTY = {
         "parallelism.cp_kind": "ulysses",
         "model.num_kv_heads": 2,
     },
+    "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence": MODELS["gpt_oss"]
+    | {
+        "model.num_heads": 8,
+        "model.num_kv_heads": 2,
+        "model.qk_norm": "head",
+        "parallelism.tp": 4,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 4,
+        "parallelism.experts.etp": 2,
+    },
+    "one key head on all ranks of tp, one norm over the heads, split backward": {
+        "model.num_kv_heads": 1,
+        "model.qk_norm": "full",
+        "model.qkv_bias": True,
+        "model.num_layers": 4,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
+    },
 }
 
 
@@ -267,6 +286,7 @@ ON_8_RANKS = (
     "one token per rank",
     "more chunks than rows",
     "four nodes, slices of experts on each, in chunks, beside a shared expert",
+    "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence",
 )
 
 

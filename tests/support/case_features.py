@@ -10,6 +10,7 @@ from titanmoe.fold.degrees import Fold
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {
+        "model.num_kv_heads": 2,
         "model.qkv_bias": True,
         "model.norm_topk": False,
         "model.shared_hidden": 16,

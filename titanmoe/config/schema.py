@@ -72,7 +72,7 @@ class Model:
     num_heads: Annotated[int, Range(1, WIDTH)] = 8
     """Query heads; a multiple of tp."""
     num_kv_heads: Annotated[int, Range(1, WIDTH)] = 8
-    """Key and value heads (grouped-query attention); a multiple of tp and a divisor of num_heads."""
+    """Key and value heads (grouped-query attention); a divisor of num_heads, and a multiple or a divisor of tp: with fewer than tp, each is on several ranks."""
     head_dim: Annotated[int, Range(2, WIDTH)] = 8
     """Width of one head; num_heads * head_dim need not equal dim."""
     qkv_bias: bool = False

@@ -2,8 +2,7 @@
 
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
 and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
-added to the residual stream. `tp_dims` of its class says which dims of its parameters tp splits; `tp` is then its
-group.
+added to the residual stream. `tp_dims` says which dims of its parameters tp splits; `tp` is then its group.
 """
 
 from __future__ import annotations
@@ -116,6 +115,11 @@ class MixerRules(Rules, ABC):
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
         """Of those parameters, by name, that QK-Clip scales. None: it has no effect, and is refused."""
         return {}
+
+    def whole(self, model: Model, tp: int) -> tuple[str, ...]:
+        """Of those parameters that tp divides, by name, those that so many ranks do not: each rank has all of them and
+        uses a part, and their gradients are summed over tp."""
+        return ()
 
     after_scores: tuple[str, ...] = ()
     """Of these, those whose input is what its tokens have seen of each other."""
