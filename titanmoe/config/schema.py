@@ -501,7 +501,7 @@ class MoE:
     accumulate_weight_gradients: bool = False
     """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). Its kernel has not been timed on a GPU yet (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
+    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
 
     @property
     def chunks(self) -> int:
