@@ -4,9 +4,10 @@ full            whole blocks, in two parts
 full_but_rows   the same, but the rows that experts got are kept, and none is sent again
 moe             the MoE part of a block: router, dispatch and experts, which have most of the activations
 selective       what is cheap for its size: the activation up to the input of each down projection, and the queries,
-                keys and values of all heads that latent attention computes from its latents. Norms only keep their
-                input. Recomputation stops before the down projection and does not include attention itself, so no
-                collective runs twice, and the only matrix products that do are those of the latents.
+                keys and values of all heads that latent attention computes from its latents, or linear attention by
+                its convolution. Norms only keep their input. Recomputation stops before the down projection and does
+                not include attention itself, so no collective runs twice, and the only matrix products that do are
+                those of the latents.
 
 Recomputation of the MoE part sends rows a second time at most, and nothing else: titanmoe.comm.recomputation.
 Every mode recomputes the activation of routed experts: `titanmoe.moe.swiglu`.
@@ -24,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from titanmoe.comm.recomputation import contexts
 from titanmoe.config.schema import ActivationCheckpoint
-from titanmoe.models.layers import FeedForward
 from titanmoe.models.transformer import Block, Transformer
 
 
@@ -81,9 +81,9 @@ def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Ten
 
 def _selective(block: Block) -> None:
     for module in block.modules():
-        if isinstance(module, FeedForward):
-            _checkpointed(module, "down")
-        elif hasattr(module, "make_and_use"):
+        for name in getattr(module, "cheap", ()):
+            _checkpointed(module, name)
+        if hasattr(module, "make_and_use"):
             module.make_and_use = _use_and_drop
 
 

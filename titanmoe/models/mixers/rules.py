@@ -2,7 +2,8 @@
 
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
 and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
-added to the residual stream. `tp_dims` says which dims of its parameters tp splits; `tp` is then its group.
+added to the residual stream. `tp_dims` says which dims of its parameters tp splits; `tp` is then its group. `initial`,
+if it has one, says how those parameters begin that are neither normal nor norms nor biases.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class MixerWork(NamedTuple):
     queries: float = 0.0
     keys: float = 0.0
     """Keys and values. Context parallelism sends these two."""
+    state: float = 0.0
+    """In their place, if it goes by runs: what context parallelism sends of a run, whatever its length."""
     rotated: float = 0.0
     """Turned by RoPE."""
     normed: float = 0.0
@@ -81,6 +84,8 @@ class BatchShare(NamedTuple):
     """Bytes of a number in the dtype that layers compute in."""
     ring: bool
     """Whether keys and values are passed from rank to rank."""
+    runs: int = 0
+    """How many runs context parallelism cuts its samples into; 0 without it."""
 
 
 class MixerRules(Rules, ABC):
@@ -88,7 +93,10 @@ class MixerRules(Rules, ABC):
     """Its name in messages, such as "latent attention"."""
     attends = False
     """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
-    that; both refuse a mixer that has none."""
+    that; generation refuses a mixer that has none."""
+    by_runs = False
+    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
+    that neither does nor attends."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
@@ -151,6 +159,10 @@ class MixerRules(Rules, ABC):
         """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
         activation_checkpoint.mode = "selective"."""
 
+    def backward_bytes(self, model: Model, share: BatchShare) -> int:
+        """For the planner: what backward of one microbatch adds to that at most, such as what it computes again."""
+        return 0
+
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model
         tensors = self.matrices(model) + self.vectors(model) + self.norms(model)
@@ -159,7 +171,7 @@ class MixerRules(Rules, ABC):
         }
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        if degrees.get("cp", 1) > 1 and not self.attends:
+        if degrees.get("cp", 1) > 1 and not self.attends and not self.by_runs:
             yield (
                 f"parallelism.cp = {degrees['cp']} splits sequences, and the {self.name} of model.family = "
                 f'"{config.model.family}" needs whole ones: use cp = 1'
