@@ -1,7 +1,7 @@
 """Grouped-query attention.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), H query heads and
-G key heads of this rank, h head width.
+G key heads of this rank, h head width, X = H * h.
 """
 
 from __future__ import annotations
@@ -59,14 +59,16 @@ class Attention(nn.Module):
         self.wq = Linear(model.dim, width, bias=model.qkv_bias, dtype=dtype)
         self.wk = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
         self.wv = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
+        self.wg = Linear(model.dim, width, dtype=dtype) if model.attention_gate else None
         self.wo = Linear(width, model.dim, bias=model.out_bias, dtype=dtype)
         self.sinks = nn.Parameter(torch.empty(model.num_heads, dtype=dtype)) if model.attention_sinks else None
         self.window = window(model, layer)
         self.qk_norm, self.q_norm, self.k_norm = model.qk_norm, None, None
+        norm = model.norm_eps, dtype, model.norm_adds_one
         if model.qk_norm == "head":
-            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps, dtype) for _ in "qk")
+            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, *norm) for _ in "qk")
         elif model.qk_norm == "full":
-            self.q_norm, self.k_norm = (SplitRMSNorm(w, model.norm_eps, dtype) for w in (width, kv_width))
+            self.q_norm, self.k_norm = (SplitRMSNorm(w, *norm) for w in (width, kv_width))
         self.head_dim, self.key_heads, self.kernels = model.head_dim, model.num_kv_heads, kernels
         self.tp = NO_GROUP
         self.attend = causal_attention
@@ -74,7 +76,7 @@ class Attention(nn.Module):
     @property
     def tp_dims(self) -> dict[str, int]:
         norms = self.qk_norm == "full"
-        cut = ["wq"] + ["q_norm"] * norms
+        cut = ["wq", "wg"] + ["q_norm"] * norms
         if self.key_rows is None:
             cut += ["wk", "wv"] + ["k_norm"] * norms
         return {f"{name}.{kind}": 0 for name in cut for kind in ("weight", "bias")} | {"wo.weight": 1, "sinks": 0}
@@ -93,6 +95,8 @@ class Attention(nn.Module):
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         rows = self.key_rows
         k, x_BSD = self.wk(x_BSD, pass_on=True, rows=rows)
+        if self.wg is not None:
+            gate_BSX, x_BSD = self.wg(x_BSD, pass_on=True)
         v = self.wv(x_BSD, rows=rows)
         if self.qk_norm == "full":
             q, k = self.q_norm(q, self.tp), self.k_norm(k, self.tp, rows)
@@ -101,7 +105,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         sinks_H = None if self.sinks is None else local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
-        out_BSHh = self.attend(q, k, v, mask._replace(window=self.window), sinks_H)
-        y_BsD = scatter_sum(self.wo.without_bias(out_BSHh.flatten(2)), 1, self.tp)
+        out_BSX = self.attend(q, k, v, mask._replace(window=self.window), sinks_H).flatten(2)
+        if self.wg is not None:
+            out_BSX = out_BSX * torch.sigmoid(gate_BSX)
+        y_BsD = scatter_sum(self.wo.without_bias(out_BSX), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

@@ -59,14 +59,24 @@ def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
     return local(parameter) if rows is None else local(parameter)[rows]
 
 
+def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(index.shape, dtype=dtype, device=index.device)
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
+        """adds_one: x is multiplied by one plus the weight, which begins at zero."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
-        self.eps = eps
+        self.eps, self.adds_one = eps, adds_one
+        self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return device.way(x, norm, cpu=rowwise.norm)(x, local(self.weight), self.eps)
+        return device.way(x, norm, cpu=rowwise.norm)(x, self.factor(), self.eps)
+
+    def factor(self) -> Tensor:
+        """In the dtype of the weight, which the kernel needs: in 16 bits as coarse as an ordinary norm's weight."""
+        return 1 + local(self.weight) if self.adds_one else local(self.weight)
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -89,7 +99,8 @@ class SplitRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, tp: Group = NO_GROUP, rows: slice | None = None) -> Tensor:
         """rows: as in `Linear`. A head that several ranks have is in the mean as often, as is every other."""
-        return plain_norm(x, local_rows(self.weight, rows), self.eps, tp)
+        factor = self.factor()
+        return plain_norm(x, factor if rows is None else factor[rows], self.eps, tp)
 
 
 class FeedForward(nn.Module):
