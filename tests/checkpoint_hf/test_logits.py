@@ -18,6 +18,7 @@ FOLDED = [
     ("deepseek_v3", dict(tp=2, cp=2, cp_kind="ulysses"), dict(ep=2, etp=2)),
     ("glm4_moe", dict(tp=4), dict(ep=4)),
     ("glm4_moe_lite", dict(tp=2, cp=2), dict(ep=4)),
+    ("minimax_m2", dict(tp=4), dict(ep=2, etp=2)),
     ("gpt_oss", dict(tp=2, cp=2), dict(ep=2, etp=2)),
 ]
 

@@ -80,6 +80,7 @@ def test_total_and_active_are_the_cards(family, size, total, active, unit):
         ("glm4_moe", "355b_a32b", 352.8, 33.6),
         ("kimi_k2", "1t_a32b", 1026.4, 32.9),
         ("glm4_moe_lite", "30b_a3b", 29.9, 3.9),
+        ("minimax_m2", "230b_a10b", 228.7, 11.0),
     ],
 )
 def test_total_and_active_are_those_of_the_published_config(family, size, total, active):

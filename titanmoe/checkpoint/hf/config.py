@@ -39,7 +39,7 @@ TRAINING_ONLY = {
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
     "output_router_logits": "transformers adds a balance term to the loss; here that is moe.aux_loss, which "
-    "model.hf sets",
+    "model.hf sets where both are the same",
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
 
@@ -236,7 +236,7 @@ def nearest_size(model: Model) -> str:
 
 # ---- how two models differ
 
-NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth")
+NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth", "mtp_after_norm")
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 

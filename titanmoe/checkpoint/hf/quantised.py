@@ -1,6 +1,6 @@
 """Published low-precision weights, read as the bfloat16 numbers they stand for.
 
-FP8 (DeepSeek-V3): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
+FP8 (DeepSeek-V3, MiniMax-M2): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
 MXFP4 (gpt-oss): NAME_blocks, 16 bytes of two e2m1 numbers each per 32 values, low half first, and NAME_scales, their
 common power of two (e8m0, biased by 127). The last dim of the blocks is the first of the two dims that NAME has.
 """
@@ -17,6 +17,7 @@ from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+E4M3 = ("e4m3", "float8_e4m3fn")
 GROUP = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -110,7 +111,7 @@ def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
     if kind == "mxfp4":
         return 128, 128
     form, block = quantization.get("fmt", "e4m3"), quantization.get("weight_block_size")
-    if kind != "fp8" or form != "e4m3" or not isinstance(block, list) or len(block) != 2:
+    if kind != "fp8" or form not in E4M3 or not isinstance(block, list) or len(block) != 2:
         raise ConfigError(
             [
                 f"{folder.path} is quantised by {kind} ({form}, blocks {block}): supported are fp8 in e4m3 "

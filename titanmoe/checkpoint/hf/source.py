@@ -85,6 +85,11 @@ class HuggingFaceSource:
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
                 values = f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}"
                 problems.append(f"{values}: {fix}")
+        if self.model.mtp_depth and not (self.model.mtp_after_norm or "mtp_after_norm" in self.model.change):
+            problems.append(
+                "model.mtp_after_norm = False, but Megatron and vLLM feed multi-token prediction what comes out of the "
+                "final norm: set it to true, or list 'mtp_after_norm' in model.change"
+            )
         return problems
 
     def _tensor_problems(self) -> list[str]:
