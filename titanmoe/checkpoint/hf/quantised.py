@@ -7,6 +7,7 @@ common power of two (e8m0, biased by 127). The last dim of the blocks is the fir
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Dequantised:
     """A folder's tensors as a model sees them."""
 
-    def __init__(self, folder: Folder, config: dict[str, Any]):
-        self.folder, self.block = folder, _block(config, folder)
+    def __init__(self, folder: Folder, block: tuple[int, int]):
+        self.folder, self.block = folder, block
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.quantised: dict[str, str] = {}
         """How each quantised tensor is stored."""
@@ -102,8 +103,8 @@ def _parts(name: str, kind: str) -> tuple[str, ...]:
     return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
 
 
-def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
-    """The FP8 block; ConfigError for unknown kinds of quantisation."""
+def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
+    """Rows and columns that share a scale; ConfigError for kinds of quantisation that are not read."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return 128, 128
@@ -111,11 +112,13 @@ def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
     if kind == "mxfp4":
         return 128, 128
     form, block = quantization.get("fmt", "e4m3"), quantization.get("weight_block_size")
-    if kind != "fp8" or form not in E4M3 or not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(
-            [
-                f"{folder.path} is quantised by {kind} ({form}, blocks {block}): supported are fp8 in e4m3 "
-                "with weight_block_size, and mxfp4; use the unquantised model"
-            ]
-        )
-    return block[0], block[1]
+    if kind == "fp8" and form in E4M3 and isinstance(block, list) and len(block) == 2:
+        return block[0], block[1]
+    details = f"{form}, blocks {block}" if kind == "fp8" else quantization.get("format")
+    raise ConfigError(
+        [
+            f"{path} is quantised by {kind}{f' ({details})' if details else ''}: supported are fp8 in e4m3 with "
+            "weight_block_size, and mxfp4; use the unquantised model, or make one: from_pretrained of transformers "
+            "with dequantize = True in its quantization_config, then save_pretrained"
+        ]
+    )

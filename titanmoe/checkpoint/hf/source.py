@@ -14,7 +14,7 @@ from torch import Tensor
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
-from titanmoe.checkpoint.hf.quantised import Dequantised
+from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
@@ -27,7 +27,8 @@ EMBEDDING = "model.embed_tokens.weight"
 class HuggingFaceSource:
     def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        self.weights = Dequantised(Folder(path), parsed.json)
+        block = fp8_block(parsed.json, path)  # before a file of another kind is opened
+        self.weights = Dequantised(Folder(path), block)
         self.map = Map(model, parsed.hf)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
