@@ -278,6 +278,47 @@ NASTY = {
     | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "heads of linear and gated attention by Muon": MODELS["qwen3_next"]
     | {"optimizer.name": "muon", "optimizer.by_head": True, "parallelism.tp": 2, "parallelism.experts.ep": 2},
+    "all heads normalised together, half of each turned": MODELS["minimax_m2"]
+    | {
+        "parallelism.tp": 4,
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "moe.bias_update_rate": 0.05,
+        "activation_checkpoint.mode": "selective",
+    },
+    "all heads normalised together, half of each turned, in stages": MODELS["minimax_m2"]
+    | {
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 2,
+        "training.loss_chunks": 5,
+    },
+    "multi-token prediction after the final norm, split over tp and cp": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "model.tie_embeddings": True,
+        "parallelism.tp": 2,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 4,
+        "training.loss_chunks": 5,
+        "activation_checkpoint.mode": "full",
+    },
+    "multi-token prediction after the final norm, in stages of a V": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "model.num_layers": 4,
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.etp": 2,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "training.global_batch_size": 4,
+    },
+    "multi-token prediction after the final norm, sharded": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "parallelism.dp_replicate": 2,
+        "parallelism.experts.ep": 2,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 4,
         "parallelism.cp_kind": "ulysses",

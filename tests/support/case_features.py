@@ -82,6 +82,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.shared_hidden": 16,
         "model.own": {"linear_key_dim": 4, "linear_value_dim": 6},
     },
+    "minimax_m2": {
+        "model.num_heads": 16,
+        "model.rotary_dim": 2,
+        "model.qk_norm": "full",
+        "model.score_function": "sigmoid",
+        "model.top_k": 3,
+    },
     "after_topk": {"model.score_function": "softmax_after_topk", "model.moe_every": 2, "model.dense_hidden": 16},
 }
 DROPPING: dict[str, dict[str, Any]] = {"dropless": {}}
@@ -137,7 +144,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
-UNDEALT = ("glm4_moe", "qwen3_next")
+UNDEALT = ("glm4_moe", "minimax_m2", "qwen3_next")
 """Models that the sweeps on record (docs/parity.md) are from before. tests/test_parity.py has them under mappings."""
 FEATURES = {
     "model": {name: case for name, case in MODELS.items() if name not in UNDEALT},

@@ -56,7 +56,7 @@ class Model:
     """The model. A family and a size give every other field its value, and any of them can be overridden; or `hf` names a model whose own file gives them all."""
 
     hf: str = ""
-    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
+    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
     change: list[str] = field(default_factory=list)
     """With hf or checkpoint.initial_hf: fields whose values here win over the model's own file, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context; those of other tables by their path, "moe.aux_loss"."""
     family: str = "mixtral"
@@ -161,6 +161,8 @@ class Model:
     """Groups a token may choose its experts from."""
     mtp_depth: Annotated[int, Range(0, 1)] = 0
     """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
+    mtp_after_norm: bool = False
+    """That block sees hidden states after the final norm, as vLLM and Megatron feed it, instead of before it. True to draft with their servers, and with model.hf unless set."""
     init_std: Annotated[float, POSITIVE] = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
     own: Own = field(default_factory=Own)
