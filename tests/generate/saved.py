@@ -106,3 +106,22 @@ def tokens(
     numbered_prompts = [Prompt(number, ids) for number, ids in enumerate(prompts)]
     batches = generator(path, degrees, eos).batches(numbered_prompts, size, most, Sampling(**sampling))
     return [(generated.number, generated.tokens, generated.end) for batch in batches for generated in batch]
+
+
+def turns(
+    path: Path, degrees: dict[str, int], prompts: list[list[int]], most: int
+) -> list[tuple[list[int], list[int]]]:
+    """On a rank: of each prompt, one after the other, the likeliest tokens after it, and how many tokens each forward
+    read. A prompt begins with as many tokens of what is cached then as its first number says."""
+    from titanmoe.generate.loop import Prompt
+    from titanmoe.generate.sample import Sampling
+
+    text_generator, out = generator(path, degrees), []
+    forward = text_generator.forward
+    for number, (same, *more) in enumerate(prompts):
+        counts: list[int] = []
+        text_generator.forward = lambda ids, counts=counts: counts.append(len(ids)) or forward(ids)
+        prompt = Prompt(number, text_generator.cached_ids[:same] + more)
+        (generated,) = text_generator.batch([prompt], most, Sampling(temperature=0.0))
+        out.append((prompt.ids + generated.tokens, counts))
+    return out

@@ -52,6 +52,10 @@ class Linear(nn.Module):
             return y
         return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
 
+    def adapted_weight(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
+
 
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):

@@ -88,8 +88,11 @@ class MixerRules(Rules, ABC):
     name = ""
     """Its name in messages, such as "latent attention"."""
     attends = False
-    """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
-    that; both refuse a mixer that has none."""
+    """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that, and
+    refuses a mixer that has none."""
+    cache = ""
+    """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
+    that of grouped-query attention for whatever attends. Without one it cannot generate."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
