@@ -36,7 +36,7 @@ class CachedKeys(Cache):
 
     @staticmethod
     def size(model: Model, layer: int, tp: int) -> CacheSize:
-        return CacheSize(2 * model.num_kv_heads // tp * model.head_dim, window(model, layer))
+        return CacheSize(2 * max(1, model.num_kv_heads // tp) * model.head_dim, window(model, layer))
 
     def __call__(
         self, q_1THh: Tensor, k_1TGh: Tensor, v_1TGv: Tensor, mask: Mask, sinks_H: Tensor | None = None
