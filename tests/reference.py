@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -92,6 +93,8 @@ class OwnLayer(NamedTuple):
     """Of its parameters."""
     mix: Callable[[Model, dict[str, Tensor], Tensor, Tensor | None], Tensor]
     """From its parameters, the block's normed input (G, S, D) and each position's document, if there are several."""
+    begin: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    """How some of its parameters begin: from uniform numbers."""
 
 
 OWN_LAYERS: dict[str, OwnLayer] = {}
@@ -189,10 +192,14 @@ def _ffn_shapes(name: str, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    weights = {}
+    weights, own = {}, OWN_LAYERS.get(model.family)
     for name, shape in shapes(model).items():
         leaf = name.removesuffix(".weight").split(".")[-1]
-        if leaf.endswith("norm"):
+        if own and leaf in own.begin:
+            index = torch.arange(math.prod(shape)).view(shape)
+            uniform = counter_rng.uniform(counter_rng.key("weight", seed, name), index, dtype)
+            weights[name] = own.begin[leaf](uniform)
+        elif leaf.endswith("norm"):
             weights[name] = torch.ones(shape, dtype=dtype)
         elif name.endswith("bias"):
             weights[name] = torch.zeros(shape, dtype=dtype)

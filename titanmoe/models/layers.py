@@ -2,7 +2,8 @@
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width;
-`tp_dims` says which dim of which of its parameters is split.
+`tp_dims` says which dim of which of its parameters is split, `cheap` which of its methods take little time for the
+memory of what they keep: selective recomputation runs them again.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class FeedForward(nn.Module):
     """SwiGLU."""
 
     tp_dims = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
+    cheap = ("down",)
 
     def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):
         super().__init__()

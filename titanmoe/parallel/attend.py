@@ -1,4 +1,4 @@
-"""Gives every block the attention that `titanmoe.fold.attention_backend.pick_backend` picks."""
+"""Gives every block the attention that `titanmoe.fold.attention_backend.pick_backend` picks, or its runs of tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.fold.attention_backend import head_widths, pick_backend
 from titanmoe.mask import CAUSAL, Mask
+from titanmoe.models.runs import Runs
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
 from titanmoe.parallel import attention_kernel
@@ -69,13 +70,16 @@ def _flexed(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H, tell_lse, *, masks: Mas
 def context_parallel(
     model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
 ) -> None:
-    """Sets every block's attention, with or without cp, and the kernel for it."""
+    """Sets every block's attention or runs, with or without cp, and the kernel for attention."""
     widths, deterministic = head_widths(model.shape), torch.are_deterministic_algorithms_enabled()
     attention_kernel.use(attention_kernel.pick(options.attention_kernel, *widths, deterministic))
     # After the all-to-all of ulysses a rank has the whole sequence.
     split = cp.size > 1 and options.cp_kind != "ulysses"
+    runs = Runs(tuple(placement.chunks_of(cp.rank)), tuple(placement.order()), cp)
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
     for block in model.blocks().values():
+        if hasattr(block.attention, "runs"):
+            block.attention.runs = runs
         if not hasattr(block.attention, "attend"):
             continue
         block.attention.attend = partial(

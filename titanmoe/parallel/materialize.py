@@ -33,9 +33,18 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
+    initial = {
+        f"{path}.{name}": values
+        for path, module in model.named_modules()
+        for name, values in getattr(module, "initial", {}).items()
+    }
     for name, parameter in model.named_parameters():
         part, offset = piece(parameter)
-        if name.endswith("norm.weight"):
+        if name in initial:
+            key = counter_rng.key("weight", seed, name)
+            for rows, index in blocks_of(part, offset, parameter.shape):
+                rows.copy_(initial[name](key, index, torch.promote_types(part.dtype, model.dtype)))
+        elif name.endswith("norm.weight"):
             part.fill_(1)
         elif name.endswith(("bias", "lora_B")):
             part.zero_()

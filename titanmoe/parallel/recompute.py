@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from titanmoe.comm.recomputation import contexts
 from titanmoe.config.schema import ActivationCheckpoint
-from titanmoe.models.layers import FeedForward
 from titanmoe.models.transformer import Block, Transformer
 
 
@@ -81,9 +80,9 @@ def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Ten
 
 def _selective(block: Block) -> None:
     for module in block.modules():
-        if isinstance(module, FeedForward):
-            _checkpointed(module, "down")
-        elif hasattr(module, "make_and_use"):
+        for name in getattr(module, "cheap", ()):
+            _checkpointed(module, name)
+        if hasattr(module, "make_and_use"):
             module.make_and_use = _use_and_drop
 
 

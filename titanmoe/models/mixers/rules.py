@@ -3,7 +3,7 @@
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
 and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
 added to the residual stream. `tp_dims` of its class says which dims of its parameters tp splits; `tp` is then its
-group.
+group. `initial`, if it has one, says how those parameters begin that are neither normal nor norms nor biases.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class MixerWork(NamedTuple):
     queries: float = 0.0
     keys: float = 0.0
     """Keys and values. Context parallelism sends these two."""
+    state: float = 0.0
+    """In their place, if it goes by runs: what context parallelism sends of a run, whatever its length."""
     rotated: float = 0.0
     """Turned by RoPE."""
     normed: float = 0.0
@@ -88,8 +90,10 @@ class MixerRules(Rules, ABC):
     name = ""
     """Its name in messages, such as "latent attention"."""
     attends = False
-    """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that, and
-    refuses a mixer that has none."""
+    """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that."""
+    by_runs = False
+    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets. A mixer that neither
+    does nor attends is refused there."""
     cache = ""
     """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
     that of grouped-query attention for whatever attends. Without one it cannot generate."""
@@ -158,7 +162,7 @@ class MixerRules(Rules, ABC):
         }
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        if degrees.get("cp", 1) > 1 and not self.attends:
+        if degrees.get("cp", 1) > 1 and not self.attends and not self.by_runs:
             yield (
                 f"parallelism.cp = {degrees['cp']} splits sequences, and the {self.name} of model.family = "
                 f'"{config.model.family}" needs whole ones: use cp = 1'

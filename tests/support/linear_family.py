@@ -1,0 +1,21 @@
+"""A family for tests: every other block is linear attention, the first too."""
+
+from __future__ import annotations
+
+from titanmoe.config.schema import Model
+from titanmoe.models.families import mixtral
+from titanmoe.models.families.family import Family
+from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA
+from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
+from titanmoe.models.mixers.rules import MixerRules
+
+
+def is_linear(model: Model, layer: int) -> bool:
+    return layer % 2 == 0
+
+
+def mixer(model: Model, layer: int) -> MixerRules:
+    return GATED_DELTA if is_linear(model, layer) else GROUPED_QUERY
+
+
+FAMILY = Family({"debug": mixtral.SIZES["debug"]}, mixer=mixer, own=FIELDS)

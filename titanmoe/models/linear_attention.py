@@ -1,0 +1,147 @@
+"""Linear attention: a state of fixed size per head in the place of keys and values (titanmoe.ops.gated_delta).
+
+Gated DeltaNet, arXiv 2412.06464, as in Qwen3-Next and Qwen3.5. Queries, keys and values go through a convolution over
+the last few positions and SiLU, then through the recurrence; what it gives is normed and multiplied by SiLU(z).
+
+    wq, wk, wv, wz          residual stream -> queries and keys of the key heads, values and gates of the value heads
+    wb, wa                  one number per value head: beta = sigmoid(b), decay = -exp(A_log) softplus(a + dt_bias)
+    conv_q, conv_k, conv_v  taps of each channel; the last one is that of the position itself
+    norm, wo                heads -> residual stream
+
+With own.linear_gate = "gla" it is gated linear attention (arXiv 2312.06635): each row of the state decays by itself, by
+log sigmoid(wg_b wg_a x) / 16, and there is no beta.
+
+State and convolution start anew where a document begins. Every tp rank has whole key heads and the value heads that
+belong to them.
+
+Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, R runs of this
+rank (titanmoe.models.runs), c positions of a run, w positions before it that a convolution sees, C channels, K key heads
+and H value heads of this rank, k and v the widths of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
+from titanmoe.config.schema import Model
+from titanmoe.mask import Mask
+from titanmoe.models.latent_attention import make_and_use
+from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu
+from titanmoe.models.mixers.gated_delta import GLA_RANK, Heads
+from titanmoe.models.runs import Runs
+from titanmoe.ops import counter_rng, gated_delta
+
+GLA_TEMPERATURE = 16
+
+
+def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, dtype))
+
+
+def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ones(index.shape, dtype=dtype, device=index.device)
+
+
+def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Tensor | None) -> Tensor:
+    """SiLU of each channel's weighted sum over the last positions. until: of each position's document, and of those
+    before the run."""
+    length, last = x_RcC.shape[1], before_RwC.shape[1]
+    padded = torch.cat((before_RwC, x_RcC), 1)
+    y_RcC = padded[:, last:] * taps[:, last]
+    for back in range(1, last + 1):
+        earlier_RcC = padded[:, last - back : last - back + length] * taps[:, last - back]
+        if until is not None:
+            end = until.shape[1] - back
+            same_Rc = until[:, end - length : end] == until[:, -length:]
+            earlier_RcC = earlier_RcC.where(same_Rc.unsqueeze(-1), 0)
+        y_RcC = y_RcC + earlier_RcC
+    return F.silu(y_RcC)
+
+
+class GatedDelta(nn.Module):
+    tp_dims = {f"{w}.weight": 0 for w in ("wq", "wk", "wv", "wz", "wb", "wa", "wg_b")} | {"wo.weight": 1}
+    tp_dims |= dict.fromkeys(("wg_b.bias", "conv_q", "conv_k", "conv_v", "dt_bias", "A_log"), 0)
+    cheap = ("convolve", "down")
+    initial = {"dt_bias": ones, "A_log": log_of_uniform}
+
+    def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
+        super().__init__()
+        heads = Heads.of(model)
+        widths = heads.key_width, heads.key_width, heads.value_width
+        self.wq, self.wk, self.wv = (Linear(model.dim, width, dtype=dtype) for width in widths)
+        self.wz = Linear(model.dim, heads.value_width, dtype=dtype)
+        self.wo = Linear(heads.value_width, model.dim, dtype=dtype)
+        taps = (nn.Parameter(torch.empty(width, heads.conv_width, dtype=dtype)) for width in widths)
+        self.conv_q, self.conv_k, self.conv_v = taps
+        self.norm = RMSNorm(heads.value_dim, model.norm_eps, dtype)
+        self.wb = self.wa = self.dt_bias = self.A_log = self.wg_a = self.wg_b = None
+        if heads.gate == "gla":
+            self.wg_a = Linear(model.dim, GLA_RANK, dtype=dtype)
+            self.wg_b = Linear(GLA_RANK, heads.key_width, bias=True, dtype=dtype)
+        else:
+            self.wb, self.wa = (Linear(model.dim, heads.values, dtype=dtype) for _ in "ba")
+            self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads.values, dtype=dtype)) for _ in range(2))
+        self.heads, self.tp = heads, NO_GROUP
+        self.runs = Runs()
+        # Recomputation replaces it with a function that does not keep the tensors in between.
+        self.make_and_use = make_and_use
+
+    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
+        last = self.heads.conv_width - 1
+        qkv, z, decay, beta = self.project(self.runs.split(gather(x_BsD, 1, self.tp)))
+        before = self.runs.inputs_before(qkv, last)
+        until = None if mask.until_BL is None else self.runs.cut(mask.until_BL, max(1, last))
+        out_RcHv = self.make_and_use(
+            lambda: self.convolve(qkv, before, until), lambda q, k, v: self.recur(q, k, v, decay, beta, until)
+        )
+        return scatter_sum(self.runs.join(self.down(out_RcHv, z)), 1, self.tp)
+
+    def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
+        """Queries, keys and values before the convolution; z; the logarithms of the decay, and beta."""
+        qkvz = []
+        for linear in (self.wq, self.wk, self.wv, self.wz):
+            y_RcC, x_RcD = linear(x_RcD, pass_on=True)
+            qkvz.append(y_RcC)
+        return qkvz[:3], qkvz[3], *self.gates(x_RcD)
+
+    def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.wa is None:
+            decay = F.logsigmoid(promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
+            of_keys = decay.unflatten(-1, (-1, self.heads.key_dim))
+            return of_keys.repeat_interleave(self.heads.values // self.heads.keys, 2), None
+        b_RcH, x_RcD = self.wb(x_RcD, pass_on=True)
+        slope_H, bias_H = (promote(local(p)) for p in (self.A_log, self.dt_bias))
+        decay = -slope_H.exp() * F.softplus(promote(self.wa(x_RcD)) + bias_H)
+        return decay, promote(b_RcH).sigmoid()
+
+    def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
+        """By head."""
+        taps, widths = (self.conv_q, self.conv_k, self.conv_v), (self.heads.key_dim,) * 2 + (self.heads.value_dim,)
+        return tuple(
+            short_convolution(x, x_before, local(taps), until).unflatten(-1, (-1, width))
+            for x, x_before, taps, width in zip(qkv, before, taps, widths, strict=True)
+        )
+
+    def recur(
+        self,
+        q_RcKk: Tensor,
+        k_RcKk: Tensor,
+        v_RcHv: Tensor,
+        decay: Tensor,
+        beta_RcH: Tensor | None,
+        until: Tensor | None,
+    ) -> Tensor:
+        length = q_RcKk.shape[1]
+        documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
+        chunks = gated_delta.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents)
+        before = self.runs.states_before(*chunks.map()) if len(self.runs.order) > 1 else None
+        return chunks.run(before)[0]
+
+    def down(self, out_RcHv: Tensor, z_RcX: Tensor) -> Tensor:
+        z, normed = (promote(x) for x in (z_RcX, self.norm(out_RcHv).flatten(2)))
+        return self.wo(swiglu(z, normed).to(z_RcX.dtype))

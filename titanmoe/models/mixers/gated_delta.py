@@ -1,0 +1,129 @@
+"""Linear attention with a gated delta rule (arXiv 2412.06464), or with the gate of GLA (arXiv 2312.06635)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from titanmoe.config.divisors import divisors, nearest_values
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import OWN, Config, Model
+from titanmoe.models.mixers.rules import BatchShare, MatrixRows, MixerRules, MixerWork, Product, Split
+
+FIELDS: dict[str, int | float | bool | str] = dict(
+    linear_key_heads=8, linear_value_heads=8, linear_key_dim=8, linear_value_dim=8, conv_width=4, linear_gate="delta"
+)
+"""Of [model.own], for a family that has such layers."""
+GATES = "delta", "gla"
+GLA_RANK = 16
+
+
+class Heads(NamedTuple):
+    keys: int
+    values: int
+    """Value heads that belong to one key head are consecutive."""
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    gate: str
+
+    @classmethod
+    def of(cls, model: Model) -> Heads:
+        return cls(*(model.own[name] for name in FIELDS))
+
+    @property
+    def key_width(self) -> int:
+        return self.keys * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.values * self.value_dim
+
+
+class GatedDeltaRules(MixerRules):
+    name = "linear attention"
+    implementation = "titanmoe.models.linear_attention:GatedDelta"
+    by_runs = True
+    after_scores = ("norm.weight", "wo.weight")
+
+    def matrices(self, model: Model) -> list[Split]:
+        heads, dim = Heads.of(model), model.dim
+        widths = heads.key_width, heads.key_width, heads.value_width
+        projections: list[Split] = [((width, dim), 0) for width in (*widths, heads.value_width)]
+        if heads.gate == "gla":
+            gates: list[Split] = [((GLA_RANK, dim), None), ((heads.key_width, GLA_RANK), 0)]
+        else:
+            gates = [((heads.values, dim), 0)] * 2
+        taps: list[Split] = [((width, heads.conv_width), 0) for width in widths]
+        return [*projections, *gates, *taps, ((dim, heads.value_width), 1)]
+
+    def vectors(self, model: Model) -> list[Split]:
+        heads = Heads.of(model)
+        return [((heads.key_width,), 0)] if heads.gate == "gla" else [((heads.values,), 0)] * 2
+
+    def norms(self, model: Model) -> list[Split]:
+        return [((Heads.of(model).value_dim,), None)]
+
+    def names(self, model: Model) -> list[str]:
+        gla = Heads.of(model).gate == "gla"
+        matrices = [f"{w}.weight" for w in ("wq", "wk", "wv", "wz", *(("wg_a", "wg_b") if gla else ("wb", "wa")))]
+        vectors = ["wg_b.bias"] if gla else ["dt_bias", "A_log"]
+        return [*matrices, "conv_q", "conv_k", "conv_v", "wo.weight", *vectors, "norm.weight"]
+
+    def rows(self, model: Model) -> dict[str, MatrixRows]:
+        """What makes beta and decay are gates, and AdamW's like the taps."""
+        heads = Heads.of(model)
+        key, value = MatrixRows((heads.key_dim,)), MatrixRows((heads.value_dim,))
+        rows = {"wq": key, "wk": key, "wv": value, "wz": value, "wo": MatrixRows(())}
+        return {f"{name}.weight": value for name, value in rows.items()}
+
+    def token_flops(self, model: Model) -> int:
+        """Of the recurrence as it is defined, token by token: what the state holds for a key (delta), its change, and
+        what it holds for the query. The form by chunks of 64 tokens computes more."""
+        heads = Heads.of(model)
+        return (4 if heads.gate == "gla" else 6) * heads.values * heads.key_dim * heads.value_dim
+
+    def work(self, model: Model, tp: int) -> MixerWork:
+        heads, dim = Heads.of(model), model.dim
+        key, value = heads.key_width / tp, heads.value_width / tp
+        products = [Product(2 * key + 2 * value, dim), Product(dim, value)]
+        if heads.gate == "gla":
+            products += [Product(GLA_RANK, dim), Product(key, GLA_RANK)]
+        else:
+            products.append(Product(2 * heads.values / tp, dim))
+        state = heads.values / tp * heads.key_dim * (heads.key_dim + heads.value_dim)
+        return MixerWork(products, dim, state=state)
+
+    def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
+        """Both sides of the convolution and of SiLU, which are queries, keys and values; the gates; what the recurrence
+        gives and z, and what becomes of both."""
+        heads, w, W = Heads.of(model), share.width, max(4, share.width)
+        values, value = heads.values // share.tp, heads.value_width // share.tp
+        convolved = 2 * heads.key_width // share.tp + value
+        if selective:
+            position = (convolved + 2 * value) * w + 4 * values * W
+        else:
+            position = (3 * convolved + 2 * value) * w + (3 * value + 5 * values) * W
+        return share.positions * position
+
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        own: dict[str, Any] = {name: config.model.own[name] for name in FIELDS}
+        for name, value in own.items():
+            if name != "linear_gate" and value < 1:
+                yield Violation((f"{OWN}.{name}",), f"{OWN}.{name} = {value} leaves nothing: use 1 or more")
+        keys, values, gate = own["linear_key_heads"], own["linear_value_heads"], own["linear_gate"]
+        if keys > 0 and values % keys:
+            yield Violation(
+                (f"{OWN}.linear_value_heads", f"{OWN}.linear_key_heads"),
+                f"{OWN}.linear_value_heads = {values} is not a multiple of {OWN}.linear_key_heads = {keys} "
+                f"({values} % {keys} = {values % keys}): use linear_key_heads {nearest_values(divisors(values), keys)}",
+            )
+        if gate not in GATES:
+            known = " or ".join(f'"{name}"' for name in GATES)
+            yield Violation((f"{OWN}.linear_gate",), f'{OWN}.linear_gate = "{gate}" is no gate: use {known}')
+
+
+GATED_DELTA = GatedDeltaRules()
