@@ -11,11 +11,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import parity, reference
+from tests.support import case_features, linear_family, reference_linear
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
+
+LINEAR = {"model.family": f"{linear_family.__name__}:FAMILY", "model.own": {"linear_value_heads": 16}}
+MODELS = case_features.MODELS | {
+    "gated_delta": LINEAR,
+    "gla": LINEAR | {"model.own": {"linear_gate": "gla", "conv_width": 3}},
+}
+reference.OWN_LAYERS[LINEAR["model.family"]] = reference.OwnLayer(
+    linear_family.is_linear, reference_linear.shapes, reference_linear.mix, reference_linear.BEGIN
+)
 
 # What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}

@@ -10,7 +10,7 @@ import torch
 
 from tests import parity, world
 from tests.generate import saved
-from tests.support.case_features import MODELS
+from tests.generate.saved import MODELS
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.generate.cache import cache_bytes
@@ -21,7 +21,6 @@ from titanmoe.models.mixers.grouped_query import GroupedQuery
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/generate.md"
 PROMPTS, MOST = [9, 4, 14], 5
-CHANGES = MODELS["gpt_oss"] | {"model.num_kv_heads": 4}
 
 
 def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
@@ -39,9 +38,9 @@ def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("model", [CHANGES, MODELS["deepseek_v3"]], ids=["windows", "latents"])
-def test_it_is_what_the_tensors_take(tmp_path: Path, model: dict[str, object], tp: int) -> None:
-    saved.write(tmp_path / "saved", model)
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek_v3", "gated_delta"])
+def test_it_is_what_the_tensors_take(tmp_path: Path, model: str, tp: int) -> None:
+    saved.write(tmp_path / "saved", MODELS[model])
     for (token, text), nbytes, capacity in world.run(tp, taken, tmp_path / "saved", tp):
         assert nbytes == len(PROMPTS) * (token * capacity + text)
 

@@ -60,6 +60,19 @@ class PerToken:
         return True
 
 
+class PerText:
+    """A state of each row, which has gone through all of its positions."""
+
+    def __init__(self, x_B: Tensor):
+        self.x = x_B
+
+    def keep(self, row_B: Tensor) -> None:
+        self.x = self.x[row_B]
+
+    def go_back(self, count: int) -> bool:
+        return not count
+
+
 class CacheSize(NamedTuple):
     """What a block keeps, in numbers of a rank."""
 
@@ -67,12 +80,14 @@ class CacheSize(NamedTuple):
     """Of each token."""
     last: int = 0
     """Of how many tokens, the last ones; 0: of all."""
+    state: int = 0
+    """Of a text, at least in float32."""
 
 
 class Cache(ABC):
     """Takes the place of what mixes tokens in a mixer's module. `cache` of the mixer's rules names its class."""
 
-    kept: Sequence[PerToken] = ()
+    kept: Sequence[PerToken | PerText] = ()
 
     @abstractmethod
     def __init__(self, mixer: Any, rows: Rows):
@@ -103,7 +118,7 @@ def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
     for layer, mixer in enumerate(mixers(model)[: model.num_layers]):
         size = cache_of(mixer).size(model, layer, tp)
         token += width * size.token * (not size.last)
-        text += width * size.token * size.last
+        text += width * size.token * size.last + max(width, 4) * size.state
     return token, text
 
 
