@@ -1,23 +1,23 @@
 """The gated delta rule (arXiv 2412.06464) and gated linear attention (GLA, arXiv 2312.06635), a chunk at a time.
 
-A head has a state S in place of keys and values, and each token changes it:
+In place of keys and values a head has a state S, which each token changes and then reads:
 
-    delta    S <- e^decay (I - beta k k^T) S + beta k v^T    decay a number of each head; q and k are scaled to length 1
-    GLA      S <- e^decay * S + k v^T                        decay a number of each row of S; no beta
-    both     out = S^T q / sqrt(length of q)
+    delta    S <- e^decay (I - beta k k^T) S + beta k v^T    decay: one number per head; q and k are scaled to length 1
+    GLA      S <- e^decay * S + k v^T                        decay: one number per row of S; no beta
+    both     out = S^T q / sqrt(width of q)
 
 Where a document begins, S is 0 before its first token. Decays are logarithms and at most 0.
 
-What a chunk of tokens does to the state, and what it reads from it, is linear:
+What a chunk of tokens does to the state, and what its outputs take from it, is linear:
 
     S_after = carry S + gain        out = read S + own
 
-So these four are computed for all chunks at once, and only S goes from chunk to chunk. A run of tokens does the same:
-its `map` is what a rank of context parallelism sends of it.
+All chunks compute these four at once; only S goes from chunk to chunk. The same is true of a whole run of tokens: its
+`map` is what a rank of context parallelism has to send of it.
 
-Every exponent is a sum of decays from one token to a later one. None is positive, so nothing overflows.
+Exponents are sums of decays from a token to a later one. None is positive, so nothing overflows.
 
-Autograd keeps the inputs as they are and no more: backward computes everything else again.
+Autograd keeps the inputs, in their own dtypes, and nothing else: backward computes the chunks again.
 
 Shapes: B samples, S tokens of a run, H value heads, of which each of R key heads serves G consecutive ones, k and v
 their widths; N chunks of C tokens; Z is B times H.
@@ -26,6 +26,7 @@ their widths; N chunks of C tokens; Z is B times H.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -35,31 +36,41 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK = 64
 """Tokens, a power of 2."""
-
-
-def of_length_one(x: Tensor) -> Tensor:
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+FLA = find_spec("fla") is not None
+"""Whether fla-core is installed."""
 
 
 class ChunkedRun(NamedTuple):
-    """A run of tokens, computed in chunks."""
-
     q_BSRk: Tensor
     k_BSRk: Tensor
     v_BSHv: Tensor
     decay: Tensor
     beta_BSH: Tensor | None
-    begins_BS: Tensor
-    """Whether a document begins."""
+    begins_BS: Tensor | None
+    """Whether a document begins; None: nowhere."""
+    kernels: str
 
     def map(self) -> tuple[Tensor, Tensor]:
         """M (B, H, k, k) and S (B, H, k, v) of the whole run: state_out = M state_in + S."""
-        return _again_in_backward(_map, *self)
+        *tokens, kernels = self
+        (B, _, H, v), k = self.v_BSHv.shape, self.k_BSRk.shape[-1]
+        # A state that is wider, of which values write to the end.
+        identity = torch.eye(k, k + v, dtype=_wide(self.v_BSHv, self.decay), device=self.v_BSHv.device)
+        identity = identity.expand(B, H, -1, -1)
+        if by_fla(kernels, self.v_BSHv):
+            after = self._replace(v_BSHv=F.pad(self.v_BSHv, (k, 0))).run(identity)[1]
+        else:
+            after = _again_in_backward(_state_after, identity, *tokens)
+        return after[..., :k], after[..., k:]
 
     def run(self, state_BHkv: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The outputs (B, S, H, v), in v's dtype, and the state after the run, in float32 or wider."""
-        return _again_in_backward(_run, state_BHkv, *self)
+        *tokens, kernels = self
+        if by_fla(kernels, self.v_BSHv):
+            from titanmoe.ops.kernels.gated_delta import run
+
+            return run(state_BHkv, *tokens)
+        return _again_in_backward(_run, state_BHkv, *tokens)
 
 
 def cut(
@@ -70,32 +81,41 @@ def cut(
     beta_BSH: Tensor | None,
     document_BS: Tensor | None = None,
     before_B: Tensor | None = None,
+    kernels: str = "torch",
 ) -> ChunkedRun:
-    """q and k as projected, neither repeated for each value head nor scaled. decay: (B, S, H), or (B, S, H, k) and no
-    beta for GLA. document_BS: numbers that change where a document begins; None: nowhere. before_B: that of the token
-    before the run; None: the run goes on with the document of the incoming state.
+    """q and k as projected, neither repeated for each value head nor scaled. decay: (B, S, H); for GLA (B, S, R, k) or
+    (B, S, H, k), and no beta. document_BS: numbers that change where a document begins; None: nowhere. before_B: that
+    of the token before the run; None: the run goes on with the document of the incoming state.
     """
-    if document_BS is None:
-        begins = torch.zeros(v_BSHv.shape[:2], dtype=torch.bool, device=v_BSHv.device)
-    else:
+    begins = None
+    if document_BS is not None:
         before = document_BS[:, 0] if before_B is None else before_B
         begins = document_BS.diff(dim=1, prepend=before.unsqueeze(1)) != 0
-    return ChunkedRun(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins)
+    return ChunkedRun(q_BSRk, k_BSRk, v_BSHv, decay, beta_BSH, begins, kernels)
+
+
+def by_fla(kernels: str, x: Tensor) -> bool:
+    """Whether fla-core's kernels compute it: those for float32 round to TF32 on the way."""
+    return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2
 
 
 def step(
     state_BHkv: Tensor, q_BRk: Tensor, k_BRk: Tensor, v_BHv: Tensor, decay: Tensor, beta_BH: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """One token: its output (B, H, v), and the state after it. decay: (B, H), or (B, H, k) for GLA."""
+    """One token: its output (B, H, v), and the state after it. Arguments as those of `cut`, without S."""
     R, wide = q_BRk.shape[1], state_BHkv.dtype
-    state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (state_BHkv, v_BHv, decay))
-    q, k = (x.unsqueeze(2) for x in _scaled(q_BRk.to(wide), k_BRk.to(wide), beta_BH))
-    state = state * (decay.exp() if beta_BH is None else decay.exp().unsqueeze(-1)).unsqueeze(-1)
+    q, k, state, v, decay = (x.to(wide).unflatten(1, (R, -1)) for x in (q_BRk, k_BRk, state_BHkv, v_BHv, decay))
+    q, k = _scaled(q, k, beta_BH)
+    state = state * decay.exp().view(*decay.shape[:3], -1, 1)
     if beta_BH is not None:
         v = (v - (k.unsqueeze(-2) @ state).squeeze(-2)) * beta_BH.to(wide).unflatten(1, (R, -1)).unsqueeze(-1)
     state = state + k.unsqueeze(-1) * v.unsqueeze(-2)
     out = (q.unsqueeze(-2) @ state).squeeze(-2)
     return out.flatten(1, 2).to(v_BHv.dtype), state.flatten(1, 2)
+
+
+def of_length_one(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _scaled(q: Tensor, k: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -104,84 +124,122 @@ def _scaled(q: Tensor, k: Tensor, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     return q * q.shape[-1] ** -0.5, k
 
 
-def _again_in_backward(function: Callable[..., tuple[Tensor, Tensor]], *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+def _wide(v: Tensor, decay: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(v.dtype, decay.dtype), torch.float32)
+
+
+def _again_in_backward(function: Callable, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Parts(NamedTuple):
-    carry: Tensor
-    """(Z, N, k, k); for GLA its diagonal, (Z, N, k, 1)."""
-    gain_ZNkv: Tensor
-    read_ZNCk: Tensor
-    own_ZNCv: Tensor
+def _state_after(state_BHkx: Tensor, *tokens: Tensor) -> Tensor:
+    carry, gain_ZNkv, _ = _chunks(*tokens)
+    gain_ZNkx = F.pad(gain_ZNkv, (state_BHkx.shape[-1] - gain_ZNkv.shape[-1], 0))
+    return _states(carry, gain_ZNkx, state_BHkx.flatten(0, 1))[-1].unflatten(0, state_BHkx.shape[:2])
 
 
-def _map(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-    carry, gain, _, _ = _parts(*inputs)
-    k, v = gain.shape[-2:]
-    identity = torch.eye(k, k + v, dtype=gain.dtype, device=gain.device).expand(len(gain), -1, -1)
-    after = _states(carry, F.pad(gain, (k, 0)), identity)[-1].unflatten(0, (len(inputs[0]), -1))
-    return after[..., :k], after[..., k:]
-
-
-def _run(state_BHkv: Tensor | None, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-    carry, gain, read, own = _parts(*inputs)
-    (B, S), dtype = inputs[0].shape[:2], inputs[2].dtype
-    begin = torch.zeros_like(gain[:, 0]) if state_BHkv is None else state_BHkv.to(gain.dtype).flatten(0, 1)
-    *before, after = _states(carry, gain, begin)
-    out_ZSv = (own + read @ torch.stack(before, 1)).flatten(1, 2)[:, :S]
-    return out_ZSv.to(dtype).unflatten(0, (B, -1)).transpose(1, 2), after.unflatten(0, (B, -1))
+def _run(state_BHkv: Tensor | None, *tokens: Tensor) -> tuple[Tensor, Tensor]:
+    carry, gain_ZNkv, reading = _chunks(*tokens)
+    (B, S, H, _), dtype = tokens[2].shape, tokens[2].dtype
+    begin = torch.zeros_like(gain_ZNkv[:, 0]) if state_BHkv is None else state_BHkv.to(gain_ZNkv).flatten(0, 1)
+    *before, after = _states(carry, gain_ZNkv, begin)
+    read_ZNCk, own_ZNCv = reading()
+    out_ZSv = (own_ZNCv + read_ZNCk @ torch.stack(before, 1)).flatten(1, 2)[:, :S]
+    return out_ZSv.to(dtype).unflatten(0, (B, H)).transpose(1, 2), after.unflatten(0, (B, H))
 
 
 def _states(carry: Tensor, gain_ZNkv: Tensor, state_Zkv: Tensor) -> list[Tensor]:
-    """Before each chunk, and after the last one."""
-    states, then = [state_Zkv], torch.addcmul if carry.shape[-1] == 1 else torch.baddbmm
-    for c, g in zip(carry.unbind(1), gain_ZNkv.unbind(1), strict=True):
-        states.append(then(g, c, states[-1]))
+    """Before each chunk, and after the last one. carry: (Z, N, k, k), or (Z, N, k, 1) if it is diagonal."""
+    states, after = [state_Zkv], torch.addcmul if carry.shape[-1] == 1 else torch.baddbmm
+    for carry_, gain in zip(carry.unbind(1), gain_ZNkv.unbind(1), strict=True):
+        states.append(after(gain, carry_, states[-1]))
     return states
 
 
-def _parts(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor) -> _Parts:
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor | None
+) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
+    """carry; gain; and what computes read and own."""
     length, R = q.shape[1:3]
     C = min(CHUNK, 1 << (length - 1).bit_length())
-    wide = torch.promote_types(torch.promote_types(v.dtype, decay.dtype), torch.float32)
+    wide, lead = _wide(v, decay), (len(v), v.shape[2])
 
     def chunks(x_BSHx: Tensor) -> Tensor:
         """(B, R, G, N, C, x), filled up with tokens that change nothing."""
         x = F.pad(x_BSHx.to(wide), (0, 0, 0, 0, 0, -length % C))
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (R, -1))
 
+    def heads(x: Tensor) -> Tensor:
+        """(Z, N, ...)."""
+        return x.expand(lead[0], R, lead[1] // R, *x.shape[3:]).flatten(0, 2)
+
+    if begins is None:
+        begins = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
+    begins = F.pad(begins, (0, -length % C)).unflatten(1, (-1, C))[:, None, None]
     q, k = _scaled(chunks(q), chunks(k), beta)
-    since = chunks(decay if beta is None else decay.unsqueeze(-1)).cumsum(4)
-    end = since[..., -1:, :]
-    # The number of documents that have begun since the chunk did.
-    document = F.pad(begins, (0, -length % C)).unflatten(1, (-1, C)).cumsum(2)[:, None, None, :, :, None]
-    last = document[..., -1:, :]
-    through = end.exp().masked_fill(last != 0, 0)
-    q_before, k_before = (x * since.exp().masked_fill(document != 0, 0) for x in (q, k))
-    k_after = k * (end - since).exp().masked_fill(document != last, 0)
-    seen = (document == document.mT).tril()
     if beta is None:
-        weights = _gla_weights(q, k, since).masked_fill(~seen, 0)
-        parts = through.mT, k_after.mT @ chunks(v), q_before, weights @ chunks(v)
+        carry, gain, reading = _gla(q, k, chunks(v), _decays(chunks(decay), begins))
     else:
-        kept = (since - since.mT).masked_fill(~seen, -torch.inf).exp()
-        beta = chunks(beta.unsqueeze(-1))
-        # What each token writes: of the state before the chunk, and for itself.
-        both = torch.linalg.solve_triangular(
-            k @ k.mT * kept * beta, torch.cat((k_before, chunks(v)), -1) * beta, upper=False, unitriangular=True
-        )
-        widths = k.shape[-1], v.shape[-1]
-        carry, gain = (k_after.mT @ both).split(widths, -1)
-        read, own = (q @ k.mT * kept @ both).split(widths, -1)
-        parts = torch.eye(widths[0], dtype=wide, device=k.device) * through - carry, gain, q_before - read, own
-    return _Parts(*(x.flatten(0, 2) for x in parts))
+        decays = _decays(chunks(decay.unsqueeze(-1)), begins)
+        carry, gain, reading = _delta(q, k, chunks(v), chunks(beta.unsqueeze(-1)), decays)
+    return heads(carry), heads(gain), lambda: tuple(heads(x) for x in reading())
+
+
+class _Decays(NamedTuple):
+    """Within chunks; x is 1, or k for GLA."""
+
+    since: Tensor
+    """(..., C, x): logarithms, from the chunk's begin to each token."""
+    from_begin: Tensor
+    to_end: Tensor
+    through: Tensor
+    """(..., 1, x)."""
+    seen: Tensor
+    """(..., C, C): whether a token is in the same document and not later."""
+
+
+def _decays(decay: Tensor, begins: Tensor) -> _Decays:
+    since, document = decay.cumsum(-2), begins.cumsum(-1).unsqueeze(-1)
+    end, last = since[..., -1:, :], document[..., -1:, :]
+    return _Decays(
+        since,
+        since.exp().masked_fill(document != 0, 0),
+        (end - since).exp().masked_fill(document != last, 0),
+        end.exp().masked_fill(last != 0, 0),
+        (document == document.mT).tril(),
+    )
+
+
+def _delta(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
+    since, from_begin, to_end, through, seen = decays
+    kept = (since - since.mT).masked_fill(~seen, -torch.inf).exp()
+    widths = k.shape[-1], v.shape[-1]
+    # What a token writes depends on what those before it wrote: of the state at the begin; of this chunk's values.
+    writes = torch.cat((k * from_begin, v), -1) * beta
+    writes = torch.linalg.solve_triangular(k @ k.mT * kept * beta, writes, upper=False, unitriangular=True)
+    of_state, gain = ((k * to_end).mT @ writes).split(widths, -1)
+    identity = torch.eye(widths[0], dtype=k.dtype, device=k.device)
+
+    def reading() -> tuple[Tensor, Tensor]:
+        of_state, own = (q @ k.mT * kept @ writes).split(widths, -1)
+        return q * from_begin - of_state, own
+
+    return identity * through - of_state, gain, reading
+
+
+def _gla(q: Tensor, k: Tensor, v: Tensor, decays: _Decays) -> tuple[Tensor, Tensor, Callable]:
+    def reading() -> tuple[Tensor, Tensor]:
+        weights = _gla_weights(q, k, decays.since).masked_fill(~decays.seen, 0)
+        return q * decays.from_begin, weights @ v
+
+    return decays.through.mT, (k * decays.to_end).mT @ v, reading
 
 
 def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
-    """Of each pair of tokens of a chunk: the sum over k of q k e^decay between them, for those not in order 0.
+    """Of a token and an earlier one of its chunk: the sum over k of q k e^(decays between them); of others 0.
 
-    Twice as many tokens at a time: between two halves, decays add up to the first's end and on from there.
+    First of each token with itself, then of chunks twice as long each time: from the first half to the second, decays
+    add up to the first half's end and from there on.
     """
     weights = (q * k).sum(-1, keepdim=True).unsqueeze(-1).expand(*since.shape[:-1], 1, 1)
     while (half := weights.shape[-1]) < since.shape[-2]:
