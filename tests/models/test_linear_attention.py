@@ -32,7 +32,7 @@ def own(**changes) -> dict:
         (2, {CP: 2, PLACEMENT: "contiguous"}, True),
         (2, {CP: 2, KIND: "allgather", MODE: "selective"}, True),
         (2, {CP: 2, KIND: "ulysses", MODE: "full", **own(linear_gate="gla")}, True),
-        (2, {EP: 2, "compile.enable": True, "compile.backend": "aot_eager", CP: 2}, True),
+        (2, {CP: 2, "compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}, True),
         (2, {TP: 2, EP: 2, MODE: "moe", **own(linear_gate="gla")}, False),
         (4, {CP: 4, "training.local_batch_size": 2}, True),
         (4, {CP: 4, PLACEMENT: "contiguous", MODE: "full"}, False),

@@ -86,7 +86,7 @@ class GatedDelta(nn.Module):
         else:
             self.wb, self.wa = (Linear(model.dim, heads.values, dtype=dtype) for _ in "ba")
             self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads.values, dtype=dtype)) for _ in range(2))
-        self.heads, self.tp = heads, NO_GROUP
+        self.heads, self.kernels, self.tp = heads, kernels, NO_GROUP
         self.runs = Runs()
         # Recomputation replaces it with a function that does not keep the tensors in between.
         self.make_and_use = make_and_use
@@ -116,12 +116,12 @@ class GatedDelta(nn.Module):
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.wa is None:
             decay = F.logsigmoid(promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
-            of_keys = decay.unflatten(-1, (-1, self.heads.key_dim))
-            return of_keys.repeat_interleave(self.heads.values // self.heads.keys, 2), None
+            return decay.unflatten(-1, (-1, self.heads.key_dim)), None
         b_RcH, x_RcD = self.wb(x_RcD, pass_on=True)
-        slope_H, bias_H = (promote(local(p)) for p in (self.A_log, self.dt_bias))
-        decay = -slope_H.exp() * F.softplus(promote(self.wa(x_RcD)) + bias_H)
-        return decay, promote(b_RcH).sigmoid()
+        A_log, bias = (promote(local(p)) for p in (self.A_log, self.dt_bias))
+        # torch 2.13 compiles softplus with other strides in backward than it has: log(e^a + e^0) is the same.
+        softplus = torch.logaddexp(promote(self.wa(x_RcD)) + bias, bias.new_zeros(()))
+        return -A_log.exp() * softplus, promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
         """By head."""
@@ -142,7 +142,7 @@ class GatedDelta(nn.Module):
     ) -> Tensor:
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
-        chunks = gated_delta.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents)
+        chunks = gated_delta.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
         before = self.runs.states_before(*chunks.map()) if len(self.runs.order) > 1 else None
         return chunks.run(before)[0]
 
