@@ -21,7 +21,7 @@ from titanmoe.ops import counter_rng
 LINEAR = {"model.family": f"{linear_family.__name__}:FAMILY", "model.own": {"linear_value_heads": 16}}
 MODELS = case_features.MODELS | {
     "gated_delta": LINEAR,
-    "gla": LINEAR | {"model.own": {"linear_gate": "gla", "conv_width": 3}},
+    "gla": LINEAR | {"model.own": {"linear_value_heads": 16, "linear_gate": "gla", "conv_width": 1}},
 }
 reference.OWN_LAYERS[LINEAR["model.family"]] = reference.OwnLayer(
     linear_family.is_linear, reference_linear.shapes, reference_linear.mix, reference_linear.BEGIN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -47,10 +48,10 @@ class CachedState(Cache):
         """One after the other, because they have different lengths."""
         rows, heads = self.rows, self.mixer.heads
         self.inputs = [PerToken(rows, x_1TC.unsqueeze(2), heads.conv_width) for x_1TC in qkv]
-        self.state = PerText(decay.new_zeros(len(rows.spans), decay.shape[2], heads.key_dim, heads.value_dim))
-        self.kept = *self.inputs, self.state
         before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
-        out_1THv = before[0].new_zeros(*decay.shape[:3], heads.value_dim)
+        out_1THv = torch.zeros_like(qkv[2]).unflatten(2, (-1, heads.value_dim))
+        self.state = PerText(decay.new_zeros(len(rows.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim))
+        self.kept = *self.inputs, self.state
         for row, (first, end) in enumerate(rows.spans):
             prompt, gates = ([None if x is None else x[:, first:end] for x in xs] for xs in (qkv, (decay, beta_1TH)))
             state_1Hkv = self.state.x[row : row + 1]
@@ -69,6 +70,6 @@ class CachedState(Cache):
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
         inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
         if decay.shape[1] > 1:
-            return gated_delta.cut(*inputs).run(state_BHkv)
+            return gated_delta.cut(*inputs, kernels=self.mixer.kernels).run(state_BHkv)
         out_BHv, state_BHkv = gated_delta.step(state_BHkv, *(None if x is None else x[:, 0] for x in inputs))
         return out_BHv.unsqueeze(1), state_BHkv
