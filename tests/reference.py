@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tests.support import reference_muon
+from tests.support import reference_linear, reference_muon
 from titanmoe.config.schema import Config, LRSchedule, Model
 from titanmoe.ops import counter_rng
 
@@ -97,8 +97,16 @@ class OwnLayer(NamedTuple):
     """How some of its parameters begin: from uniform numbers."""
 
 
-OWN_LAYERS: dict[str, OwnLayer] = {}
-"""By family. The test that brings a layer adds it."""
+OWN_LAYERS: dict[str, OwnLayer] = {
+    family: OwnLayer(
+        lambda model, layer: (layer + 1) % model.full_attention_every != 0,
+        reference_linear.shapes,
+        reference_linear.mix,
+        reference_linear.BEGIN,
+    )
+    for family in ("qwen3_next", "qwen3_5_moe")
+}
+"""By family. The test that brings another layer adds it."""
 
 
 def own_layer(model: Model, layer: int) -> OwnLayer | None:
@@ -139,6 +147,8 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
                 if model.qkv_bias:
                     out[f"{attention}.{name}.bias"] = (width,)
             out[f"{attention}.wo.weight"] = (dim, query)
+            if model.attention_gate:
+                out[f"{attention}.wg.weight"] = (query, dim)
         if model.out_bias and not own:
             out[f"{attention}.wo.bias"] = (dim,)
         if model.attention_sinks and not own:
@@ -200,7 +210,8 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
             uniform = counter_rng.uniform(counter_rng.key("weight", seed, name), index, dtype)
             weights[name] = own.begin[leaf](uniform)
         elif leaf.endswith("norm"):
-            weights[name] = torch.ones(shape, dtype=dtype)
+            gated = leaf == "norm" and ".attention." in name  # inside a family's own layer
+            weights[name] = torch.full(shape, float(gated or not model.norm_adds_one), dtype=dtype)
         elif name.endswith("bias"):
             weights[name] = torch.zeros(shape, dtype=dtype)
         else:
@@ -248,6 +259,13 @@ def with_adapters(config: Config, weights: dict[str, Tensor]) -> dict[str, Tenso
     for name, (stem, rank) in adapted(config).items():
         merged[name] = merged[name] + config.lora.alpha / rank * weights[stem + "B"] @ weights[stem + "A"]
     return merged
+
+
+def with_whole_norms(model: Model, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What norms multiply by, in the place of their weights. A layer of a family's own has its own norms."""
+    own = tuple(f"{block}.attention." for i, block in blocks(model).items() if own_layer(model, i))
+    adds = {n for n in weights if model.norm_adds_one and n.endswith("norm.weight") and not n.startswith(own)}
+    return {name: 1 + weight if name in adds else weight for name, weight in weights.items()}
 
 
 def initial_bias(model: Model) -> dict[str, Tensor]:
@@ -345,7 +363,10 @@ def attention(
     scores = torch.einsum("gqhd,gkhd->ghqk", q_GSHh, k_GSHh) * model.head_dim**-0.5
     shares = causal_softmax(scores, document_GS, narrow, weights.get(f"{name}.sinks"))
     out = torch.einsum("ghqk,gkhd->gqhd", shares.to(v_GSHh.dtype), v_GSHh)
-    out = out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+    out = out.reshape(samples, positions, -1)
+    if model.attention_gate:
+        out = out * torch.sigmoid(x_GSD @ weights[f"{name}.wg.weight"].T)
+    out = out @ weights[f"{name}.wo.weight"].T
     return out + weights[f"{name}.wo.bias"] if model.out_bias else out
 
 
@@ -860,7 +881,7 @@ def step(
     Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
     weights = {name: value.detach().requires_grad_(trains(config, name)) for name, value in weights.items()}
-    merged = with_adapters(config, weights)
+    merged = with_whole_norms(config.model, with_adapters(config, weights))
     tokens = Tokens.of(step_batches)
     bias = bias or initial_bias(config.model)
     logits_GSV, further_GSV, layers = forward(config, merged, tokens, bias, step_number, slices)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import parity, world
+from tests import parity, reference, world
 from tests.support import case_features, planted_faults, processes
-from tests.support.case_features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, changes
+from tests.support.case_features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, TRAINED, changes
 from tests.support.covering_mappings import all_folds, cover, named, one_or_more
 from tests.support.families import attends
 from titanmoe.fold.degrees import Fold
@@ -119,13 +119,14 @@ def test_each_axis_alone(axis: str) -> None:
     parity.check(2, in_few(2, {f"parallelism.{axis}": 2, "moe.aux_loss_sequence": 0.02}), steps=1)
 
 
-@pytest.mark.parametrize("family", [name for name in names() if attends(name)])
+@pytest.mark.parametrize("family", [name for name in names() if attends(name) or name in reference.OWN_LAYERS])
 def test_debug_sizes_of_every_family(family: str) -> None:
-    """Unchanged, except for the vocabulary and depth that the test's samples need. One with a layer of its own has its
-    own test, with a plain model of that layer."""
+    """Unchanged, except for the vocabulary and depth that the test's samples need. One with a layer of its own that the
+    plain model lacks has its own test."""
     shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
     own = parity.preset_of(family)
     changes = {key: own[key.removeprefix("model.")] for key in shape} | {"model.num_layers": 2}
+    changes |= {"model.full_attention_every": 2} if family in reference.OWN_LAYERS else {}
     changes |= {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
     parity.check(4, in_few(4, changes), steps=1)
 
@@ -147,6 +148,7 @@ def test_float32_with_frozen_margins(case: dict[str, Any]) -> None:
     parity.check(4, in_few(4, case | single | {"model.expert_hidden": 32}), steps=1)
 
 
+GATED = {"model.attention_gate": True, "model.norm_adds_one": True, "model.num_heads": 16}
 NASTY = {
     "no expert sharding is even: slices of the model dim": {"model.num_experts": 2, "parallelism.experts.ep": 2},
     "one expert per rank": {"model.num_experts": 4, "parallelism.experts.ep": 4, "parallelism.tp": 2},
@@ -255,6 +257,27 @@ NASTY = {
         "activation_checkpoint.mode": "full",
         "moe.bias_update_rate": 0.05,
     },
+    "gated attention and norms that add one, along a ring": GATED
+    | {"model.qk_norm": "head", "parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2},
+    "the same in stages, norms of all heads together, multi-token prediction": GATED
+    | {"model.qk_norm": "full", "model.mtp_depth": 1, "parallelism.pp": 2, "parallelism.tp": 2}
+    | {"activation_checkpoint.mode": "full"},
+    "linear and gated attention, along a ring": MODELS["qwen3_next"]
+    | {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
+    "linear and gated attention, in stages, with multi-token prediction": MODELS["qwen3_next"]
+    | {
+        "model.mtp_depth": 1,
+        "parallelism.pp": 2,
+        "parallelism.cp": 2,
+        "parallelism.cp_kind": "allgather",
+        "parallelism.experts.ep": 2,
+        "activation_checkpoint.mode": "selective",
+    },
+    "adapters of linear and gated attention": MODELS["qwen3_next"]
+    | TRAINED["adapters"]
+    | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
+    "heads of linear and gated attention by Muon": MODELS["qwen3_next"]
+    | {"optimizer.name": "muon", "optimizer.by_head": True, "parallelism.tp": 2, "parallelism.experts.ep": 2},
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 4,
         "parallelism.cp_kind": "ulysses",

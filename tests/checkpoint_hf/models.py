@@ -29,6 +29,19 @@ BASE: dict[str, Any] = dict(
     eos_token_id=2,
     pad_token_id=None,
 )
+LINEAR: dict[str, Any] = dict(
+    head_dim=8,
+    num_hidden_layers=4,
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    moe_intermediate_size=24,
+    shared_expert_intermediate_size=40,
+    num_experts=8,
+    num_experts_per_tok=3,
+)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", dict(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)),
     "qwen2_moe": (
@@ -113,6 +126,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             num_experts_per_tok=3,
         ),
     ),
+    "qwen3_next": ("Qwen3Next", LINEAR | dict(intermediate_size=48, mlp_only_layers=[0])),
+    "qwen3_5_moe": ("Qwen3_5Moe", LINEAR),
     "gpt_oss": (
         "GptOss",
         dict(
@@ -143,7 +158,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config(name: str, **changes: Any) -> Any:
     kind, options = (FAMILIES | DENSE)[name]
-    return getattr(transformers, f"{kind}Config")(**{**BASE, **options, **changes})
+    cls = getattr(transformers, f"{kind}TextConfig", None) or getattr(transformers, f"{kind}Config")
+    return cls(**{**BASE, **options, **changes})
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
@@ -152,9 +168,13 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config(name, **changes)).eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
-        for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+        for name, parameter in [*model.named_parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.std() == 0 else 0.3 * noise)
+            if "norm" in name:  # some add one to their weight
+                parameter += 0.2 * noise
+            else:
+                parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.std() == 0 else 0.3 * noise)
     return model.to(dtype)
 
 

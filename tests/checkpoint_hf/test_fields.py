@@ -70,7 +70,11 @@ WITH: dict[tuple[str, str], Change] = {
     ("glm4_moe_lite", "num_hidden_layers"): {"mlp_layer_types": OUT},
     ("qwen2_moe", "use_sliding_window"): {"layer_types": OUT},
     ("qwen2", "use_sliding_window"): {"layer_types": OUT, "sliding_window": 5, "max_window_layers": 1},
-} | {(name, "num_hidden_layers"): {"layer_types": OUT} for name in ("qwen2_moe", "gpt_oss", "qwen2", "qwen3")}
+}
+# Where the recurrence gives little, the norm after it enlarges rounding.
+LINEAR = "qwen3_next", "qwen3_5_moe"
+for name in (*LINEAR, "qwen2_moe", "gpt_oss", "qwen2", "qwen3"):
+    WITH[name, "num_hidden_layers"] = {"layer_types": OUT}
 for name in ("deepseek_v3", "glm4_moe_lite"):
     WITH |= {
         (name, "num_attention_heads"): {"num_key_value_heads": 4},
@@ -115,7 +119,7 @@ def without(config: Any) -> Any:
 
 def hf_of(model_type: str) -> Any:
     maps = [*(family.hf for family in shipped().values() if family.hf), *DENSE]
-    return next(hf for hf in maps if hf.model_type == model_type)
+    return next(hf for hf in maps if model_type in (hf.model_type, hf.outer_type))
 
 
 class Family:
@@ -196,7 +200,8 @@ class Family:
             return "refused"
         got = self.logits(source, same)
         assert torch.isfinite(want).all()
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-4, msg=lambda text: f"{change}: {text}")
+        atol = 1e-3 if self.name in LINEAR else 1e-4
+        torch.testing.assert_close(got, want, rtol=0, atol=atol, msg=lambda text: f"{change}: {text}")
         own_loss = F.cross_entropy(got[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(own_loss, loss, rtol=0, atol=1e-4, msg=lambda text: f"loss of {change}: {text}")
         return "followed"
@@ -286,7 +291,7 @@ def test_what_is_left_out_has_transformers_default(name: str) -> None:
     """By value: logits hardly show another epsilon. The keys that each model needs are required here."""
     cls, dense = type(models.config(name)), name in models.DENSE
     # Without a width of heads, the default has odd parts of them turned.
-    every, required = cls(**({"head_dim": 128} if name == "glm4_moe" else {})).to_dict(), {"model_type": name}
+    every, required = cls(**({"head_dim": 128} if name == "glm4_moe" else {})).to_dict(), {"model_type": cls.model_type}
     model = interpret(every, "it", dense).model
     for key in every.keys() - {"model_type"}:
         left = {k: v for k, v in every.items() if key not in (k, cls.attribute_map.get(k))}
@@ -303,14 +308,17 @@ def test_what_is_left_out_has_transformers_default(name: str) -> None:
 def test_no_key_that_transformers_reads_is_unknown(name: str) -> None:
     """Read in the code of the model, of the causal mask or of rotary positions."""
     model = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    import transformers
     from transformers import masking_utils, modeling_rope_utils
 
     text = "".join(map(inspect.getsource, (model, masking_utils.create_causal_mask, modeling_rope_utils)))
     read = re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", text) + re.findall(r'getattr\([\w.]*config, "(\w+)"', text)
     keys = set(read) - {"default_theta", "json"}  # of the class; of a comment
     assert keys >= {"is_causal", "rms_norm_eps", "rope_parameters"}
-    hf = hf_of(name)
-    assert keys - known_keys(hf) == set()
+    kind, cls = (models.FAMILIES | models.DENSE)[name][0], type(models.config(name))
+    others = [getattr(transformers, f"{kind}{part}Config", cls) for part in ("", "Vision")]  # of what is not text
+    keys -= {field.name for other in others if other is not cls for field in dataclasses.fields(other)}
+    assert keys - known_keys(hf_of(name)) == set()
 
 
 PART = "part of a head"

@@ -18,6 +18,8 @@ FOLDED = [
     ("deepseek_v3", dict(tp=2, cp=2, cp_kind="ulysses"), dict(ep=2, etp=2)),
     ("glm4_moe", dict(tp=4), dict(ep=4)),
     ("glm4_moe_lite", dict(tp=2, cp=2), dict(ep=4)),
+    ("qwen3_next", dict(tp=4), dict(ep=2, etp=2)),
+    ("qwen3_5_moe", dict(tp=2, cp=2), dict(ep=4)),
     ("gpt_oss", dict(tp=2, cp=2), dict(ep=2, etp=2)),
 ]
 

@@ -44,8 +44,13 @@ def merged(model: Any, source: Path, *words: object) -> torch.Tensor:
     return models.logits(type(model).from_pretrained(out).eval(), models.ids())
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+def close(got: torch.Tensor, want: torch.Tensor, of_largest: float = 1e-5) -> None:
+    assert (got - want).abs().max() < of_largest * want.abs().max()
+
+
+WHOLE = {"qwen3_next": ["*.moe.*", "*.ffn.*", "*.attention.wo.*", "layers.[13].attention.w[kv].*"]}
+WHOLE["qwen3_5_moe"] = ["*.moe.*", "*.attention.w[obaz].*", "layers.[13].attention.w[kv].*"]
+"""What is not rows of a larger matrix there."""
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)
@@ -53,11 +58,13 @@ def test_peft_computes_what_ours_does_and_gives_back_the_same_bits(tmp_path, nam
     """Experts apart, and stacked for gpt-oss; a rank of their own."""
     model = models.make(name)
     folder = models.save(model, tmp_path / "in")
-    adapters = adapted.write(tmp_path / "ours", folder)
+    lora = dataclasses.replace(adapted.LORA, targets=WHOLE.get(name, []))
+    adapters = adapted.write(tmp_path / "ours", folder, lora)
     assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
     before, want = models.logits(model, models.ids()), merged(model, tmp_path / "ours")
     assert (want - before).abs().max() > 0.1
-    close(by_peft(model, tmp_path / "peft"), want)
+    # The norm after a recurrence enlarges rounding where that gives little.
+    close(by_peft(model, tmp_path / "peft"), want, 1e-4 if name in WHOLE else 1e-5)
 
     back = read_peft(tmp_path / "peft", describe(folder).model)
     assert back.base == str(folder) and adapters.keys() == back.tensors.keys()
@@ -110,6 +117,16 @@ def test_adapters_made_by_peft_on_stacked_experts_are_read(tmp_path, name, case)
 
 
 # ---- what is refused
+
+
+def test_rows_of_a_larger_matrix_are_refused(tmp_path, capsys):
+    folder = models.save(models.make("qwen3_next"), tmp_path / "in")
+    adapted.write(tmp_path / "ours", folder)
+    text = refused(capsys, "--to-peft", tmp_path / "ours", tmp_path / "peft")
+    assert "wg and wq are rows of q_proj in transformers, which has one adapter where they have their own" in text
+    assert "wk and wq and wv and wz are rows of in_proj_qkvz" in text and "wa and wb are rows of in_proj_ba" in text
+    assert "or merge them into the weights with --to-hf" in text
+    assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:

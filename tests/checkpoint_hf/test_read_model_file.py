@@ -140,6 +140,8 @@ def aux_loss(logits_TE: Tensor, top_k: int) -> Tensor:
 def test_the_balance_loss_is_transformers_own_where_one_layer_has_experts(tmp_path, name):
     """Value and gradient, against what its model adds to its loss."""
     changes = {"mlp_only_layers": [0]} if name == "qwen2_moe" else {"num_hidden_layers": 1}
+    changes |= {"layer_types": ["full_attention"]} if name in ("qwen3_next", "qwen3_5_moe") else {}
+    changes |= {"mlp_only_layers": []} if name == "qwen3_next" else {}
     model = models.make(name, **changes, output_router_logits=True, router_aux_loss_coef=0.3)
     parsed = configs.describe(models.save(model, tmp_path / "model"))
     ids_BL = models.ids(samples=1)

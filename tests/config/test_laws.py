@@ -158,6 +158,7 @@ def test_out_of_range(path, value):
             LATENT | {"model.rotary_dim": 2},
             "rotary_dim = 2 is for grouped-query .* set rotary_dim = 0, or kv_lora_rank",
         ),
+        (LATENT | {"model.attention_gate": True}, "attention_gate = true .* set attention_gate = false, or kv_lora"),
         (LATENT | {"model.out_bias": True}, "out_bias = true .* set out_bias = false, or kv_lora_rank = 0"),
         (
             {"model.sliding_window": 128},

@@ -320,6 +320,25 @@ def test_errors_while_reading_ahead_are_reported(config, workers, monkeypatch):
     loader.close()
 
 
+def test_tokens_that_stand_for_images_are_refused(config):
+    usual, never = ord("w"), 300
+    config.model.media_tokens = [never]
+    loader = Loader(config, 0, 1)
+    loader.next_step()
+    loader.close()
+    config.model.media_tokens = [never, usual]
+    loader = Loader(config, 0, 1)
+    with pytest.raises(
+        ConfigError, match=rf"the data has token {usual}, which stands for an image .* media_tokens = \[\]"
+    ):
+        loader.next_step()
+    loader.close()
+    config.data.source = "synthetic"
+    loader = Loader(config, 0, 1)
+    loader.next_step()
+    loader.close()
+
+
 def test_a_signal_to_the_group_leaves_the_workers_alone(config):
     """Without this the rank could not take the steps, or the save, that a signal asks for."""
     import multiprocessing

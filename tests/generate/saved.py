@@ -11,21 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import parity, reference
-from tests.support import case_features, linear_family, reference_linear
+from tests.support import case_features
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
 
-LINEAR = {"model.family": f"{linear_family.__name__}:FAMILY", "model.own": {"linear_value_heads": 16}}
+NEXT = case_features.MODELS["qwen3_next"]
 MODELS = case_features.MODELS | {
-    "gated_delta": LINEAR,
-    "gla": LINEAR | {"model.own": {"linear_value_heads": 16, "linear_gate": "gla", "conv_width": 1}},
+    "gla": NEXT | {"model.own": NEXT["model.own"] | {"linear_gate": "gla", "conv_width": 1}},
 }
-reference.OWN_LAYERS[LINEAR["model.family"]] = reference.OwnLayer(
-    linear_family.is_linear, reference_linear.shapes, reference_linear.mix, reference_linear.BEGIN
-)
 
 # What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}
@@ -56,7 +52,7 @@ def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Ten
     config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=0.0, jitter=0.0))
     ids_1S = torch.tensor([ids])
     tokens = reference.Tokens.of([[reference.Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]])
-    return reference.forward(config, weights, tokens, bias)[0][0]
+    return reference.forward(config, reference.with_whole_norms(config.model, weights), tokens, bias)[0][0]
 
 
 def generator(path: Path | None, degrees: dict[str, int], eos: int | None = None, adapter: Path | None = None) -> Any:

@@ -38,7 +38,7 @@ def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("model", ["gpt_oss", "deepseek_v3", "gated_delta"])
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_it_is_what_the_tensors_take(tmp_path: Path, model: str, tp: int) -> None:
     saved.write(tmp_path / "saved", MODELS[model])
     for (token, text), nbytes, capacity in world.run(tp, taken, tmp_path / "saved", tp):

@@ -31,7 +31,7 @@ CASES = [(name, "alone") for name in MODELS] + [
     ("gpt_oss", "tp2-ep2-etp2"),
     ("sigmoid_groups", "tp2-ep4"),
     ("deepseek_v3", "tp2-ep2-etp2"),
-    ("gated_delta", "tp2-ep4"),
+    ("qwen3_next", "tp2-ep4"),
 ]
 
 

@@ -75,7 +75,7 @@ def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, An
         assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gated_delta"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
 def test_rows_that_go_on_keep_what_is_theirs(tmp_path: Path, name: str) -> None:
     saved.write(tmp_path / "saved", MODELS[name])
     eos, want = with_an_end(ask(1, tmp_path / "saved", {}, 1, None, temperature=0.0))

@@ -25,8 +25,8 @@ WIDE = MODELS["gpt_oss"] | {"model.sliding_window": 64}
         ("wide_window", 1, [6, 5, 5, 1, 2, 1]),
         ("deepseek_v3", 1, [6, 5, 5, 1, 2, 1]),
         ("deepseek_v3", 2, [6, 5, 5, 1, 2, 1]),
-        ("gated_delta", 1, [6, 5, 9, 3, 5, 4]),
-        ("gated_delta", 2, [6, 5, 9, 3, 5, 4]),
+        ("qwen3_next", 1, [6, 5, 9, 3, 5, 4]),
+        ("qwen3_next", 2, [6, 5, 9, 3, 5, 4]),
         ("gla", 1, [6, 5, 9, 3, 5, 4]),
     ],
 )

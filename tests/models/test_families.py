@@ -43,6 +43,8 @@ RARE = [
     "attention_sinks",
     "sliding_window",
     "full_attention_every",
+    "attention_gate",
+    "norm_adds_one",
     "rope_scaling",
     "router_bias",
     "expert_biases",
@@ -79,6 +81,8 @@ def test_the_families_and_sizes():
             "glm4_moe": ["debug", "106b_a12b", "355b_a32b"],
             "kimi_k2": ["debug", "1t_a32b"],
             "glm4_moe_lite": ["debug", "30b_a3b"],
+            "qwen3_next": ["debug", "80b_a3b"],
+            "qwen3_5_moe": ["debug", "35b_a3b", "122b_a10b"],
         }.items()
     )
 

@@ -72,13 +72,15 @@ def test_or_those_of_hardware_that_is_not_there():
 
 
 def test_ways_differ_and_numbers_do_not():
-    norm = RMSNorm(16, 1e-6)
-    torch.nn.init.ones_(norm.weight)
+    norms = RMSNorm(16, 1e-6), RMSNorm(16, 1e-6, adds_one=True)
+    torch.nn.init.ones_(norms[0].weight)
+    torch.nn.init.zeros_(norms[1].weight)
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    here = norm(x)
+    here, also_here = (norm(x) for norm in norms)
     with as_on(HOPPER):
-        there = norm(x)
+        there = norms[0](x)
     torch.testing.assert_close(here, there)
+    assert torch.equal(here, also_here)
 
 
 def compute() -> None:

@@ -73,6 +73,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.num_dense_layers": 1,
         "model.dense_hidden": 16,
     },
+    "qwen3_next": {
+        "model.family": "qwen3_next",
+        "model.full_attention_every": 2,
+        "model.num_heads": 16,
+        "model.top_k": 3,
+        "model.shared_hidden": 16,
+        "model.own": {"linear_key_dim": 4, "linear_value_dim": 6},
+    },
     "after_topk": {"model.score_function": "softmax_after_topk", "model.moe_every": 2, "model.dense_hidden": 16},
 }
 DROPPING: dict[str, dict[str, Any]] = {"dropless": {}}
@@ -128,7 +136,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
-UNDEALT = ("glm4_moe",)
+UNDEALT = ("glm4_moe", "qwen3_next")
 """Models that the sweeps on record (docs/parity.md) are from before. tests/test_parity.py has them under mappings."""
 FEATURES = {
     "model": {name: case for name, case in MODELS.items() if name not in UNDEALT},

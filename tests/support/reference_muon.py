@@ -52,9 +52,18 @@ def rows_of(model: Model, name: str, rows: int, by_head: bool) -> list[list[int]
         heads = [every[i : i + nope + value] for i in range(0, rows, nope + value)]
         keys, values = [rows[:nope] for rows in heads], [rows[nope:] for rows in heads]
         return keys + values if by_head else [[i for rows in some for i in rows] for some in (keys, values)]
-    if by_head and leaf in ("wq", "wk", "wv", "wq_b"):
-        return [every[i : i + model.head_dim] for i in range(0, rows, model.head_dim)]
+    if by_head and leaf in ("wq", "wk", "wv", "wz", "wg", "wq_b"):
+        width = head_width(model, name, leaf)
+        return [every[i : i + width] for i in range(0, rows, width)]
     return [every]
+
+
+def head_width(model: Model, name: str, leaf: str) -> int:
+    from tests.reference import blocks, own_layer
+
+    if any(own_layer(model, i) for i, block in blocks(model).items() if name.startswith(f"{block}.")):
+        return model.own["linear_key_dim" if leaf in ("wq", "wk") else "linear_value_dim"]
+    return model.head_dim
 
 
 def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
@@ -62,7 +71,7 @@ def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
         return router
     if weight.dim() < 2 or name.startswith(("embed.", "head.")) or name.endswith(("_bias", "bias", "norm.weight")):
         return False
-    return not name.endswith("shared.gate.weight")
+    return not name.endswith(("shared.gate.weight", ".wa.weight", ".wb.weight")) and ".conv_" not in name
 
 
 def muon(

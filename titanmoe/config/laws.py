@@ -142,12 +142,6 @@ def _window(model: Model) -> Iterator[Violation]:
             "sees the whole sequence: set full_attention_every = 2 for every other block or 0 for none, "
             "or sliding_window = 0",
         )
-    if not window and every != 1:
-        yield Violation(
-            ("model.full_attention_every", "model.sliding_window"),
-            f"model.full_attention_every = {every} gives blocks a sliding window, but model.sliding_window = 0 is not "
-            "a width: set it, such as sliding_window = 128, or set full_attention_every = 1",
-        )
 
 
 def _rope(model: Model) -> Iterator[Violation]:

@@ -65,6 +65,8 @@ class Model:
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 320
     """Rows of the embedding. At least the tokenizer's vocabulary; a multiple of tp."""
+    media_tokens: Annotated[list[int], NOT_NEGATIVE] = field(default_factory=list)
+    """Ids that stand for images or video in models that also take these (Qwen3.5). Only text is trained here, so data with such a token is refused; empty: none is."""
     dim: Annotated[int, Range(1, WIDTH)] = 64
     """Width of the residual stream."""
     num_layers: Annotated[int, Range(1, LAYERS)] = 4
@@ -84,7 +86,9 @@ class Model:
     sliding_window: Annotated[int, Range(0, TOKENS)] = 0
     """Positions that a block with a window sees, including its own (gpt-oss: 128); 0: no block has a window. full_attention_every says which blocks have one."""
     full_attention_every: Annotated[int, Range(0, LAYERS)] = 1
-    """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks have the window."""
+    """Every n-th block attends to the whole sequence. The others before it have a window with sliding_window (gpt-oss: 2), or linear attention in families that have that (Qwen3-Next: 4). 0: no block attends to all of it."""
+    attention_gate: bool = False
+    """Multiply what attention gives by a sigmoid of another projection of its input, as wide as the queries (Qwen3-Next)."""
     qk_norm: Literal["none", "head", "full"] = "none"
     """RMSNorm on queries and keys before RoPE, which stabilises their products. head: each head by itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two more small messages."""
     kv_lora_rank: Annotated[int, Range(0, WIDTH)] = 0
@@ -119,6 +123,8 @@ class Model:
     """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5
     """Epsilon of every RMSNorm except those of latent attention's latents, which is 1e-6 in all published models."""
+    norm_adds_one: bool = False
+    """RMSNorms multiply by one plus their weight, which begins at 0 (Qwen3-Next). Not the gated one inside linear attention."""
     tie_embeddings: bool = False
     """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
     num_dense_layers: Annotated[int, Range(0, LAYERS)] = 0
@@ -501,7 +507,7 @@ class MoE:
     accumulate_weight_gradients: bool = False
     """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). Its kernel has not been timed on a GPU yet (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
+    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
 
 
 @dataclass

@@ -45,12 +45,23 @@ class Share:
         self.microbatches = self.global_batch_size // per_round
         self.seq_len, self.separate_documents = training.seq_len, keeps_documents_apart(config)
         self.with_weights = config.data.label_weights
+        # Random tokens are of the whole vocabulary.
+        self.media_tokens = [] if config.data.source == "synthetic" else config.model.media_tokens
         every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.size)
         self.round_robin_N = every_MRB[:, data_rank].ravel()
 
     def read(self, mix: Mix, samples: list[Sample | None], number_N: np.ndarray | None = None) -> Batch:
         """All microbatches of a step, concatenated."""
         *arrays, further = mix.read(samples, self.seq_len, self.separate_documents, self.with_weights)
+        for token in self.media_tokens:
+            if (arrays[0] == token).any():
+                raise ConfigError(
+                    [
+                        f"the data has token {token}, which stands for an image or a video (model.media_tokens = "
+                        f"{self.media_tokens}), and only text is trained: leave documents with it out, or set "
+                        "media_tokens = [] to train it as any other token"
+                    ]
+                )
         fields = (None if x is None else torch.from_numpy(x) for x in arrays)
         number_B = None if number_N is None else torch.from_numpy(number_N)
         return Batch(*fields, number_B=number_B, further={name: torch.from_numpy(x) for name, x in further.items()})

@@ -1,7 +1,7 @@
 """Grouped-query attention.
 
 Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), H query heads and
-G key heads of this rank, h head width.
+G key heads of this rank, h head width, X = H * h.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor
 
 class Attention(nn.Module):
     tp_dims = {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
-    tp_dims |= {"wo.weight": 1, "sinks": 0}
+    tp_dims |= {"wg.weight": 0, "wo.weight": 1, "sinks": 0}
 
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
@@ -62,14 +62,16 @@ class Attention(nn.Module):
         self.wq = Linear(model.dim, width, bias=model.qkv_bias, dtype=dtype)
         self.wk = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
         self.wv = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
+        self.wg = Linear(model.dim, width, dtype=dtype) if model.attention_gate else None
         self.wo = Linear(width, model.dim, bias=model.out_bias, dtype=dtype)
         self.sinks = nn.Parameter(torch.empty(model.num_heads, dtype=dtype)) if model.attention_sinks else None
         self.window = window(model, layer)
         self.qk_norm, self.q_norm, self.k_norm = model.qk_norm, None, None
+        norm = model.norm_eps, dtype, model.norm_adds_one
         if model.qk_norm == "head":
-            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps, dtype) for _ in "qk")
+            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, *norm) for _ in "qk")
         elif model.qk_norm == "full":
-            self.q_norm, self.k_norm = (SplitRMSNorm(w, model.norm_eps, dtype) for w in (width, kv_width))
+            self.q_norm, self.k_norm = (SplitRMSNorm(w, *norm) for w in (width, kv_width))
         self.head_dim, self.kernels = model.head_dim, kernels
         self.tp = NO_GROUP
         self.attend = causal_attention
@@ -78,6 +80,8 @@ class Attention(nn.Module):
         x_BSD = gather(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
         k, x_BSD = self.wk(x_BSD, pass_on=True)
+        if self.wg is not None:
+            gate_BSX, x_BSD = self.wg(x_BSD, pass_on=True)
         v = self.wv(x_BSD)
         if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -86,7 +90,9 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         sinks_H = None if self.sinks is None else local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
-        out_BSHh = self.attend(q, k, v, mask._replace(window=self.window), sinks_H)
-        y_BsD = scatter_sum(self.wo.without_bias(out_BSHh.flatten(2)), 1, self.tp)
+        out_BSX = self.attend(q, k, v, mask._replace(window=self.window), sinks_H).flatten(2)
+        if self.wg is not None:
+            out_BSX = out_BSX * torch.sigmoid(gate_BSX)
+        y_BsD = scatter_sum(self.wo.without_bias(out_BSX), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

@@ -58,14 +58,24 @@ class Linear(nn.Module):
         return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
 
 
+def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(index.shape, dtype=dtype, device=index.device)
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
+        """adds_one: x is multiplied by one plus the weight, which begins at zero."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
-        self.eps = eps
+        self.eps, self.adds_one = eps, adds_one
+        self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return device.way(x, norm, cpu=rowwise.norm)(x, local(self.weight), self.eps)
+        return device.way(x, norm, cpu=rowwise.norm)(x, self.factor(), self.eps)
+
+    def factor(self) -> Tensor:
+        """In the dtype of the weight, which the kernel needs: in 16 bits as coarse as an ordinary norm's weight."""
+        return 1 + local(self.weight) if self.adds_one else local(self.weight)
 
 
 def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -88,12 +98,12 @@ class SplitRMSNorm(RMSNorm):
 
     tp_dims = {"weight": 0}
 
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
-        super().__init__(dim, eps, dtype)
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
+        super().__init__(dim, eps, dtype, adds_one)
         self.tp = NO_GROUP
 
     def forward(self, x: Tensor) -> Tensor:
-        return plain_norm(x, local(self.weight), self.eps, self.tp)
+        return plain_norm(x, self.factor(), self.eps, self.tp)
 
 
 class FeedForward(nn.Module):

@@ -8,15 +8,15 @@ the last few positions and SiLU, then through the recurrence; what it gives is n
     conv_q, conv_k, conv_v  taps of each channel; the last one is that of the position itself
     norm, wo                heads -> residual stream
 
-With own.linear_gate = "gla" it is gated linear attention (arXiv 2312.06635): each row of the state decays by itself, by
+With own.linear_gate = "gla" it is gated linear attention (arXiv 2312.06635): each row of the state has its own decay,
 log sigmoid(wg_b wg_a x) / 16, and there is no beta.
 
 State and convolution start anew where a document begins. Every tp rank has whole key heads and the value heads that
 belong to them.
 
-Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, R runs of this
-rank (titanmoe.models.runs), c positions of a run, w positions before it that a convolution sees, C channels, K key heads
-and H value heads of this rank, k and v the widths of a head.
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, R runs of this rank
+(titanmoe.models.runs), c positions of a run, w positions before it that a convolution sees, C channels, X = H * v,
+K key heads and H value heads of this rank, k and v the widths of a head.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ class _AddGradient(torch.autograd.Function):
 class MultiToken(nn.Module):
     def __init__(self, model: Model, weight: float, block: nn.Module, microbatches: int, dtype: torch.dtype):
         super().__init__()
-        dim, eps = model.dim, model.norm_eps
-        self.hidden_norm = RMSNorm(dim, eps, dtype)
-        self.embed_norm = RMSNorm(dim, eps, dtype)
+        dim, norm = model.dim, (model.dim, model.norm_eps, dtype, model.norm_adds_one)
+        self.hidden_norm = RMSNorm(*norm)
+        self.embed_norm = RMSNorm(*norm)
         self.project = Linear(2 * dim, dim, dtype=dtype)
         self.block = block
-        self.norm = RMSNorm(dim, eps, dtype)
+        self.norm = RMSNorm(*norm)
         self.weight = weight
         # Indexed by microbatch, whatever order a schedule runs them in; this rank's sums over labels.
         self.register_buffer("loss_M", torch.zeros(microbatches, dtype=torch.float64), persistent=False)

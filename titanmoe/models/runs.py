@@ -1,8 +1,9 @@
 """The runs of tokens that a rank has of each sample, for layers that go through tokens one after the other.
 
-Context parallelism cuts a sequence into runs of equal length and gives each rank one of them, or an early and a late one
-(zigzag). A layer takes its runs as if they were samples. What it has to know of earlier tokens comes from all ranks:
-
+Context parallelism cuts a sequence into runs of equal length and gives each rank one of them, or an early and a late
+Context parallelism cuts a sequence into runs of equal length and gives each rank one of them, or an early and a late
+one (zigzag). A layer takes its runs as if they were samples. What it has to know of earlier tokens comes from all
+ranks:
 * the last inputs of the run before, for a convolution over a few positions;
 * the state in which the run before ends. A run changes a state by S -> M S + gain, whatever S is. So each rank sends M
   and gain of its runs, and computes the states between runs from those of all ranks, in the order of the sequence.
@@ -39,8 +40,8 @@ class Runs(NamedTuple):
         return x_Rc.unflatten(0, (-1, len(self.own))).flatten(1, 2)
 
     def cut(self, x_BL: Tensor, before: int) -> Tensor:
-        """(R, w + c): of what is known of whole sequences, this rank's runs with so many positions before each; 0 before
-        the first one."""
+        """(R, w + c): of what is known of whole sequences, this rank's runs with so many positions before each; 0
+        before the first one."""
         length, padded = x_BL.shape[1] // len(self.order), F.pad(x_BL, (before, 0))
         return self._rows([padded[:, n * length : (n + 1) * length + before] for n in self.own])
 

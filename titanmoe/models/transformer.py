@@ -39,9 +39,10 @@ class Block(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
+        norm = model.dim, model.norm_eps, dtype, model.norm_adds_one
+        self.attention_norm = RMSNorm(*norm)
         self.attention = mixer.build(model, layer, dtype, options.kernels)
-        self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
+        self.ffn_norm = RMSNorm(*norm)
         self.moe = self.ffn = None
         if has_experts(model, layer):
             shared = (
@@ -117,7 +118,8 @@ class Transformer(nn.Module):
         # Keyed by the layer's global number, so that names do not depend on the stage.
         self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
-        self.head = Head(model.vocab_size, model.dim, model.norm_eps, chunks, dtype, kernels) if last else None
+        ends = model.vocab_size, model.dim
+        self.head = Head(*ends, model.norm_eps, chunks, dtype, kernels, model.norm_adds_one) if last else None
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
             extra = block(model.num_layers)

@@ -209,9 +209,10 @@ class Head(nn.Module):
         chunks: int,
         dtype: torch.dtype | None = None,
         kernels: str = "auto",
+        norm_adds_one: bool = False,
     ):
         super().__init__()
-        self.norm = RMSNorm(dim, eps, dtype)
+        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
         self.with_entropy, self.kept, self.top, self.temperature = False, 0, 0, 1.0

@@ -160,22 +160,22 @@ def _chunks(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, begins: Tensor | None
 ) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, Tensor]]]:
     """carry; gain; and what computes read and own."""
-    length, R = q.shape[1:3]
-    C = min(CHUNK, 1 << (length - 1).bit_length())
-    wide, lead = _wide(v, decay), (len(v), v.shape[2])
+    B, S, R = q.shape[:3]
+    G, wide = v.shape[2] // R, _wide(v, decay)
+    C = min(CHUNK, 1 << (S - 1).bit_length())
 
     def chunks(x_BSHx: Tensor) -> Tensor:
         """(B, R, G, N, C, x), filled up with tokens that change nothing."""
-        x = F.pad(x_BSHx.to(wide), (0, 0, 0, 0, 0, -length % C))
+        x = F.pad(x_BSHx.to(wide), (0, 0, 0, 0, 0, -S % C))
         return x.unflatten(1, (-1, C)).movedim(3, 1).unflatten(1, (R, -1))
 
     def heads(x: Tensor) -> Tensor:
         """(Z, N, ...)."""
-        return x.expand(lead[0], R, lead[1] // R, *x.shape[3:]).flatten(0, 2)
+        return x.expand(B, R, G, *x.shape[3:]).flatten(0, 2)
 
     if begins is None:
-        begins = torch.zeros(q.shape[:2], dtype=torch.bool, device=q.device)
-    begins = F.pad(begins, (0, -length % C)).unflatten(1, (-1, C))[:, None, None]
+        begins = torch.zeros(B, S, dtype=torch.bool, device=q.device)
+    begins = F.pad(begins, (0, -S % C)).unflatten(1, (-1, C))[:, None, None]
     q, k = _scaled(chunks(q), chunks(k), beta)
     if beta is None:
         carry, gain, reading = _gla(q, k, chunks(v), _decays(chunks(decay), begins))

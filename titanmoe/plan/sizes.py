@@ -95,7 +95,7 @@ class ModelKey:
 
     @classmethod
     def of(cls, model: Model) -> ModelKey:
-        values = vars(model) | {"own": tuple(model.own.items()), "change": ()}
+        values = vars(model) | {"own": tuple(model.own.items()), "change": (), "media_tokens": ()}
         return cls._cache.setdefault(tuple(values.values()), cls(model))
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint.hf.differences import OWN, differences, has_dense, value_of
 from titanmoe.config import laws, ranges
-from titanmoe.config.blocks import has_experts, moe_layers
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.parts import PartError, Parts
-from titanmoe.config.schema import Config, Model
+from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
@@ -24,6 +25,7 @@ from titanmoe.models.families.later import LATER
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
+TEXT = "text_config"
 # Keys that do not affect the logits, or that other code here reads.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
@@ -117,6 +119,7 @@ def describe(folder: Path, dense: bool = False) -> ParsedConfig:
 
 def interpret(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     hf = _type_of(config, source, dense)
+    config = text_part(config, hf, source)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
@@ -135,18 +138,18 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
         for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
         if key in config and config[key] != value
     ]
-    problems += _oversized(values, source) or _mistyped(values, source)
+    problems += _oversized(values, source) or _mistyped(hf, values, source)
     if not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
         for special in hf.special:
             try:
-                values |= special.read(config)
+                values |= special.read({**hf.absent, **config})
             except Unrepresentable as error:
                 problems.append(f"{source} {error}")
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
-        problems += _oversized(values, source) or _mistyped(values, source)
+        problems += _oversized(values, source) or _mistyped(hf, values, source)
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
         problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
     if problems:
@@ -157,12 +160,27 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
 
 def known_keys(hf: HuggingFace) -> set[str]:
     keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
-    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, *keys_read)
+    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, [hf.mtp_key], *keys_read)
+
+
+def text_part(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
+    """The keys of the text model of one that also takes other things, with those of all its parts."""
+    if not hf.outer_type or config.get("model_type") != hf.outer_type:
+        return config
+    text = config.get(TEXT)
+    if not isinstance(text, dict):
+        raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
+    both = {key for key in text.keys() & config.keys() & {"tie_word_embeddings"} if text[key] != config[key]}
+    if both:
+        raise ConfigError([f"{source} has another {key} than its {TEXT}: they must agree" for key in both])
+    whole = {key: value for key, value in config.items() if key not in (TEXT, "vision_config")}
+    return whole | text | {"model_type": hf.model_type}
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
-    types = {family.hf.model_type: family.hf for family in reversed(shipped().values()) if family.hf}
+    maps = [family.hf for family in reversed(shipped().values()) if family.hf]
+    types = {kind: hf for hf in maps for kind in (hf.model_type, hf.outer_type) if kind}
     plain = {hf.model_type: hf for hf in DENSE}
     accepted_types, other_kind_types = (plain, types) if dense else (types, plain)
     if kind in accepted_types:
@@ -197,9 +215,10 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
     return problems
 
 
-def _mistyped(values: dict[str, Any], source: str) -> list[str]:
+def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
     """Turns integers into floats where a float is needed; lists values of any other wrong type."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
+    kinds |= {f"{OWN}{name}": type(default) for name, default in family_of(hf.family).own.items()}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
     return [
         f"{source} gives model.{name} = {value!r}, which is not of type {kinds[name].__name__}"
@@ -209,7 +228,10 @@ def _mistyped(values: dict[str, Any], source: str) -> list[str]:
 
 
 def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
-    model = Model(**{**hf.switches, **values, "family": hf.family})
+    own = {name.removeprefix(OWN): value for name, value in values.items() if name.startswith(OWN)}
+    values = {name: value for name, value in values.items() if not name.startswith(OWN)}
+    own = Own({**family_of(hf.family).own, **own})
+    model = Model(**{**hf.switches, **values, "family": hf.family, "own": own})
     if hf.dense:
         model = replace(model, num_dense_layers=model.num_layers)
     if not has_dense(model):
@@ -221,10 +243,6 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
     return replace(model, size=nearest_size(model))
 
 
-def has_dense(model: Model) -> bool:
-    return not all(has_experts(model, i) for i in range(model.num_layers))
-
-
 def nearest_size(model: Model) -> str:
     """The size of its family that shares most of its shapes, to be named in a recipe."""
 
@@ -232,39 +250,6 @@ def nearest_size(model: Model) -> str:
         return len(differences(model, Model(**preset(model.family, size))))
 
     return min(family_of(model.family).sizes, key=count_differences)
-
-
-# ---- how two models differ
-
-NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth")
-_YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
-
-
-def meaning(model: Model) -> dict[str, Any]:
-    """What the model computes: unused fields have their defaults, equal ways to route have one name."""
-    unused: list[str] = []
-    if model.rope_scaling == "none":
-        unused += _YARN
-    if model.num_groups == 1:
-        unused += ["top_groups"]
-    if not model.shared_hidden:
-        unused += ["shared_gate"]
-    if not model.sliding_window:
-        unused += ["full_attention_every"]
-    if not has_dense(model):
-        unused += ["dense_hidden"]
-    values = asdict(model) | {name: getattr(Model(), name) for name in unused}
-    if model.score_function == "softmax_after_topk":
-        # the softmax over the chosen is the softmax over all, scaled to sum to one
-        values |= {"score_function": "softmax", "norm_topk": True}
-    values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
-    return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
-
-
-def differences(a: Model, b: Model) -> list[str]:
-    """Fields that make two models compute different things."""
-    left, right = meaning(a), meaning(b)
-    return [name for name in left if left[name] != right[name]]
 
 
 def table(model: Model) -> str:
@@ -297,7 +282,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     kept.
     """
     hf = written_as(model.family)
-    source_config = carried
+    source_config = carried = text_part(carried, hf, CONFIG) if carried else carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
     old_entries = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
@@ -305,8 +290,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         key: value for key, value in (source_config or {}).items() if key in KEYS_FOR_ANY_MODEL_TYPE
     }
     old_entries.pop("quantization_config", None)
-    if hf.copies:
-        old_entries["num_nextn_predict_layers"] = model.mtp_depth
+    if hf.mtp_key:
+        old_entries[hf.mtp_key] = model.mtp_depth
     kind = "dtype" if "dtype" in old_entries else "torch_dtype"
     new_entries = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
     if carried is None or differences(model, _interpreted(carried, hf)):
@@ -316,7 +301,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         for key in (key for special in hf.special for key in special.keys):
             old_entries.pop(key, None)
         new_entries |= {key: value for key, value in hf.fixed.items() if key not in old_entries}
-        new_entries |= {key: getattr(model, name) for name, key in key_of_field.items()}
+        new_entries |= {key: value_of(model, name) for name, key in key_of_field.items()}
         try:
             for special in hf.special:
                 new_entries |= special.write(model)
@@ -330,8 +315,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     if different := differences(model, back):
         raise ConfigError(
             [
-                f"model.{name} = {getattr(model, name)!r}, but transformers' {hf.model_type} only has "
-                f"{getattr(back, name)!r}"
+                f"model.{name} = {value_of(model, name)!r}, but transformers' {hf.model_type} only has "
+                f"{value_of(back, name)!r}"
                 for name in different
             ],
             "the checkpoint's [model]",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from titanmoe.checkpoint.hf.config import CONFIG, ParsedConfig, describe
+from titanmoe.checkpoint.hf.differences import OWN, value_of
 from titanmoe.checkpoint.hf.fetch import describing_folder
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.fields import toml_value
@@ -66,8 +67,9 @@ def _summary(name: str, model: Model) -> str:
 
 def _said(parsed: ParsedConfig) -> str:
     names = [f.name for f in fields(Model) if f.name not in ("hf", "change", "size", "mtp_depth", "own")]
+    names += [name for name in parsed.hf.fields if name.startswith(OWN)]
     default, always = Model(), {"family", "norm_topk", *parsed.hf.fields}
-    values = {name: getattr(parsed.model, name) for name in names}
+    values = {name: value_of(parsed.model, name) for name in names}
     lines = [f"# {n} = {toml_value(v)}" for n, v in values.items() if n in always or v != getattr(default, n)]
     if parsed.aux_loss is not None:
         lines.append(f"# moe.aux_loss = {toml_value(parsed.aux_loss)}, of router_aux_loss_coef")

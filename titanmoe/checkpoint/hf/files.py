@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,10 +43,11 @@ class Stored(NamedTuple):
 
 
 class Folder:
-    def __init__(self, path: Path, single: str = SINGLE):
-        """single: the name of its file, if it has only one."""
-        self.path, self.single = path, single
+    def __init__(self, path: Path, single: str = SINGLE, renamed: Mapping[str, str] = MappingProxyType({})):
+        """single: the name of its file, if it has only one. renamed: how names begin in files, and how they do here."""
+        self.path, self.single, self.renamed = path, single, renamed
         self.tensors: dict[str, Stored] = {}
+        self._names_in_files: dict[str, str] = {}
         self._open_files: dict[Path, Any] = {}
         problems: list[str] = []
         for file in self._files(problems):
@@ -84,14 +86,19 @@ class Folder:
 
     def _add(self, file: Path, problems: list[str]) -> None:
         with safe_open(file, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                view = handle.get_slice(name)
+            for stored_name in handle.keys():  # noqa: SIM118 (not a mapping)
+                view, name = handle.get_slice(stored_name), self._renamed(stored_name)
                 if (dtype := view.get_dtype()) not in DTYPES:
                     problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
                 elif name in self.tensors:
                     problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
                 else:
                     self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype])
+                    self._names_in_files[name] = stored_name
+
+    def _renamed(self, name: str) -> str:
+        begin = next((begin for begin in self.renamed if name.startswith(begin)), "")
+        return self.renamed.get(begin, "") + name.removeprefix(begin)
 
     def _open(self, file: Path) -> Any:
         """Few at a time: an open file is mapped into memory."""
@@ -104,7 +111,7 @@ class Folder:
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
         try:
-            return self._open(self.tensors[name].file).get_slice(name)[block]
+            return self._open(self.tensors[name].file).get_slice(self._names_in_files[name])[block]
         except SafetensorError as error:
             raise ConfigError([f"{self.tensors[name].file}: {name} cannot be read: {error}"]) from None
 

@@ -7,7 +7,7 @@ element of a Hugging Face tensor is one of ours and vice versa, so both directio
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
+from titanmoe.models.families import mixers
 from titanmoe.models.families.huggingface import Home, HuggingFace
 from titanmoe.models.transformer import Transformer
 
@@ -42,9 +43,17 @@ def our_shapes(model: Model) -> dict[str, Shape]:
     return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(BIAS)}
 
 
+def _layer(name: str) -> str:
+    """Its number; "" for what is in none."""
+    number = re.match(r"layers\.(\d+)\.", name)
+    return number[1] if number else ""
+
+
 class Map:
-    def __init__(self, model: Model, hf: HuggingFace):
-        self.model, self.hf = model, hf
+    def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
+        """stored: the names of tensors in files to read."""
+        self.model, self.hf, self.stored = model, hf, stored
+        self.mixer_homes = [hf.mixer_homes.get(mixer.name, {}) for mixer in mixers(model)]
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
         self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.our_shapes}
@@ -73,30 +82,42 @@ class Map:
         self.parts.setdefault(place.hf_name, []).append(place)
 
     def _places(self, name: str) -> Iterator[HfPart]:
-        number = re.match(r"layers\.(\d+)\.", name)
-        home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
+        home = self._home(name)
         if home is None:
             return
-        hf_name = home.name.replace("{layer}", number[1] if number else "").replace(
-            "{last}", str(self.model.num_layers)
-        )
+        hf_name = self._hf_name(home, name)
         if "{expert}" not in hf_name:
             yield HfPart(name, hf_name, None, home)
             return
         for expert in range(self.our_shapes[name][0]):
             yield HfPart(name, hf_name.replace("{expert}", str(expert)), expert, home)
 
+    def _home(self, name: str) -> Home | None:
+        layer, kind = _layer(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
+        other = self.hf.other_homes.get(kind)
+        if other is not None and self._hf_name(other, name) in self.stored:
+            return other
+        mixer_homes = self.mixer_homes[int(layer)] if layer else {}
+        return mixer_homes.get(kind) or self.hf.homes.get(kind)
+
+    def _hf_name(self, home: Home, name: str) -> str:
+        return home.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
+
     def _hf_shape(self, place: HfPart) -> Shape:
         shape = self.our_shapes[place.our_name]
         shape = shape if place.expert is None else shape[1:]
         if place.home.transposed:
             shape = (*shape[:-2], shape[-1], shape[-2])
-        return (*shape[:-1], shape[-1] * place.home.stride)
+        shape = (*shape[:-1], shape[-1] * place.home.stride)
+        if place.home.part is not None:
+            rows, number = place.home.part.rows(self.model), place.home.part.number
+            shape = (*shape[:-2], shape[-2] // rows[number] * sum(rows), shape[-1])
+        return (*shape[:-1], 1, shape[-1]) if place.home.between else shape
 
     # ---- from Hugging Face
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
-        """A block of one of our tensors, reading no more than it needs of the Hugging Face tensors."""
+        """A block of one of our tensors, reading no more than it needs of the Hugging Face tensors, or the rows between."""
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
@@ -109,12 +130,15 @@ class Map:
 
     def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
-        if home.rotated is not None:
-            rows = self.rows(home, offset[0], shape[0])
+        if home.rotated is not None or home.part is not None:
+            rows = self.rows(home, offset[-2], shape[-2])
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
-            return read(place.hf_name, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
+            offset = (*offset[:-2], low, *[0] * home.between, offset[-1])
+            shape = (*shape[:-2], high - low, *[1] * home.between, shape[-1])
+            block = read(place.hf_name, offset, shape)
+            return (block.squeeze(-2) if home.between else block).index_select(-2, rows - low)
         if home.transposed:
             offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
         if home.stride > 1:
@@ -124,7 +148,11 @@ class Map:
         return block.transpose(-1, -2) if home.transposed else block
 
     def rows(self, home: Home, first: int, count: int) -> Tensor:
-        """The rows in the Hugging Face tensor for so many of ours, where RoPE turns some of them."""
+        """The rows in the Hugging Face tensor for so many of ours, where they are in another order or among others."""
+        if home.part is not None:
+            rows, number = home.part.rows(self.model), home.part.number
+            row = torch.arange(first, first + count)
+            return row // rows[number] * sum(rows) + sum(rows[:number]) + row % rows[number]
         return torch.tensor([self._rotated(home, row) for row in range(first, first + count)])
 
     def _rotated(self, home: Home, row: int) -> int:
@@ -147,8 +175,9 @@ class Map:
                 part = read(place.our_name, (0,) * len(whole), whole)
             else:
                 part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
-            if place.home.rotated is not None:
-                out[self.rows(place.home, 0, whole[0])] = part.to(dtype)
+            if place.home.rotated is not None or place.home.part is not None:
+                rows = out.squeeze(-2) if place.home.between else out
+                rows[..., self.rows(place.home, 0, part.shape[-2]), :] = part.to(dtype)
             else:
                 out[..., place.home.phase :: place.home.stride] = (
                     part.transpose(-1, -2) if place.home.transposed else part

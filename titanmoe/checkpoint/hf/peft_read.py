@@ -67,7 +67,8 @@ class _Reader:
         ]
         if not self.problems:
             for name in filter(names.is_adaptable, self.map.our_shapes):
-                self._apart(name)
+                if self.map.places[name][0].home.part is None:  # else PEFT has one adapter for several of ours
+                    self._apart(name)
             for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
                 self._stacked(layer)
             unknown = compress_names(self.files.tensors.keys() - self.used)

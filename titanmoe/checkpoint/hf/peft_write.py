@@ -108,6 +108,15 @@ def _problems(map_: Map, matrices: list[str]) -> list[str]:
             f"of experts' gate (w1) and up (w3) only {min(leaves & {'w1', 'w3'})} has adapters, and PEFT adapts both "
             f"or neither: train with both in lora.targets, {merge}"
         )
+    rows: dict[str, set[str]] = {}
+    for name in matrices:
+        if (part := map_.places[name][0]).home.part is not None:
+            rows.setdefault(module_of(part).rpartition(".")[2], set()).add(name.removesuffix(".weight")[-2:])
+    problems += [
+        f"{' and '.join(sorted(ours))} are rows of {theirs} in transformers, which has one adapter where they have "
+        f"their own: train without them in lora.targets, {merge}"
+        for theirs, ours in rows.items()
+    ]
     return problems
 
 

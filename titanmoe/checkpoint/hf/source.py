@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Dequantised
@@ -27,8 +28,8 @@ EMBEDDING = "model.embed_tokens.weight"
 class HuggingFaceSource:
     def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        self.weights = Dequantised(Folder(path), parsed.json)
-        self.map = Map(model, parsed.hf)
+        self.weights = Dequantised(Folder(path, renamed=parsed.hf.outer_names), parsed.json)
+        self.map = Map(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
 
@@ -65,8 +66,9 @@ class HuggingFaceSource:
         if declared and declared not in stored:
             file_dtypes = ", ".join(sorted(stored))
             notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {file_dtypes}")
-        for name in configs.differences(self.model, file_model):
-            notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(file_model, name)!r}")
+        for name in differences(self.model, file_model):
+            ours, theirs = (value_of(model, name) for model in (self.model, file_model))
+            notes.append(f"model.{name} = {ours!r}, {file} says {theirs!r}")
         if quantised := self.weights.quantised:
             kinds = " and ".join(sorted(set(quantised.values())))
             notes.append(f"{len(quantised)} tensors of {kinds} read as bfloat16")
@@ -78,13 +80,13 @@ class HuggingFaceSource:
         if configs.written_as(self.model.family).model_type != configs.written_as(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
         problems = []
-        for name in configs.differences(self.model, file_model):
+        for name in differences(self.model, file_model):
             listed = f"model.{name}" in changed_paths(self.model.change)
             usable = name in FREE or name.startswith("rope_")
             if not (listed and usable):
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
-                values = f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(file_model, name)!r}"
-                problems.append(f"{values}: {fix}")
+                ours, theirs = (value_of(model, name) for model in (self.model, file_model))
+                problems.append(f"model.{name} = {ours!r}, but {file} gives {theirs!r}: {fix}")
         return problems
 
     def _tensor_problems(self) -> list[str]:
@@ -125,6 +127,8 @@ class HuggingFaceSource:
                 reasons[name] = "they are derived from config.json"
             elif "mtp" in self.drop and self._is_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
+            elif begin := next((begin for begin in self.parsed.hf.left_out if name.startswith(begin)), ""):
+                reasons[name] = self.parsed.hf.left_out[begin]
             elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
                 reasons[name] = "a second copy of the tied embedding"
         self.skipped = {}
@@ -137,10 +141,10 @@ class HuggingFaceSource:
         return any(self._is_mtp(name) for name in self.weights.tensors)
 
     def _is_mtp(self, name: str) -> bool:
-        """DeepSeek-V3 stores multi-token prediction as additional blocks."""
+        """DeepSeek-V3 stores multi-token prediction as additional blocks, Qwen apart from the others."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
-        return number is not None and first <= int(number[1]) < first + count
+        return name.startswith("mtp.") or (number is not None and first <= int(number[1]) < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
         """Two matrices, compared in blocks of rows."""

@@ -22,6 +22,8 @@ FAMILIES = Kind(
         "glm4_moe": "titanmoe.models.families.glm4_moe:FAMILY",
         "kimi_k2": "titanmoe.models.families.kimi_k2:FAMILY",
         "glm4_moe_lite": "titanmoe.models.families.glm4_moe_lite:FAMILY",
+        "qwen3_next": "titanmoe.models.families.qwen3_next:FAMILY",
+        "qwen3_5_moe": "titanmoe.models.families.qwen3_5_moe:FAMILY",
     },
     Family,
 )

@@ -105,6 +105,7 @@ ROUTING = {
     "norm_topk": ("norm_topk_prob",),
     "route_scale": ("routed_scaling_factor",),
 }
+MTP_KEY = "num_nextn_predict_layers"
 COPIES = {
     "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
     "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
@@ -120,7 +121,7 @@ def homes(block: hf.Names) -> dict[str, hf.Home]:
         "norm.weight": "shared_head.norm.weight",
     }
     extra = mtp | {f"block.{name}": home for name, home in block.items()}
-    return hf.ENDS | hf.layer(block) | hf.layer(extra, "mtp.0", "{last}")
+    return hf.ENDS | hf.layer(block) | hf.layer(extra, "mtp.0", "model.layers.{last}")
 
 
 _BLOCK = (
@@ -165,6 +166,7 @@ HF = hf.HuggingFace(
         "moe_layer_freq": 1,
     },
     copies=COPIES,
+    mtp_key=MTP_KEY,
 )
 
 FAMILY = Family(SIZES, HF)

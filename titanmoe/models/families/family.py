@@ -59,6 +59,13 @@ class Family(Rules):
         return {f"model.{name}": value for name, value in shape.items()} | own_values
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
+        every = config.model.full_attention_every
+        if self.mixer is attention and not config.model.sliding_window and every != 1:
+            yield Violation(
+                ("model.full_attention_every", "model.sliding_window"),
+                f"model.full_attention_every = {every} gives blocks a sliding window, but model.sliding_window = 0 is "
+                "not a width: set it, such as sliding_window = 128, or set full_attention_every = 1",
+            )
         for mixer in self._mixers(config.model):
             yield from mixer.contradictions(config)
 

@@ -61,6 +61,7 @@ HF = hf.HuggingFace(
     | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
     fixed=hf.FIXED,
     copies=deepseek_v3.COPIES,
+    mtp_key=deepseek_v3.MTP_KEY,
 )
 
 FAMILY = Family(SIZES, HF)

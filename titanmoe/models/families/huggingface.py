@@ -6,10 +6,10 @@ Ours are those of titanmoe.models.transformer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
@@ -19,6 +19,15 @@ Json = Mapping[str, Any]
 
 class Unrepresentable(ValueError):
     """A config.json asks for something that [model] cannot express, or vice versa."""
+
+
+class Part(NamedTuple):
+    """Rows of a tensor there come in groups, and each group in parts, one below the other."""
+
+    rows: Callable[[Model], tuple[int, ...]]
+    """Of each part of a group."""
+    number: int
+    """Ours, of the parts."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,10 @@ class Home:
     rotated: Callable[[Model], tuple[int, int]] | None = None
     """Rows that RoPE turns in pairs: pair i is rows 2i and 2i + 1 there, i and half + i in ours. Gives the rows of one
     head and how many of them, the last ones, are turned."""
+    part: Part | None = None
+    """Ours has the rows of that part of every group; other tensors of ours have the rest."""
+    between: bool = False
+    """It has a dim of 1 there before its last."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,10 @@ class HuggingFace:
     """Fields of [model] that are the same in all models of this type. What config.json says, even by omission, wins."""
     homes: Mapping[str, Home]
     """By our name."""
+    mixer_homes: Mapping[str, Mapping[str, Home]] = field(default_factory=dict, kw_only=True)
+    """Of blocks whose mixer has that name, before those."""
+    other_homes: Mapping[str, Home] = field(default_factory=dict, kw_only=True)
+    """Before all of these if files have a tensor of that name. None is written."""
     fields: Mapping[str, tuple[str, ...]]
     """From a field of [model] to its key in config.json; the other keys are other spellings, which are read too."""
     special: tuple[Special, ...] = ()
@@ -66,6 +83,14 @@ class HuggingFace:
     """Keys with only one value that we can represent, which is also what leaving them out means."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """With multi-token prediction: names of tensors that repeat another, by the name of the other."""
+    mtp_key: str = ""
+    """How many blocks of multi-token prediction there are."""
+    outer_type: str = ""
+    """model_type of config.json with these keys within `text_config`, beside those of what else than text it takes."""
+    outer_names: Mapping[str, str] = field(default_factory=dict)
+    """How names of tensors begin in its files, and how the same ones do otherwise."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """How names of tensors begin that are not read, and what these are."""
     derived: tuple[str, ...] = ()
     """Suffixes of tensors that old files contain although they follow from config.json."""
     dense: bool = False
@@ -75,10 +100,15 @@ class HuggingFace:
 Names = Mapping[str, str | Home]
 
 
-def layer(homes: Names, ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
+def layer(homes: Names, ours: str = "layers.{layer}", theirs: str = "model.layers.{layer}") -> dict[str, Home]:
     """Homes in a block, by names within the block."""
     whole = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
-    return {f"{ours}.{name}": replace(home, name=f"model.layers.{theirs}.{home.name}") for name, home in whole.items()}
+    return {f"{ours}.{name}": replace(home, name=f"{theirs}.{home.name}") for name, home in whole.items()}
+
+
+def parts(theirs: str, ours: Sequence[str], rows: Callable[[Model], tuple[int, ...]], **more: bool) -> dict[str, Home]:
+    """Several of ours that are one tensor there, as `Part` says."""
+    return {name: Home(theirs, part=Part(rows, number), **more) for number, name in enumerate(ours)}
 
 
 def swiglu(

@@ -29,7 +29,8 @@ class GroupedQuery(MixerRules):
 
     def matrices(self, model: Model) -> list[Split]:
         query, key = _widths(model)
-        return [((query, model.dim), 0), ((key, model.dim), 0), ((key, model.dim), 0), ((model.dim, query), 1)]
+        split: list[Split] = [((width, model.dim), 0) for width in (query, key, key)]
+        return split + [((query, model.dim), 0)] * model.attention_gate + [((model.dim, query), 1)]
 
     def vectors(self, model: Model) -> list[Split]:
         """Biases and sinks."""
@@ -45,14 +46,15 @@ class GroupedQuery(MixerRules):
 
     def names(self, model: Model) -> list[str]:
         projections = ("wq", "wk", "wv")
-        names = [f"{w}.weight" for w in (*projections, "wo")] + [f"{w}.bias" for w in projections if model.qkv_bias]
+        gate = ["wg"] * model.attention_gate
+        names = [f"{w}.weight" for w in (*projections, *gate, "wo")]
+        names += [f"{w}.bias" for w in projections if model.qkv_bias]
         names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
         return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
-        return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in ("wq", "wk", "wv")} | {
-            "wo.weight": MatrixRows(())
-        }
+        heads = ("wq", "wk", "wv", *["wg"] * model.attention_gate)
+        return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in heads} | {"wo.weight": MatrixRows(())}
 
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
         if model.qk_norm != "none":
@@ -69,14 +71,15 @@ class GroupedQuery(MixerRules):
         query, key = (width / tp for width in _widths(model))
         turned = (query + key) * turned_width(model) / model.head_dim
         joined = 2 * (query + key) * (model.rotary_dim > 0)  # with the dims that stay as they are
+        gate = query * model.attention_gate  # read and written by a sigmoid and a product: five times, then nine
         return MixerWork(
-            [Product(query + 2 * key, model.dim), Product(model.dim, query)],
+            [Product(query + gate + 2 * key, model.dim), Product(model.dim, query)],
             gathered=model.dim,
             queries=query,
             keys=2 * key,
             rotated=turned,
             normed=(query + key) * (model.qk_norm != "none"),
-            moved=(joined, joined),
+            moved=(joined + 5 * gate, joined + 9 * gate),
         )
 
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
@@ -89,7 +92,8 @@ class GroupedQuery(MixerRules):
         elif model.qk_norm == "full":
             inner = 2 * X * (query + key) * max(4, w)
         output = attention_output_bytes(heads, model.head_dim, share, model.attention_sinks)
-        return output + X * (query + 2 * key) * w + inner
+        gate = 2 * X * query * w * model.attention_gate  # its sigmoid, and what that lets through
+        return output + X * (query + 2 * key) * w + inner + gate
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model

@@ -10,6 +10,11 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
 from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 
+GROUPED_QUERY_ALONE = (
+    "qkv_bias", "out_bias", "attention_sinks", "sliding_window", "attention_gate", "qk_norm", "rotary_dim",
+)  # fmt: skip
+"""Fields of [model]."""
+
 
 class Latent(MixerRules):
     name = "latent attention"
@@ -112,7 +117,7 @@ class Latent(MixerRules):
                 "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
                 f"v_head_dim = {nope or model.head_dim}",
             )
-        for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm", "rotary_dim"):
+        for name in GROUPED_QUERY_ALONE:
             value, without = (json.dumps(getattr(m, name)) for m in (model, Model()))
             if value != without:
                 yield Violation(

@@ -92,8 +92,8 @@ class MixerRules(Rules, ABC):
     attends = False
     """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that."""
     by_runs = False
-    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets. A mixer that neither
-    does nor attends is refused there."""
+    """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
+    that neither does nor attends."""
     cache = ""
     """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
     that of grouped-query attention for whatever attends. Without one it cannot generate."""

@@ -27,11 +27,12 @@ def run(
     beta_BSH: Tensor | None,
     begins_BS: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Documents are begun by decays: the kernels' own way, places in a packed sequence, makes the host wait."""
-    decay, state = decay.float(), None if state_BHkv is None else state_BHkv.float()
+    """Decays and states are in float32. A document is begun by a decay: the kernels' own way, places in a packed
+    sequence, makes the host wait.
+    """
     if begins_BS is not None:
         decay = decay.masked_fill(begins_BS.view(*begins_BS.shape, *(1,) * (decay.ndim - 2)), NOTHING_LEFT)
-    states = dict(initial_state=state, output_final_state=True)
+    states = dict(initial_state=state_BHkv, output_final_state=True)
     if beta_BSH is not None:
         return chunk_gated_delta_rule(
             q_BSRk, k_BSRk, v_BSHv, g=decay, beta=beta_BSH, use_qk_l2norm_in_kernel=True, **states

@@ -1,0 +1,53 @@
+"""How two models differ in what they compute."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from titanmoe.config.blocks import has_experts
+from titanmoe.config.schema import Model
+from titanmoe.models.families import family_of
+from titanmoe.models.families.family import attention
+
+OWN = "own."
+"""How the names of fields of [model.own] begin here."""
+NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth", "media_tokens")
+_YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
+
+
+def meaning(model: Model) -> dict[str, Any]:
+    """What the model computes: unused fields have their defaults, equal ways to route have one name."""
+    unused: list[str] = []
+    if model.rope_scaling == "none":
+        unused += _YARN
+    if model.num_groups == 1:
+        unused += ["top_groups"]
+    if not model.shared_hidden:
+        unused += ["shared_gate"]
+    if not model.sliding_window and family_of(model.family).mixer is attention:
+        unused += ["full_attention_every"]
+    if not has_dense(model):
+        unused += ["dense_hidden"]
+    values = asdict(model) | {name: getattr(Model(), name) for name in unused}
+    if model.score_function == "softmax_after_topk":
+        # the softmax over the chosen is the softmax over all, scaled to sum to one
+        values |= {"score_function": "softmax", "norm_topk": True}
+    values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
+    values |= {f"{OWN}{name}": value for name, value in values.pop("own").items()}
+    return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
+
+
+def differences(a: Model, b: Model) -> list[str]:
+    """Fields that make two models compute different things."""
+    left, right = meaning(a), meaning(b)
+    return [name for name in left if left[name] != right.get(name)]
+
+
+def has_dense(model: Model) -> bool:
+    return not all(has_experts(model, i) for i in range(model.num_layers))
+
+
+def value_of(model: Model, name: str) -> Any:
+    """Of a field, or of one of [model.own]."""
+    return model.own[name.removeprefix(OWN)] if name.startswith(OWN) else getattr(model, name)

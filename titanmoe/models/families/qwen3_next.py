@@ -1,0 +1,193 @@
+"""Qwen3-Next: three blocks with linear attention (Gated DeltaNet), then one with attention whose output is gated.
+
+RoPE turns a quarter of each head, norms add one to their weights, and a shared expert is scaled by a sigmoid gate. The
+block of multi-token prediction, `mtp_depth = 1`, attends to the whole sequence like the last one.
+"""
+
+from titanmoe.config.schema import Model
+from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families.family import Family
+from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA, Heads
+from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
+from titanmoe.models.mixers.rules import MixerRules
+
+SWITCHES = dict(
+    full_attention_every=4,
+    attention_gate=True,
+    qkv_bias=False,
+    qk_norm="head",
+    rope_theta=1e7,
+    norm_eps=1e-6,
+    norm_adds_one=True,
+    tie_embeddings=False,
+    shared_gate=True,
+    score_function="softmax",
+    norm_topk=True,
+)
+
+
+def linear(keys: int, values: int, width: int) -> dict[str, object]:
+    """Heads of keys and values in linear attention."""
+    heads = dict(linear_key_heads=keys, linear_value_heads=values, linear_key_dim=width, linear_value_dim=width)
+    return {"own": FIELDS | heads}
+
+
+DEBUG = (
+    SWITCHES
+    | dict(vocab_size=320, dim=64, num_layers=4, num_heads=16, num_kv_heads=8, head_dim=8, rotary_dim=2)
+    | dict(num_experts=16, top_k=4, expert_hidden=64, shared_hidden=64)
+    | linear(8, 16, 8)
+)
+SIZES: dict[str, dict[str, object]] = {
+    "debug": DEBUG,
+    "80b_a3b": SWITCHES
+    | dict(vocab_size=151936, dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, rotary_dim=64)
+    | dict(num_experts=512, top_k=10, expert_hidden=512, shared_hidden=512)
+    | linear(16, 32, 128),
+}
+
+
+def mixer(model: Model, layer: int) -> MixerRules:
+    every = model.full_attention_every
+    return GROUPED_QUERY if every and (layer + 1) % every == 0 else GATED_DELTA
+
+
+# ---- which blocks are which
+
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def _kinds(every: int, layers: int) -> list[str]:
+    model = Model(full_attention_every=every)
+    return [FULL if mixer(model, i) is GROUPED_QUERY else LINEAR for i in range(layers)]
+
+
+def _read_kinds(config: hf.Json) -> dict[str, object]:
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return {"full_attention_every": config.get("full_attention_interval", 4)}
+    every = kinds.index(FULL) + 1 if FULL in kinds else 0
+    if kinds == _kinds(every, config["num_hidden_layers"]):
+        return {"full_attention_every": every}
+    raise hf.Unrepresentable(
+        f"has the layer_types {kinds[:100]}: with model.full_attention_every = n the n-th, 2n-th, ... are {FULL}, the "
+        f"others {LINEAR}"
+    )
+
+
+def _write_kinds(model: Model) -> dict[str, object]:
+    every = model.full_attention_every
+    return {"layer_types": _kinds(every, model.num_layers)} | ({"full_attention_interval": every} if every else {})
+
+
+KINDS = hf.Special(("layer_types", "full_attention_interval"), _read_kinds, _write_kinds)
+
+
+# ---- tensors
+
+
+def qkv(model: Model) -> tuple[int, ...]:
+    """Of all heads."""
+    heads = Heads.of(model)
+    return heads.key_width, heads.key_width, heads.value_width
+
+
+def _qkvz(model: Model) -> tuple[int, ...]:
+    """Of a key head and the value heads that belong to it."""
+    heads = Heads.of(model)
+    value = heads.values // heads.keys * heads.value_dim
+    return heads.key_dim, heads.key_dim, value, value
+
+
+def _ba(model: Model) -> tuple[int, ...]:
+    heads = Heads.of(model)
+    return (heads.values // heads.keys,) * 2
+
+
+def _of_head(model: Model) -> tuple[int, ...]:
+    return model.head_dim, model.head_dim
+
+
+def _of_expert(model: Model) -> tuple[int, ...]:
+    return model.expert_hidden, model.expert_hidden
+
+
+def weights(*names: str) -> list[str]:
+    return [f"attention.{name}.weight" for name in names]
+
+
+FEED_FORWARD = (
+    hf.NORMS
+    | hf.DENSE
+    | hf.EXPERTS
+    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
+    | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
+)
+ATTENTION = hf.ATTENTION | hf.parts("self_attn.q_proj.weight", weights("wq", "wg"), _of_head)
+CONVOLUTION = [f"attention.conv_{part}" for part in "qkv"]
+DELTA = hf.parts("linear_attn.conv1d.weight", CONVOLUTION, qkv, between=True) | {
+    "attention.dt_bias": "linear_attn.dt_bias",
+    "attention.A_log": "linear_attn.A_log",
+    "attention.norm.weight": "linear_attn.norm.weight",
+    "attention.wo.weight": "linear_attn.out_proj.weight",
+}
+STACKED = hf.parts("mlp.experts.gate_up_proj", ("moe.experts.w1", "moe.experts.w3"), _of_expert) | {
+    "moe.experts.w2": "mlp.experts.down_proj"
+}
+EXTRA = {
+    "mtp.0.hidden_norm.weight": hf.Home("mtp.pre_fc_norm_hidden.weight"),
+    "mtp.0.embed_norm.weight": hf.Home("mtp.pre_fc_norm_embedding.weight"),
+    "mtp.0.project.weight": hf.Home("mtp.fc.weight"),
+    "mtp.0.norm.weight": hf.Home("mtp.norm.weight"),
+}
+
+
+def everywhere(block: hf.Names) -> dict[str, hf.Home]:
+    """In the layers, and in the block of multi-token prediction."""
+    return hf.layer(block) | hf.layer(block, "mtp.0.block", "mtp.layers.0")
+
+
+FIELDS_OF_FILES = (
+    hf.SHAPE
+    | hf.HEADS
+    | {
+        "num_experts": ("num_experts",),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("moe_intermediate_size",),
+        "shared_hidden": ("shared_expert_intermediate_size",),
+        "own.linear_key_heads": ("linear_num_key_heads",),
+        "own.linear_value_heads": ("linear_num_value_heads",),
+        "own.linear_key_dim": ("linear_key_head_dim",),
+        "own.linear_value_dim": ("linear_value_head_dim",),
+        "own.conv_width": ("linear_conv_kernel_dim",),
+    }
+)
+ABSENT = (
+    hf.ABSENT
+    | {"num_key_value_heads": 2, "head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+    | {"router_aux_loss_coef": 0.001}
+)
+
+HF = hf.HuggingFace(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    family="qwen3_next",
+    switches=SWITCHES,
+    homes=hf.ENDS | everywhere(FEED_FORWARD | ATTENTION) | EXTRA,
+    mixer_homes={
+        GATED_DELTA.name: hf.layer(
+            DELTA
+            | hf.parts("linear_attn.in_proj_qkvz.weight", weights("wq", "wk", "wv", "wz"), _qkvz)
+            | hf.parts("linear_attn.in_proj_ba.weight", weights("wb", "wa"), _ba)
+        )
+    },
+    other_homes=everywhere(STACKED),
+    fields=FIELDS_OF_FILES | {"dense_hidden": ("intermediate_size",), "norm_topk": ("norm_topk_prob",)},
+    special=(hf.rope(1e4, part=0.25), hf.QWEN_BLOCKS, KINDS, hf.SHARED),
+    absent=ABSENT | {"norm_topk_prob": True},
+    fixed=hf.FIXED | {"attention_bias": False, "use_sliding_window": False},
+    mtp_key="num_nextn_predict_layers",
+)
+
+FAMILY = Family(SIZES, HF, mixer, FIELDS)
