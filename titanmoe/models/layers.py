@@ -58,6 +58,10 @@ class Linear(nn.Module):
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
     return local(parameter) if rows is None else local(parameter)[rows]
 
+    def adapted_weight(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
+
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(index.shape, dtype=dtype, device=index.device)

@@ -24,6 +24,7 @@ class GroupedQuery(MixerRules):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
+    cache = "titanmoe.generate.attention:CachedKeys"
     after_scores = ("wo.weight", "wo.bias")
 
     def matrices(self, model: Model) -> list[Split]:

@@ -92,11 +92,13 @@ class MixerRules(Rules, ABC):
     name = ""
     """Its name in messages, such as "latent attention"."""
     attends = False
-    """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
-    that; generation refuses a mixer that has none."""
+    """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that."""
     by_runs = False
     """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
     that neither does nor attends."""
+    cache = ""
+    """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
+    that of grouped-query attention for whatever attends. Without one it cannot generate."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
