@@ -20,14 +20,14 @@ from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipes import find_recipe  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
-from titanmoe.fold.degrees import Fold, derive  # noqa: E402
+from titanmoe.fold.degrees import Fold  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.cost import Cost  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.rows_on_their_way import RowsWay  # noqa: E402
-from titanmoe.plan.search import search  # noqa: E402
+from titanmoe.plan.search import evaluate, search  # noqa: E402
 
 RECIPES = {
     "mixtral_8x7b": "Mixtral-8x7B",
@@ -63,7 +63,7 @@ TIMES_AS_MUCH = {
 as scripts/bench/roofline.py counts both."""
 
 
-WHOLE = "--moe.overlap_halves=false"
+WHOLE = "--moe.overlap_chunks=1"
 STEPS = {
     "mixtral_8x7b": {
         "gradients added in a pass of their own": (),
@@ -141,8 +141,9 @@ def cells(name: str, config: Config, fold: Fold, price: Price) -> tuple[str, ...
 def own_rows(recipe: str) -> list[tuple[str, ...]]:
     """Of TorchTitan's layers, where it has the model, and of the recipe."""
     config, world = read(recipe)
-    fold, model = derive(world, config.parallelism), RECIPES[recipe]
-    rows = [cells(f"{model}, recipe", config, fold, Pricer(config, H100, Factors()).price(config, fold))]
+    mapping, model = evaluate(config, world, H100, Factors()), RECIPES[recipe]
+    config, fold = mapping.config, mapping.fold
+    rows = [cells(f"{model}, recipe", config, fold, mapping.price)]
     if recipe in TIMES_AS_MUCH:
         rows.insert(0, cells(f"{model}, TorchTitan", config, fold, TorchTitan(recipe, config).price(config, fold)))
     return rows
@@ -156,9 +157,8 @@ def best_row(recipe: str) -> tuple[str, ...]:
 def step_rows(recipe: str) -> list[tuple[str, ...]]:
     rows = []
     for name, changed in STEPS[recipe].items():
-        config, world = read(recipe, *changed)
-        fold = derive(world, config.parallelism)
-        rows.append(cells(f"{recipe}: {name}", config, fold, Pricer(config, H100, Factors()).price(config, fold)))
+        mapping = evaluate(*read(recipe, *changed), H100, Factors())
+        rows.append(cells(f"{recipe}: {name}", mapping.config, mapping.fold, mapping.price))
     return rows
 
 

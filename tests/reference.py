@@ -775,7 +775,8 @@ def forward(
     for i in range(model.num_layers):
         x_GSD = run(i, x_GSD)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
-    logits_GSV = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps) @ head.T
+    final_GSD = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps)
+    logits_GSV = final_GSD @ head.T
     if not model.mtp_depth:
         return logits_GSV, None, moe_results
 
@@ -784,7 +785,8 @@ def forward(
 
     seen_GSD = normed(weights["embed.weight"][next_tokens(tokens)], "embed_norm")
     for_seen, for_hidden = weights["mtp.0.project.weight"].chunk(2, dim=1)
-    y_GSD = seen_GSD @ for_seen.T + normed(x_GSD, "hidden_norm") @ for_hidden.T
+    hidden_GSD = normed(final_GSD if model.mtp_after_norm else x_GSD, "hidden_norm")
+    y_GSD = seen_GSD @ for_seen.T + hidden_GSD @ for_hidden.T
     return logits_GSV, normed(run(model.num_layers, y_GSD), "norm") @ head.T, moe_results
 
 

@@ -278,10 +278,70 @@ NASTY = {
     | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "heads of linear and gated attention by Muon": MODELS["qwen3_next"]
     | {"optimizer.name": "muon", "optimizer.by_head": True, "parallelism.tp": 2, "parallelism.experts.ep": 2},
+    "all heads normalised together, half of each turned": MODELS["minimax_m2"]
+    | {
+        "parallelism.tp": 4,
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "moe.bias_update_rate": 0.05,
+        "activation_checkpoint.mode": "selective",
+    },
+    "all heads normalised together, half of each turned, in stages": MODELS["minimax_m2"]
+    | {
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 2,
+        "training.loss_chunks": 5,
+    },
+    "multi-token prediction after the final norm, split over tp and cp": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "model.tie_embeddings": True,
+        "parallelism.tp": 2,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 4,
+        "training.loss_chunks": 5,
+        "activation_checkpoint.mode": "full",
+    },
+    "multi-token prediction after the final norm, in stages of a V": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "model.num_layers": 4,
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.etp": 2,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "training.global_batch_size": 4,
+    },
+    "multi-token prediction after the final norm, sharded": {
+        "model.mtp_depth": 1,
+        "model.mtp_after_norm": True,
+        "parallelism.dp_replicate": 2,
+        "parallelism.experts.ep": 2,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 4,
         "parallelism.cp_kind": "ulysses",
         "model.num_kv_heads": 2,
+    },
+    "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence": MODELS["gpt_oss"]
+    | {
+        "model.num_heads": 8,
+        "model.num_kv_heads": 2,
+        "model.qk_norm": "head",
+        "parallelism.tp": 4,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 4,
+        "parallelism.experts.etp": 2,
+    },
+    "one key head on all ranks of tp, one norm over the heads, split backward": {
+        "model.num_kv_heads": 1,
+        "model.qk_norm": "full",
+        "model.qkv_bias": True,
+        "model.num_layers": 4,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "parallelism.pp": 2,
+        "parallelism.tp": 2,
     },
 }
 
@@ -290,6 +350,7 @@ ON_8_RANKS = (
     "one token per rank",
     "more chunks than rows",
     "four nodes, slices of experts on each, in chunks, beside a shared expert",
+    "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence",
 )
 
 

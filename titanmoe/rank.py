@@ -5,20 +5,29 @@ import sys
 
 gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
 
-from titanmoe.config.schema import Config, MoE  # noqa: E402
+from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
-from titanmoe.train.runtime import leave  # noqa: E402
+from titanmoe.train.runtime import Runtime, leave  # noqa: E402
 from titanmoe.watch.begin import watched  # noqa: E402
 from titanmoe.watch.numbers import checks  # noqa: E402
 
 gc.enable()
 
 
-def planned_rows(config: Config, world: int) -> MoE:
-    from titanmoe.plan import planned_rows as planner  # only here, because few runs need it and it takes a while
+def planned_rows(config: Config, runtime: Runtime) -> tuple[Config, str]:
+    """How rows travel where the recipe leaves that open on GPUs, and why. All ranks plan for rank 0's GPU, because all
+    must do the same."""
+    if config.moe.overlap_chunks != -1 or runtime.device.type != "cuda":
+        return config, ""
+    import torch
+    import torch.distributed as dist
 
-    return planner.planned_rows(config, world)
+    from titanmoe.plan import devices, planned_rows
+
+    gpu = [torch.cuda.get_device_name(runtime.device)]
+    dist.broadcast_object_list(gpu)
+    return planned_rows.planned_rows(config, runtime.world, devices.device_like(gpu[0]))
 
 
 def run() -> None:

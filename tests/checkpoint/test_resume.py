@@ -18,6 +18,7 @@ PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 
 FOUR = {"model.num_layers": 4}
 ONE = {"model.num_layers": 1}
 TWO = {"training.global_batch_size": 2}
+ONE_KEY = {"model.num_kv_heads": 1, "model.qkv_bias": True, "model.qk_norm": "full"}  # on every rank of tp
 EIGHT = {"training.global_batch_size": 8}  # as many data ranks or microbatches need
 BIASED = MODELS["gpt_oss"] | {"model.num_experts": 2, "model.top_k": 2, "model.num_kv_heads": 2}
 BIASED |= {"model.num_heads": 4, "model.qk_norm": "full"}
@@ -55,7 +56,7 @@ CASES = {
     "pp4 to ep4": ((4, mapping(pp=4) | FOUR), (4, mapping(ep=4) | FOUR)),
     "etp4 to ep4": ((4, mapping(etp=4)), (4, mapping(ep=4))),
     "tp2 pp2 etp2 to tp1 pp2 etp2": ((4, mapping(tp=2, pp=2, etp=2)), (4, mapping(pp=2, etp=2))),
-    "ep4 to tp4 etp4": ((4, mapping(ep=4) | ONE), (4, mapping(tp=4, etp=4) | ONE)),
+    "ep4 to tp4 etp4": ((4, mapping(ep=4) | ONE | ONE_KEY), (4, mapping(tp=4, etp=4) | ONE | ONE_KEY)),
     "a stage without experts": (
         (4, mapping(pp=2, tp=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
         (2, mapping(ep=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
@@ -63,7 +64,7 @@ CASES = {
     "whole experts to sharded ones": ((2, mapping(ep=2) | ONE), (4, mapping(ep=2) | ONE)),
     "sharded experts to whole ones": ((4, mapping(ep=2) | ONE), (2, mapping(ep=2) | ONE)),
     "more data ranks": ((1, mapping()), (4, mapping(ep=2) | {"parallelism.dp_replicate": 2})),
-    "fewer ranks": ((4, mapping(tp=2, cp=2, ep=4)), (1, mapping())),
+    "fewer ranks": ((4, mapping(tp=2, cp=2, ep=4) | ONE_KEY), (1, mapping() | ONE_KEY)),
     "tied ends of a pipeline to one": (
         (4, mapping(pp=2, ep=2) | {"model.tie_embeddings": True}),
         (4, mapping(tp=2, ep=4) | {"model.tie_embeddings": True}),

@@ -128,6 +128,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next": ("Qwen3Next", LINEAR | dict(intermediate_size=48, mlp_only_layers=[0])),
     "qwen3_5_moe": ("Qwen3_5Moe", LINEAR),
+    "minimax_m2": (
+        "MiniMaxM2",
+        dict(
+            head_dim=8,
+            rope_parameters=dict(rope_type="default", rope_theta=5e6, partial_rotary_factor=0.5),
+            intermediate_size=24,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+        ),
+    ),
     "gpt_oss": (
         "GptOss",
         dict(

@@ -82,6 +82,10 @@ def test_a_model_without_the_block_says_what_to_do(with_mtp, plain):
         f"{plain} has no multi-token prediction to drop"
     ]
     model = replace(describe(folder).model, mtp_depth=1)
+    with pytest.raises(ConfigError, match=r"mtp_after_norm = False, but Megatron .*: set it to true, or list"):
+        open_hf(folder, model).check()
+    open_hf(folder, replace(model, change=["mtp_after_norm"])).check()
+    model = replace(model, mtp_after_norm=True)
     source = open_hf(folder, model)
     source.check()
     embed = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]

@@ -20,6 +20,7 @@ FOLDED = [
     ("glm4_moe_lite", dict(tp=2, cp=2), dict(ep=4)),
     ("qwen3_next", dict(tp=4), dict(ep=2, etp=2)),
     ("qwen3_5_moe", dict(tp=2, cp=2), dict(ep=4)),
+    ("minimax_m2", dict(tp=4), dict(ep=2, etp=2)),
     ("gpt_oss", dict(tp=2, cp=2), dict(ep=2, etp=2)),
 ]
 

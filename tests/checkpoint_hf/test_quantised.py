@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.quantised import Dequantised
+from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 
@@ -18,7 +18,7 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 def weights(folder, tensors, config):
     save_file(tensors, folder / "model.safetensors")
-    return Dequantised(Folder(folder), config)
+    return Dequantised(Folder(folder), fp8_block(config, folder))
 
 
 def to_fp8(weight, block=128):
@@ -122,6 +122,21 @@ def test_an_fp8_model_comes_in_and_goes_out_as_bfloat16(tmp_path, capsys):
 def test_other_kinds_are_refused(tmp_path, tensors, config, reason):
     with pytest.raises(ConfigError, match=reason):
         weights(tmp_path, tensors, config)
+
+
+def test_packed_integers_are_refused_before_their_files_are_opened(tmp_path, capsys):
+    """As Kimi-K2-Thinking is published."""
+    folder = models.save(models.make("deepseek_v3"), tmp_path / "in")
+    weights = {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 32}}}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": weights}
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "kimi_k2", "quantization_config": packed}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({"model.layers.0.weight_packed": torch.zeros(4, dtype=torch.int32)}, folder / "model.safetensors")
+    assert main(["convert", "--from-hf", str(folder), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "is quantised by compressed-tensors (pack-quantized): supported are fp8" in error and "I32" not in error
+    assert "use the unquantised model, or make one: from_pretrained of transformers with dequantize = True" in error
+    assert main(["convert", "--describe", str(folder)]) == 0
 
 
 def test_scales_without_weights_are_reported(tmp_path, capsys):

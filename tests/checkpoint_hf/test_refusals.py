@@ -127,6 +127,28 @@ def test_all_that_is_wrong_with_a_config_at_once(copy, capsys):
     assert "3 problems" in lines and "gelu" in lines and "sliding_window" in lines and "hidden_size" in lines
 
 
+def test_faults_of_different_kinds_at_once(copy, capsys):
+    """A key that is not followed, a RoPE that no [model] has, and numbers that contradict each other; or a key that is
+    missing."""
+
+    def spoil(config, tensors):
+        config |= {"hidden_act": "gelu", "rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}}
+        config["num_experts_per_tok"] = 9
+
+    folder = copy(spoil)
+    lines = refused(capsys, folder)
+    assert "2 problems" in lines and "of type 'linear'" in lines
+    assert 'titanmoe\'s mixtral only has "silu": docs/extending.md#a-family shows how to add one' in lines
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": None}))
+    lines = refused(capsys, folder)
+    assert "2 problems" in lines and "gelu" in lines and "model.top_k = 9 exceeds model.num_experts = 4" in lines
+    del config["hidden_size"]
+    (folder / "config.json").write_text(json.dumps(config))
+    lines = refused(capsys, folder)
+    assert "3 problems" in lines and "'linear'" in lines and "gelu" in lines and "no hidden_size" in lines
+
+
 @pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
 def test_yarn_is_read_and_written(copy, old):
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "beta_fast": 20.0}

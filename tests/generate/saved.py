@@ -11,11 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import parity, reference
+from tests.support import case_features
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
+
+NEXT = case_features.MODELS["qwen3_next"]
+MODELS = case_features.MODELS | {
+    "gla": NEXT | {"model.own": NEXT["model.own"] | {"linear_gate": "gla", "conv_width": 1}},
+}
 
 # What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}
@@ -46,7 +52,7 @@ def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Ten
     config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=0.0, jitter=0.0))
     ids_1S = torch.tensor([ids])
     tokens = reference.Tokens.of([[reference.Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]])
-    return reference.forward(config, weights, tokens, bias)[0][0]
+    return reference.forward(config, reference.with_whole_norms(config.model, weights), tokens, bias)[0][0]
 
 
 def generator(path: Path | None, degrees: dict[str, int], eos: int | None = None, adapter: Path | None = None) -> Any:
@@ -106,3 +112,22 @@ def tokens(
     numbered_prompts = [Prompt(number, ids) for number, ids in enumerate(prompts)]
     batches = generator(path, degrees, eos).batches(numbered_prompts, size, most, Sampling(**sampling))
     return [(generated.number, generated.tokens, generated.end) for batch in batches for generated in batch]
+
+
+def turns(
+    path: Path, degrees: dict[str, int], prompts: list[list[int]], most: int
+) -> list[tuple[list[int], list[int]]]:
+    """On a rank: of each prompt, one after the other, the likeliest tokens after it, and how many tokens each forward
+    read. A prompt begins with as many tokens of what is cached then as its first number says."""
+    from titanmoe.generate.loop import Prompt
+    from titanmoe.generate.sample import Sampling
+
+    text_generator, out = generator(path, degrees), []
+    forward = text_generator.forward
+    for number, (same, *more) in enumerate(prompts):
+        counts: list[int] = []
+        text_generator.forward = lambda ids, counts=counts: counts.append(len(ids)) or forward(ids)
+        prompt = Prompt(number, text_generator.cached_ids[:same] + more)
+        (generated,) = text_generator.batch([prompt], most, Sampling(temperature=0.0))
+        out.append((prompt.ids + generated.tokens, counts))
+    return out

@@ -56,7 +56,7 @@ def test_what_they_are_not_for_is_refused(trained: tuple[Path, Path], tmp_path: 
     assert "has other weights (digest" in text and str(folder) in text
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss", "deepseek_v3"])
 def test_merged_weights_compute_the_same(name: str, tmp_path: Path) -> None:
     folder = models.save(models.make(name, torch.float64), tmp_path / "in")
     adapted.write(tmp_path / "ours", folder, param="float64")

@@ -11,7 +11,7 @@ import torch
 
 from tests import world
 from tests.generate import saved
-from tests.support.case_features import MODELS
+from tests.generate.saved import MODELS
 from titanmoe.ops import counter_rng
 
 PROMPTS = [1, 5, 13, 2, 17]  # the longest spans many of gpt_oss's windows of 3
@@ -31,6 +31,7 @@ CASES = [(name, "alone") for name in MODELS] + [
     ("gpt_oss", "tp2-ep2-etp2"),
     ("sigmoid_groups", "tp2-ep4"),
     ("deepseek_v3", "tp2-ep2-etp2"),
+    ("qwen3_next", "tp2-ep4"),
 ]
 
 

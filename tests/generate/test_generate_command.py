@@ -112,6 +112,7 @@ def test_plain_and_streamed_output(run: Path) -> None:
     code, out, err = ask(*words)
     assert (code, out) == (0, f"ab{line['text']}\n")
     assert f"{run} (step 1): {len(line['tokens'])} tokens after 1 prompt in" in err
+    assert "x cpu; cache on a rank: 512 bytes per token\n" in err
     assert "note: sequences get up to 19 tokens; the model was trained on 16" in err
     assert ask(*words, "--stream")[:2] == (0, out)
     _, out, _ = ask(*words, "--prompt", "c")

@@ -10,7 +10,7 @@ import torch
 
 from tests import world
 from tests.generate import saved
-from tests.support.case_features import MODELS
+from tests.generate.saved import MODELS
 from titanmoe.ops import counter_rng
 
 MOST = 6
@@ -51,6 +51,16 @@ def test_greedy_tokens_are_the_plain_models(checkpoint) -> None:
         assert (prompt + tokens, end) == (row, "length"), number
 
 
+def with_an_end(endless: list) -> tuple[int, list]:
+    """A token that ends some rows, at different times; and what is then made."""
+    ends = {token: {row.index(token) for _, row, _ in endless if token in row} for token in range(48)}
+    eos = max(ends, key=lambda token: len(ends[token]))
+    assert len(ends[eos]) >= 2 and any(eos not in row for _, row, _ in endless)
+    return eos, [
+        (number, row[: row.index(eos)], "eos") if eos in row else (number, row, "length") for number, row, _ in endless
+    ]
+
+
 @pytest.mark.parametrize(
     "sampling, folds", [({"temperature": 0.0}, list(FOLDS)), (SAMPLED, ["tp2-ep2-etp2"])], ids=["greedy", "drawn"]
 )
@@ -58,17 +68,18 @@ def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, An
     path, _ = checkpoint
     endless = ask(1, path, {}, 1, None, **sampling)
     assert [number for number, _, _ in endless] == list(range(7))
-    # A token that ends some rows, at different times.
-    ends = {token: {row.index(token) for _, row, _ in endless if token in row} for token in range(48)}
-    eos = max(ends, key=lambda token: len(ends[token]))
-    assert len(ends[eos]) >= 2 and any(eos not in row for _, row, _ in endless)
-    want = [
-        (number, row[: row.index(eos)], "eos") if eos in row else (number, row, "length") for number, row, _ in endless
-    ]
+    eos, want = with_an_end(endless)
     assert ask(1, path, {}, 1, eos, **sampling) == want
     assert ask(1, path, {}, 16, eos, **sampling) == want
     for fold in folds:
         assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next"])
+def test_rows_that_go_on_keep_what_is_theirs(tmp_path: Path, name: str) -> None:
+    saved.write(tmp_path / "saved", MODELS[name])
+    eos, want = with_an_end(ask(1, tmp_path / "saved", {}, 1, None, temperature=0.0))
+    assert ask(1, tmp_path / "saved", {}, 16, eos, temperature=0.0) == want
 
 
 def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkpoint) -> None:

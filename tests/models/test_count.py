@@ -83,6 +83,7 @@ def test_total_and_active_are_the_cards(family, size, total, active, unit):
         ("qwen3_next", "80b_a3b", 79.7, 3.9),
         ("qwen3_5_moe", "35b_a3b", 34.7, 3.5),
         ("qwen3_5_moe", "122b_a10b", 122.1, 9.8),
+        ("minimax_m2", "230b_a10b", 228.7, 11.0),
     ],
 )
 def test_total_and_active_are_those_of_the_published_config(family, size, total, active):

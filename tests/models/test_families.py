@@ -78,6 +78,7 @@ def test_the_families_and_sizes():
             "deepseek_v3": ["debug", "16b", "671b"],
             "olmoe": ["debug", "7b_a1b"],
             "gpt_oss": ["debug", "20b", "120b"],
+            "minimax_m2": ["debug", "230b_a10b"],
             "glm4_moe": ["debug", "106b_a12b", "355b_a32b"],
             "kimi_k2": ["debug", "1t_a32b"],
             "glm4_moe_lite": ["debug", "30b_a3b"],

@@ -89,6 +89,15 @@ def test_choice_and_weights_are_those_of_a_plain_loop(
         assert weights_TK[t].tolist() == pytest.approx(weights, rel=1e-12)
 
 
+@pytest.mark.parametrize(("dtype", "lowest"), [(torch.float64, -8.0), (torch.float32, -25.0)])
+def test_what_is_added_to_the_sum_changes_no_bit_of_the_weights(dtype: torch.dtype, lowest: float) -> None:
+    """MiniMax-M2 and Qwen3 add nothing, DeepSeek-V3 1e-20: the same unless all chosen scores are lower than these."""
+    logits_TE = torch.linspace(lowest, lowest + 3, 96, dtype=dtype).view(12, 8)
+    _, scores_TE, weights_TK, chosen_TK, _ = route(logits_TE, score_function="sigmoid", norm_topk=True, top_k=3)
+    chosen_scores_TK = scores_TE.gather(1, chosen_TK)
+    assert torch.equal(weights_TK, chosen_scores_TK / chosen_scores_TK.sum(-1, keepdim=True))
+
+
 @pytest.mark.parametrize("score", SCORES)
 def test_ties_go_to_the_lower_expert(score: str) -> None:
     level = torch.zeros(3, 8, dtype=torch.float64)

@@ -27,6 +27,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "parallelism.experts.etp": 2,
     },
     "fewer experts than edp": {"parallelism.experts.etp": 2, "model.num_experts": 3, "model.top_k": 2},
+    "key heads on two ranks of tp each": {"parallelism.tp": 4, "model.num_kv_heads": 2, "model.qkv_bias": True},
     "offloaded": {"parallelism.experts.ep": 2, "parallelism.experts.etp": 2, "optimizer.offload": True},
 } | {
     f"recomputed, {mode}": {

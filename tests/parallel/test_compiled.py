@@ -158,11 +158,24 @@ def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
             True,
         ),
         ({"parallelism.pp": 2, "model.mtp_depth": 1, "moe.jitter": 0.1, "activation_checkpoint.mode": "moe"}, True),
+        ({"model.mtp_depth": 1, "model.mtp_after_norm": True, "parallelism.tp": 2}, True),
         ({"parallelism.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, False),
         (TRAINED["adapters"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "full"}, True),
         (TRAINED["part"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2}, True),
+        (MODELS["qwen2_moe"] | {"parallelism.tp": 4}, True),
     ],
-    ids=["allgather", "hierarchical", "deepseek_v3", "gpt_oss", "pipeline", "zero_bubble", "adapters", "frozen"],
+    ids=[
+        "allgather",
+        "hierarchical",
+        "deepseek_v3",
+        "gpt_oss",
+        "pipeline",
+        "after_norm",
+        "zero_bubble",
+        "adapters",
+        "frozen",
+        "qwen2",
+    ],
 )
 def test_other_layers_keep_their_numbers(case: dict[str, Any], whole: bool) -> None:
     changes = PADDED | EP2 | {"moe.aux_loss_global": 0.02, "moe.bias_update_rate": 0.05} | case

@@ -45,7 +45,11 @@ CASES = {
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
     "first half frozen": (2, 0, "--training.freeze embed.* layers.0.* layers.1.*"),
     "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
-    "muon": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4 --optimizer.name muon"),
+    "muon, key heads on two ranks of tp each": (
+        4,
+        0,
+        f"{TP} 4 {EP} 4 --training.global_batch_size 4 --model.num_kv_heads 2 --optimizer.name muon",
+    ),
     "muon, few tokens": (
         4,
         0,

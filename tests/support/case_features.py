@@ -10,6 +10,7 @@ from titanmoe.fold.degrees import Fold
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen2_moe": {
+        "model.num_kv_heads": 2,
         "model.qkv_bias": True,
         "model.norm_topk": False,
         "model.shared_hidden": 16,
@@ -81,6 +82,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.shared_hidden": 16,
         "model.own": {"linear_key_dim": 4, "linear_value_dim": 6},
     },
+    "minimax_m2": {
+        "model.num_heads": 16,
+        "model.rotary_dim": 2,
+        "model.qk_norm": "full",
+        "model.score_function": "sigmoid",
+        "model.top_k": 3,
+    },
+    "gla": {
+        "model.family": "qwen3_next",
+        "model.full_attention_every": 2,
+        "model.top_k": 3,
+        "model.own": {"linear_value_heads": 16, "linear_value_dim": 4, "linear_gate": "gla"},
+    },
     "after_topk": {"model.score_function": "softmax_after_topk", "model.moe_every": 2, "model.dense_hidden": 16},
 }
 DROPPING: dict[str, dict[str, Any]] = {"dropless": {}}
@@ -136,10 +150,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}
-UNDEALT = ("glm4_moe", "qwen3_next")
-"""Models that the sweeps on record (docs/parity.md) are from before. tests/test_parity.py has them under mappings."""
 FEATURES = {
-    "model": {name: case for name, case in MODELS.items() if name not in UNDEALT},
+    "model": MODELS,
     "dropping": DROPPING,
     "balance": BALANCE,
     "recompute": RECOMPUTE,
@@ -149,7 +161,11 @@ FEATURES = {
     "batch": BATCHES,
     "documents": {"no": {}, "yes": {}},
     "loss": {"whole": {}, "sliced": {"training.loss_chunks": 5}},
-    "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
+    "mtp": {
+        "no": {},
+        "mtp": {"model.mtp_depth": 1},
+        "after_norm": {"model.mtp_depth": 1, "model.mtp_after_norm": True},
+    },
     "trained": TRAINED,
     "option": OPTIONS,
 }

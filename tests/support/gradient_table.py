@@ -45,7 +45,7 @@ EVERYTHING = (
     | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1}
 )
 LATENT = case_features.MODELS["deepseek_v3"] | {"model.mtp_depth": 1}
-SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
+SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1, "model.num_kv_heads": 1, "model.qkv_bias": True}
 TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 TP_CP["training.global_batch_size"] = 2
 DP = {"parallelism.dp_replicate": 2, "training.global_batch_size": 4}

@@ -141,7 +141,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
             '{match = ["*norm*", "*.w2"], weight_decay = 0.5}]'
         },
     ),
-    "rates apart": (2, TP | {"optimizer.adjust_lr": "original", "optimizer.adamw_lr": 0.003}),
+    "rates apart, and a key head on both ranks": (
+        2,
+        TP | {"optimizer.adjust_lr": "original", "optimizer.adamw_lr": 0.003, "model.num_kv_heads": 1},
+    ),
 }
 POLAR = {"optimizer.ns_coefficients": "polar_express", "optimizer.ns_steps": 8}
 

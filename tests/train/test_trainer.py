@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ import torch.distributed as dist
 from tests import parity, world
 from tests.support import processes
 from tests.support.case_features import MODELS
+from titanmoe.config.schema import Config
+from titanmoe.parts import PARTS
 from titanmoe.replace import replaced
+from titanmoe.train import launch
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
@@ -32,6 +37,30 @@ def test_deterministic_runs_are_bit_equal() -> None:
     first, second = (world.run(4, parity.measure, changes, False, "", 1)[0] for _ in range(2))
     assert first.loss == second.loss and first.norm == second.norm
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+
+
+def test_rows_travel_as_the_run_is_told_and_its_header_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, runtime = [], SimpleNamespace(rank=0)
+
+    def rows(config: Config, where: object) -> tuple[Config, str]:
+        assert where is runtime
+        return replace(config, moe=replace(config.moe, overlap_chunks=2)), "in 2 chunks"
+
+    def build_training(config: Config, runtime: object, likeliest: bool) -> SimpleNamespace:
+        return SimpleNamespace(chunks=config.moe.chunks, set_up={"pipeline": "1F1B"})
+
+    monkeypatch.setattr(launch, "read", lambda argv, world, parts: Config())
+    monkeypatch.setattr(launch, "start", lambda config: runtime)
+    monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
+    monkeypatch.setattr("titanmoe.train.build.build_training", build_training)
+    monkeypatch.setattr(
+        "titanmoe.train.trainer.Trainer", lambda run: SimpleNamespace(train=lambda: trained.append(run))
+    )
+    for way in ({"rows": rows}, {}):
+        assert launch.main([], PARTS, **way) == 0
+    told, untold = trained
+    assert told.chunks == 2 and told.set_up == {"pipeline": "1F1B", "rows": "in 2 chunks"}
+    assert untold.chunks == 1 and untold.set_up == {"pipeline": "1F1B"}
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])

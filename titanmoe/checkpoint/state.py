@@ -79,7 +79,7 @@ def about_run(config: Config, fold: Fold) -> dict[str, Any]:
 FREE = (
     "hf", "change", "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale",
     "num_groups", "top_groups", "sliding_window", "full_attention_every", "rotary_dim",
-    "media_tokens",
+    "media_tokens", "mtp_after_norm",
 )  # fmt: skip
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
 ONLY = "adamw"

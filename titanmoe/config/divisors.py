@@ -11,6 +11,15 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
+class Repeated(int):
+    """A number that a degree divides or is a multiple of. Each part is then on several ranks."""
+
+
+def fits(degree: int, number: int) -> bool:
+    """Whether a degree divides a number, or may be a multiple of it and is."""
+    return number % degree == 0 or (isinstance(number, Repeated) and degree % number == 0)
+
+
 def nearest_values(values: list[int], near: int) -> str:
     """The values, or the eight nearest if there are many, as in "1, 2, 4"."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))

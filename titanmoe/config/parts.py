@@ -53,7 +53,8 @@ class Rules:
         yield from ()
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """What a degree has to split into equal parts: numbers by degree and name."""
+        """What a degree has to split into equal parts: numbers by degree and name. `titanmoe.config.divisors.Repeated`
+        is one of which a degree may be a multiple too."""
         return {}
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Model:
     """The model. A family and a size give every other field its value, and any of them can be overridden; or `hf` names a model whose own file gives them all."""
 
     hf: str = ""
-    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
+    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
     change: list[str] = field(default_factory=list)
     """With hf or checkpoint.initial_hf: fields whose values here win over the model's own file, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context; those of other tables by their path, "moe.aux_loss"."""
     family: str = "mixtral"
@@ -74,7 +74,7 @@ class Model:
     num_heads: Annotated[int, Range(1, WIDTH)] = 8
     """Query heads; a multiple of tp."""
     num_kv_heads: Annotated[int, Range(1, WIDTH)] = 8
-    """Key and value heads (grouped-query attention); a multiple of tp and a divisor of num_heads."""
+    """Key and value heads (grouped-query attention); a divisor of num_heads, and a multiple or a divisor of tp: with fewer than tp, each is on several ranks."""
     head_dim: Annotated[int, Range(2, WIDTH)] = 8
     """Width of one head; num_heads * head_dim need not equal dim."""
     qkv_bias: bool = False
@@ -161,6 +161,8 @@ class Model:
     """Groups a token may choose its experts from."""
     mtp_depth: Annotated[int, Range(0, 1)] = 0
     """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
+    mtp_after_norm: bool = False
+    """That block sees hidden states after the final norm, as vLLM and Megatron feed it, instead of before it. True to draft with their servers, and with model.hf unless set."""
     init_std: Annotated[float, POSITIVE] = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
     own: Own = field(default_factory=Own)
@@ -457,7 +459,7 @@ class Pipeline:
     layers_per_stage: Annotated[list[int], Range(0, LAYERS)] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
     overlap_pairs: bool = False
-    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and a dispatcher whose rows travel in chunks: alltoall or hierarchical."""
+    """True, or where moe.overlap_chunks = -1 chooses it: with DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and a dispatcher whose rows travel in chunks: alltoall or hierarchical."""
 
 
 @dataclass
@@ -468,10 +470,10 @@ class MoE:
     """How rows get to their experts and back. {parts}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
-    overlap_chunks: Annotated[int, Range(1, 2**16, derived=True)] = 1
-    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products, more messages and a sum of gradients for each chunk are the price. -1: as many as the planner finds fastest on H100s for the run's mapping, or overlap_halves if that is faster (docs/planner.md); 1 on CPUs. `scripts/bench/chunks.py` measures and prints a number. 1: off."""
+    overlap_chunks: Annotated[int, Range(1, 2**16, derived=True)] = -1
+    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products, more messages and a sum of gradients for each chunk are the price. 1: they travel whole. -1: on GPUs as the planner finds fastest for them and the run's mapping, in 1, 2 or 4 chunks, in two halves (overlap_halves) or in pairs (pipeline.overlap_pairs), and the header says what it chose; 1 on CPUs, or where one of the two is set. `scripts/bench/chunks.py` measures and prints a number."""
     overlap_halves: bool = False
-    """Each block takes its microbatch's samples in two halves: rows of one travel to experts and back while attention or experts of the other are computed. For experts whose rows take long beside attention and products, where a microbatch has 2 samples or more; products are half as large, and gradients of a block's weights are summed twice. No number changes. Needs a dispatcher whose rows travel in chunks, alltoall or hierarchical, and no capacity."""
+    """True, or where overlap_chunks = -1 chooses it: each block takes its microbatch's samples in two halves: rows of one travel to experts and back while attention or experts of the other are computed. For experts whose rows take long beside attention and products, where a microbatch has 2 samples or more; products are half as large, and gradients of a block's weights are summed twice. No number changes. Needs a dispatcher whose rows travel in chunks, alltoall or hierarchical, and no capacity."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
@@ -508,6 +510,11 @@ class MoE:
     """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). Its kernel has not been timed on a GPU yet (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
+
+    @property
+    def chunks(self) -> int:
+        """overlap_chunks, and 1 where nobody asked the planner."""
+        return max(1, self.overlap_chunks)
 
 
 @dataclass

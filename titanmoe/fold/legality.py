@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import choices, divisors
+from titanmoe.config.divisors import Repeated, choices, divisors, fits
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
@@ -198,16 +198,19 @@ def _divides(degrees: Mapping[str, int], name: str, fields: Mapping[str, int]) -
         return
     degree = degrees[name]
     for field, value in fields.items():
-        if value > 0 and value % degree:
-            fits = [
+        if value > 0 and not fits(degree, value):
+            possible = sorted({n for other in fields.values() for n in divisors(other)})
+            legal = [
                 n
-                for n in divisors(value)
-                if all(other % n == 0 for other in fields.values()) and degrees.get("stage", n) % n == 0
+                for n in possible
+                if all(fits(n, other) for other in fields.values() if other > 0) and degrees.get("stage", n) % n == 0
             ]
-            fix = choices(name, fits, degree)
+            fix = choices(name, legal, degree)
             if field == "model.vocab_size":
                 fix += f", or pad the vocabulary to {value + -value % degree}"
             remainder = f"{value} % {degree} = {value % degree}"
+            if isinstance(value, Repeated):
+                remainder += f"), and is no multiple of it ({degree} % {value} = {degree % value}"
             yield f"{KEYS[name]} = {degree} does not divide {field} = {value} ({remainder}): use {fix}"
 
 

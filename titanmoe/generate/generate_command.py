@@ -319,9 +319,16 @@ class _Speaker:
         print(
             f"{model}{step}: {count} tokens after {of_what} in {seconds:.1f} s, including the prompts "
             f"({speed:,.0f} tokens/s), {self.config.training.dtype} on {self.runtime.world} x "
-            f"{self.runtime.device.type}",
+            f"{self.runtime.device.type}; cache on a rank: {self._cache_bytes()}",
             file=sys.stderr,
         )
+
+    def _cache_bytes(self) -> str:
+        from titanmoe.generate.cache import cache_bytes
+
+        model = self.generator.model
+        token, text = cache_bytes(model.shape, self.config.parallelism.tp, model.dtype.itemsize)
+        return f"{token:,} bytes per token" + f" and {text:,} per text" * (text > 0)
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.fold.meshes import Meshes
-from titanmoe.generate.cache import Rows, add_caches
+from titanmoe.generate.cache import add_caches
+from titanmoe.generate.rows import Rows
 from titanmoe.generate.sample import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
@@ -112,11 +113,14 @@ class Generator:
             while same < most_same and ids[same] == cached_ids[same]:
                 same += 1
             count = len(ids) - same
-            if same and count * len(ids) <= MOST_PAIRS:
+            if same and count * len(ids) <= MOST_PAIRS and self._go_back(len(cached_ids) - same):
                 self.rows.go_on(same, count, most)
                 return ids[same:]
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
         return ids
+
+    def _go_back(self, count: int) -> bool:
+        return all(cache.go_back(count) for cache in self.caches)
 
     def forward(self, ids: list[int]) -> Tensor:
         """Logits (B, V) at the end of each row, from the ids that are added to all rows."""

@@ -121,12 +121,11 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     model = replace(trained_config.model, mtp_depth=0)
     config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES,)))
     try:
-        without_cache = {mixer.name for mixer in mixers(model) if not mixer.attends}
+        without_cache = {mixer.name for mixer in mixers(model) if not mixer.cache}
     except PartError as error:
         raise ConfigError([str(error)]) from None
     problems += [
-        f'model.family = "{model.family}" has {name}, and only the keys and values of attention are cached: it cannot '
-        "generate"
+        f'model.family = "{model.family}" has {name}, which has no cache for earlier tokens: it cannot generate'
         for name in sorted(without_cache)
     ]
     resolved, mapping_problems = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))

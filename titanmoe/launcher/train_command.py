@@ -227,7 +227,6 @@ def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, Checked]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
-    from titanmoe.plan.planned_rows import planned_rows
     from titanmoe.train.launch import fitted, resolve
     from titanmoe.train.refusals import refusals
     from titanmoe.train.run_folder import check_free
@@ -252,7 +251,7 @@ def final_config(
         checked = Checked(config, world, draft.source)
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
-        return resolve(fitted(config, nproc, world)[0], world, rows=planned_rows)
+        return resolve(fitted(config, nproc, world)[0], world)
 
     checked = None
     try:

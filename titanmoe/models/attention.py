@@ -53,9 +53,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor
 
 
 class Attention(nn.Module):
-    tp_dims = {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
-    tp_dims |= {"wg.weight": 0, "wo.weight": 1, "sinks": 0}
-
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
@@ -72,19 +69,37 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(model.head_dim, *norm) for _ in "qk")
         elif model.qk_norm == "full":
             self.q_norm, self.k_norm = (SplitRMSNorm(w, *norm) for w in (width, kv_width))
-        self.head_dim, self.kernels = model.head_dim, kernels
+        self.head_dim, self.key_heads, self.kernels = model.head_dim, model.num_kv_heads, kernels
         self.tp = NO_GROUP
         self.attend = causal_attention
+
+    @property
+    def tp_dims(self) -> dict[str, int]:
+        norms = self.qk_norm == "full"
+        cut = ["wq", "wg"] + ["q_norm"] * norms
+        if self.key_rows is None:
+            cut += ["wk", "wv"] + ["k_norm"] * norms
+        return {f"{name}.{kind}": 0 for name in cut for kind in ("weight", "bias")} | {"wo.weight": 1, "sinks": 0}
+
+    @property
+    def key_rows(self) -> slice | None:
+        """Where tp has more ranks than there are key heads: those of the weights of keys and values, which all ranks
+        have whole, that make this rank's one key head."""
+        if self.tp.size <= self.key_heads:
+            return None
+        begin = self.tp.rank * self.key_heads // self.tp.size * self.head_dim
+        return slice(begin, begin + self.head_dim)
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)
         q, x_BSD = self.wq(x_BSD, pass_on=True)
-        k, x_BSD = self.wk(x_BSD, pass_on=True)
+        rows = self.key_rows
+        k, x_BSD = self.wk(x_BSD, pass_on=True, rows=rows)
         if self.wg is not None:
             gate_BSX, x_BSD = self.wg(x_BSD, pass_on=True)
-        v = self.wv(x_BSD)
+        v = self.wv(x_BSD, rows=rows)
         if self.qk_norm == "full":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, self.tp), self.k_norm(k, self.tp, rows)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)

@@ -76,18 +76,23 @@ class LatentAttention(nn.Module):
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
         source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
         source_BSr = gather(source_Bsr, 1, self.tp)
+        out_BSHv = self.mix(source_BSr, latent_BSr, key_BSp, rope, mask)
+        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
+
+    # A method so that generation can replace it.
+    def mix(
+        self, source_BSr: Tensor, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
+    ) -> Tensor:
         if self.wq is None:
-            out_BSHv = self.make_and_use(
+            return self.make_and_use(
                 lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
                 lambda q, k, v: self.attend(q, k, v, mask),
             )
-        else:  # queries are a product of the full width: not recomputed
-            q_BSHh = self.queries(source_BSr, rope)
-            out_BSHv = self.make_and_use(
-                lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
-                lambda k, v: self.attend(q_BSHh, k, v, mask),
-            )
-        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
+        q_BSHh = self.queries(source_BSr, rope)  # a product of the full width: not recomputed
+        return self.make_and_use(
+            lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
+            lambda k, v: self.attend(q_BSHh, k, v, mask),
+        )
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         if self.sharpen != 1:  # here, because it is narrower than all queries

@@ -37,21 +37,30 @@ class Linear(nn.Module):
         self.lora_A = self.lora_B = None
         self.lora_scale = 0.0
 
-    def forward(self, x: Tensor, pass_on: bool = False) -> Any:
-        """pass_on: also the input, for the next product of it: `product_and_input`."""
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+    def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
+        """pass_on: also the input, for the next product of it: `product_and_input`. rows: the outputs that this rank
+        computes, of those that it has the weights of; None for all."""
+        weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)
         if not pass_on:
-            return self.adapted(F.linear(x, weight, bias), x)
+            return self.adapted(F.linear(x, weight, bias), x, rows)
         y, x = product_and_input(x, weight, bias)
-        return self.adapted(y, x), x
+        return self.adapted(y, x, rows), x
 
     def without_bias(self, x: Tensor) -> Tensor:
         return self.adapted(F.linear(x, local(self.weight)), x)
 
-    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+    def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
         if self.lora_A is None:
             return y
-        return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
+        return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local_rows(self.lora_B, rows))
+
+
+def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
+    return local(parameter) if rows is None else local(parameter)[rows]
+
+    def adapted_weight(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -92,14 +101,10 @@ def plain_norm(x: Tensor, weight_D: Tensor, eps: float, tp: Group = NO_GROUP) ->
 class SplitRMSNorm(RMSNorm):
     """Over a width that is split over tp, as the heads are."""
 
-    tp_dims = {"weight": 0}
-
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
-        super().__init__(dim, eps, dtype, adds_one)
-        self.tp = NO_GROUP
-
-    def forward(self, x: Tensor) -> Tensor:
-        return plain_norm(x, self.factor(), self.eps, self.tp)
+    def forward(self, x: Tensor, tp: Group = NO_GROUP, rows: slice | None = None) -> Tensor:
+        """rows: as in `Linear`. A head that several ranks have is in the mean as often, as is every other."""
+        factor = self.factor()
+        return plain_norm(x, factor if rows is None else factor[rows], self.eps, tp)
 
 
 class FeedForward(nn.Module):

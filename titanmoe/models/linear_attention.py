@@ -97,14 +97,18 @@ class GatedDelta(nn.Module):
         self.make_and_use = make_and_use
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
-        last = self.heads.conv_width - 1
         qkv, z, decay, beta = self.project(self.runs.split(gather(x_BsD, 1, self.tp)))
+        out_RcHv = self.mix(qkv, decay, beta, mask)
+        return scatter_sum(self.runs.join(self.down(out_RcHv, z)), 1, self.tp)
+
+    # A method so that generation can replace it.
+    def mix(self, qkv: Sequence[Tensor], decay: Tensor, beta_RcH: Tensor | None, mask: Mask) -> Tensor:
+        last = self.heads.conv_width - 1
         before = self.runs.inputs_before(qkv, last)
         until = None if mask.until_BL is None else self.runs.cut(mask.until_BL, max(1, last))
-        out_RcHv = self.make_and_use(
-            lambda: self.convolve(qkv, before, until), lambda q, k, v: self.recur(q, k, v, decay, beta, until)
+        return self.make_and_use(
+            lambda: self.convolve(qkv, before, until), lambda q, k, v: self.recur(q, k, v, decay, beta_RcH, until)
         )
-        return scatter_sum(self.runs.join(self.down(out_RcHv, z)), 1, self.tp)
 
     def project(self, x_RcD: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor | None]:
         """Queries, keys and values before the convolution; z; the logarithms of the decay, and beta."""

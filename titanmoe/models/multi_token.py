@@ -1,8 +1,9 @@
 """Multi-token prediction (arXiv 2412.19437, section 2.2): an extra block that predicts the token after next.
 
-At position i it sees the hidden state of i, before the final norm, and the embedding of token i + 1; its output
-goes through the model's own head. In the published checkpoints the embedding comes first in `project`'s columns. It is
-trained along with the model: its cross-entropy, times training.mtp_weight, adds its gradient to that of the loss.
+At position i it sees the hidden state of i, before the final norm or after it (`model.mtp_after_norm`), and the
+embedding of token i + 1; its output goes through the model's own head. In the published checkpoints the embedding comes
+first in `project`'s columns. It is trained along with the model: its cross-entropy, times training.mtp_weight, adds its
+gradient to that of the loss.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, M microbatches of a step.
 """

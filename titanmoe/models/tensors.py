@@ -22,13 +22,15 @@ def under(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
     return {f"{prefix}.{name}": split for name, split in tensors.items()}
 
 
-def of_block(model: Model, mixer: MixerRules, experts: bool) -> dict[str, Split]:
+def of_block(model: Model, mixer: MixerRules, experts: bool, tp: int = 1) -> dict[str, Split]:
     """Those of a block that are sharded over attention's data ranks: all but its router and its experts."""
     norm: Split = ((model.dim,), None)
     splits = mixer.matrices(model) + mixer.vectors(model) + mixer.norms(model)
     names = mixer.names(model) or [f"({n})" for n in range(len(splits))]
     tensors = {"attention_norm.weight": norm, "ffn_norm.weight": norm}
-    tensors |= under("attention", dict(zip(names, splits, strict=True)))
+    whole = mixer.whole(model, tp)
+    own = {name: (shape, None if name in whole else dim) for name, (shape, dim) in zip(names, splits, strict=True)}
+    tensors |= under("attention", own)
     if not experts:
         return tensors | under("ffn", swiglu(model.dim, model.dense_hidden))
     if model.shared_hidden:

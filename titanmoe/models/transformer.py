@@ -152,9 +152,10 @@ class Transformer(nn.Module):
             with region("head and loss"):
                 return self.head(x, labels_BS, kept_BSK=kept_BSK)
         (mtp,) = self.mtp
-        second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
+        inputs = {"next_BsD": next_BsD, "rope": rope, "tokens": tokens}
+        further = partial(mtp, **inputs) if self.shape.mtp_after_norm else mtp(x, **inputs)
         with region("head and loss"):
-            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, second)
+            scores_NBS, mtp_loss_BS = self.head(x, labels_BS, (further, tokens.later_BS))
         return mtp.add_loss(scores_NBS, mtp_loss_BS, tokens.microbatch)
 
     def tie(self) -> None:

@@ -6,6 +6,7 @@ rank's vocabulary, v a slice of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -195,8 +196,8 @@ class Head(nn.Module):
     If it keeps some ids of each position, it also computes their log p: of those that it is given (`kept`), or of the
     likeliest, whose ids come with them in place of the loss (`top`).
 
-    mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their losses come
-    second.
+    mtp: hidden states of multi-token prediction, with a final norm of their own, or what computes them from this one's
+    output; and their labels. Their losses come second.
     """
 
     tp_dims = {"weight": 0}
@@ -229,7 +230,7 @@ class Head(nn.Module):
         self,
         x_BsD: Tensor,
         labels_BS: Tensor | None = None,
-        mtp: tuple[Tensor, Tensor] | None = None,
+        mtp: tuple[Tensor | Callable[[Tensor], Tensor], Tensor] | None = None,
         kept_BSK: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         normed_BsD = self.norm(x_BsD)
@@ -240,7 +241,10 @@ class Head(nn.Module):
         scores_NBS = self.scores(normed_BsD, labels_BS, self.with_entropy)
         if mtp is None:
             return scores_NBS
-        return scores_NBS, self.scores(*mtp, False)[0]
+        further_BsD, later_BS = mtp
+        if not isinstance(further_BsD, Tensor):
+            further_BsD = further_BsD(normed_BsD)
+        return scores_NBS, self.scores(further_BsD, later_BS, False)[0]
 
     def classes(self, normed_BsD: Tensor, labels_BS: Tensor, kept_BSK: Tensor | None) -> Tensor:
         """As `scores`, with the log p of classes; 0 where no ids are given, as in a validation."""

@@ -44,7 +44,7 @@ class MoE(nn.Module):
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         kind = DISPATCHERS.implementation(options.dispatcher)
-        self.dispatcher = kind(model.num_experts, options.overlap_chunks, options.kernels)
+        self.dispatcher = kind(model.num_experts, options.chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity

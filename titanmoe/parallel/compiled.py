@@ -1,11 +1,12 @@
 """torch.compile, one part of a block at a time.
 
 Attention, dense layers and the head are one graph each, but of a head whose loss goes through slices of the vocabulary
-only the norm is compiled. A block's own norms are not: on GPUs they are one kernel anyway, and calling a graph takes
-the host several times as long. A MoE layer with padded bins is one graph too, from router to combine and including its
-all-to-alls: experts are an FSDP unit of their own, but their hooks run around the graph (`compile_layer`). If sizes
-depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any number of rows, including
-none and one, then runs the graph of the experts' first call. Identical layers share their graphs.
+only the norm is compiled, and of one that computes multi-token prediction after its norm only the loss. A block's own
+norms are not: on GPUs they are one kernel anyway, and calling a graph takes the host several times as long. A MoE layer
+with padded bins is one graph too, from router to combine and including its all-to-alls: experts are an FSDP unit of
+their own, but their hooks run around the graph (`compile_layer`). If sizes depend on the routing, dispatch is not
+compiled, only the experts and the shared expert. Any number of rows, including none and one, then runs the graph of the
+experts' first call. Identical layers share their graphs.
 
 All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
 had in this process, would compile them as variables after a model with other sizes, and capacity_factor too.
@@ -97,6 +98,10 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
         # Such schedules run backward twice, later for the weight gradients: saved buffers must outlive the first run.
         torch._functorch.config.donated_buffer = False
     parts = [model.head]
+    if model.mtp is not None and model.shape.mtp_after_norm:
+        # This head's forward computes a block too, whose parts are graphs of their own.
+        model.head.scores = torch.compile(model.head.scores, backend=options.backend, dynamic=False)
+        parts = []
     for block in model.blocks().values():
         parts += [block.attention, block.ffn]
         if block.moe is not None and not why_in_parts(moe, splits):

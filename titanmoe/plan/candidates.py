@@ -9,7 +9,7 @@ from itertools import product
 from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import divisors
+from titanmoe.config.divisors import divisors, fits
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -58,8 +58,8 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
     stored, count = WIDTHS[training.dtype], parameters(model)
     state = 4 * stored * count.total / world
 
-    def fits(name: str, degree: int) -> bool:
-        return all(value % degree == 0 for value in fields.get(name, {}).values() if value > 0)
+    def splits(name: str, degree: int) -> bool:
+        return all(fits(degree, value) for value in fields.get(name, {}).values() if value > 0)
 
     local = bool(model.shared_hidden)  # tp matters to experts only through the shared one
     attention, experts, ffns = {}, {}, {}  # of one block, by what they depend on: bytes kept, seconds
@@ -72,14 +72,14 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
             for ep, etp in grids
             if stage % (ep * etp) == 0
             and etp <= MOST_SPLIT
-            and (ep * etp == 1 or (moe > 0 and fits("ep", ep) and fits("etp", etp)))
+            and (ep * etp == 1 or (moe > 0 and splits("ep", ep) and splits("etp", etp)))
         ]
         attention_grids = [
             (tp, cp)
             for tp, cp in grids
             if stage % (tp * cp) == 0
             and tp <= MOST_SPLIT
-            and fits("tp", tp)
+            and splits("tp", tp)
             and training.seq_len % (tp * cp * (2 if cp > 1 else 1)) == 0
         ]
         for (tp, cp), samples in product(attention_grids if pp <= layers else [], MICROBATCHES):

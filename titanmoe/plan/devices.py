@@ -96,6 +96,12 @@ def names() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
+def device_like(gpu: str) -> Device:
+    """The shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; an H100 for any other."""
+    longest_first = sorted(names(), key=len, reverse=True)
+    return read_device(next((name for name in longest_first if name.upper() in gpu.upper()), "h100"))
+
+
 def read_device(name: str) -> Device:
     """Reads a shipped device by its name, or a file of the same form."""
     path = SHIPPED / f"{name}.toml" if name in names() else Path(name)

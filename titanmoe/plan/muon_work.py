@@ -41,11 +41,11 @@ class Alike(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _weights(key: ModelKey, by_head: bool, router: bool, tuning: Tuning) -> list[Alike]:
+def _weights(key: ModelKey, tp: int, by_head: bool, router: bool, tuning: Tuning) -> list[Alike]:
     whole = {
-        f"attention.{name}"
+        name
         for mixer in key.mixers
-        for name, (_, dim) in zip(mixer.names(key.model), mixer.matrices(key.model), strict=False)
+        for name, (_, dim) in tensors.of_block(key.model, mixer, True, tp).items()
         if dim is None
     }
     counts = Counter(
@@ -67,7 +67,7 @@ def muon_work(config: Config, fold: Fold) -> MuonWork:
     dense, experts = fold.dp_shard * fold.cp * fold.tp, fold.edp * fold.etp
     sliced = model.num_experts // fold.ep % fold.edp != 0
     flops, dense_bytes, expert_bytes = 0.0, 0.0, 0.0
-    for alike in _weights(ModelKey.of(model), options.by_head, options.router_matrix, Tuning.of(config)):
+    for alike in _weights(ModelKey.of(model), fold.tp, options.by_head, options.router_matrix, Tuning.of(config)):
         work, count = options.ns_steps * alike.flops * alike.count, alike.count
         if ".experts." in alike.name:
             local = alike.shape[0] // fold.ep

@@ -1,32 +1,44 @@
-"""moe.overlap_chunks = -1: how the planner would have a run's rows travel: in chunks, or in two halves."""
+"""moe.overlap_chunks = -1: how the planner would have a run's rows travel under the run's own mapping."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from titanmoe.config.schema import Config, MoE
+from titanmoe.config.laws import contradictions
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.plan.block_costs import BlockCosts
-from titanmoe.plan.devices import Device, read_device
+from titanmoe.fold.legality import violations
+from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.rows_on_their_way import NEAR
-from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, seconds_in_halves
-
-USUAL = "h100"
-"""The hardware file for which a run's rows are planned, whatever GPUs it has: all ranks must do the same."""
+from titanmoe.plan.price import Pricer
+from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR
 
 
-def planned_rows(config: Config, world: int, device: Device | None = None) -> MoE:
-    """[moe] for the config's own mapping. device: USUAL, if None."""
-    moe = replace(config.moe, overlap_chunks=1)
-    if config.pipeline.overlap_pairs or moe.overlap_halves:  # which hide rows already
-        return moe
-    fold, mode = derive(world, config.parallelism), MODES.index(config.activation_checkpoint.mode)
-    costs = BlockCosts(config, device or read_device(USUAL), Factors())
-    attention = fold.tp, fold.cp, config.training.local_batch_size
-    experts = fold.tp * fold.cp, config.training.local_batch_size, fold.tp, fold.ep, fold.etp
-    way, seconds = best_ways(costs, moe.dispatcher, *experts)[mode]
-    whole = non_expert_seconds(costs, *attention)[mode] + seconds
-    if NEAR * seconds_in_halves(config, costs, moe.dispatcher, fold)[mode] < whole:
-        return replace(moe, overlap_halves=True)
-    return replace(moe, overlap_chunks=way.chunks)
+def planned_rows(config: Config, world: int, device: Device) -> tuple[Config, str]:
+    """The config with that filled in, and what was chosen and why; "" if rows travel whole or as the recipe says.
+
+    config: with a global batch size. Every rank must get the same answer, so it depends on nothing else.
+    """
+    moe, pipeline = config.moe, config.pipeline
+    if moe.overlap_chunks != -1:
+        return config, ""
+    fold, whole = derive(world, config.parallelism), replace(config, moe=replace(moe, overlap_chunks=1))
+    if device.name == "cpu" or moe.overlap_halves or pipeline.overlap_pairs:
+        return whole, ""
+    ways = {"": whole} | {f"in {n} chunks": replace(config, moe=replace(moe, overlap_chunks=n)) for n in CHUNKS[1:]}
+    ways["in pairs"] = replace(whole, pipeline=replace(pipeline, overlap_pairs=True))
+    ways["in two halves"] = replace(whole, moe=replace(whole.moe, overlap_halves=True))
+    pricer = Pricer(whole, device, Factors())
+    seconds = {
+        words: pricer.price(way, fold).step
+        for words, way in ways.items()
+        if way is whole or not (contradictions(way) or violations(way, world))
+    }
+    best = ""
+    for words, time in seconds.items():
+        if NEAR * time < seconds[best]:
+            best = words
+    if not best:
+        return whole, ""
+    gain = f"{seconds[best]:.3g} s a step with that on {device.name} and {seconds['']:.3g} s without"
+    return ways[best], f"{best}, because the planner finds {gain}; moe.overlap_chunks = 1 turns it off"

@@ -241,7 +241,7 @@ class Pricer(BlockCosts):
         hidden = 0.0
         if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
-        return RowsWay(config.moe.dispatcher, config.moe.overlap_chunks, config.moe.overlap_halves, hidden)
+        return RowsWay(config.moe.dispatcher, config.moe.chunks, config.moe.overlap_halves, hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
         """Seconds of an update that works on whole matrices, apart from moving numbers."""

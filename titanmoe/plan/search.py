@@ -62,8 +62,7 @@ def is_unfolded(fold: Fold) -> bool:
 def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> PricedMapping:
     """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
-    if config.moe.overlap_chunks == -1:
-        config = replace(config, moe=planned_rows(config, world, device))
+    config, _ = planned_rows(config, world, device)
     price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 

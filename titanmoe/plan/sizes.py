@@ -106,7 +106,7 @@ def _flags(names: Iterable[str], tuning: Tuning) -> tuple[bool, ...]:
 @lru_cache(maxsize=4096)
 def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
     model, mixer, experts = key.model, key.mixers[layer], has_experts(key.model, layer)
-    parts, router = tensors.of_block(model, mixer, experts), tensors.of_router(model) if experts else {}
+    parts, router = tensors.of_block(model, mixer, experts, tp), tensors.of_router(model) if experts else {}
     name = tensors.block_name(model, layer)
     parts |= tuning.adapters(name, parts)
     frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)

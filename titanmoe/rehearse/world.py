@@ -31,6 +31,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
+from titanmoe.plan.devices import read_device
 from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
@@ -187,6 +188,7 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
+    device = read_device(hardware)
 
     def without_run(config: Config) -> Config:
         on_node = config.parallelism.node if config.parallelism.node != -1 else min(node, world)
@@ -206,7 +208,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             argv,
             PARTS,
             lambda config: refusals(without_run(config), world),
-            lambda config: resolve(without_run(config), world, lambda _: {}, planned_rows),
+            lambda config: planned_rows(resolve(without_run(config), world, lambda _: {}), world, device)[0],
         )
 
 

@@ -15,7 +15,7 @@ from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.parts import Parts
-from titanmoe.config.schema import Config, MoE
+from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
@@ -24,6 +24,7 @@ from titanmoe.train import failure
 from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.refusals import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
+    Runtime,
     die_with_launcher,
     grow_segments,
     read_environment,
@@ -36,24 +37,13 @@ from titanmoe.train.runtime import (
 from titanmoe.train.waiting import waiting
 
 
-def in_one_piece(config: Config, world: int) -> MoE:
-    return replace(config.moe, overlap_chunks=1)
-
-
 def resolve(
     config: Config,
     world: int,
     ahead: Callable[[Config], dict[str, Any]] = record_to_resume,
-    rows: Callable[[Config, int], MoE] = in_one_piece,
 ) -> Config:
-    """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from.
-    rows: how a run on GPUs has them travel if it leaves that open."""
+    """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from."""
     fold = derive(world, config.parallelism)
-    if config.moe.overlap_chunks == -1:
-        from titanmoe.ops.device import kind_for  # imports torch
-
-        on_gpus = kind_for(config.training.device) == "cuda"
-        config = replace(config, moe=(rows if on_gpus else in_one_piece)(config, world))
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
     if DISPATCHERS.look_up(config.moe.dispatcher).nodes:
@@ -106,7 +96,7 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
     return replace(config, parallelism=parallelism), change
 
 
-def read(argv: list[str], world: int, parts: Parts, rows: Callable[[Config, int], MoE] = in_one_piece) -> Config:
+def read(argv: list[str], world: int, parts: Parts) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
@@ -126,7 +116,7 @@ def read(argv: list[str], world: int, parts: Parts, rows: Callable[[Config, int]
     def finish(config: Config) -> Config:
         nonlocal change
         config, change = fitted(config, node, world)
-        return resolve(config, world, rows=rows)
+        return resolve(config, world)
 
     config = draft.finish(check, finish)
     if change:
@@ -134,7 +124,7 @@ def read(argv: list[str], world: int, parts: Parts, rows: Callable[[Config, int]
     return config
 
 
-def receive(checked: Checked, world: int, rows: Callable[[Config, int], MoE] = in_one_piece) -> Config:
+def receive(checked: Checked, world: int) -> Config:
     """The resolved config that a launcher has handed on. A restart may have other ranks than it was checked for."""
     grow_segments()
     try:
@@ -144,7 +134,7 @@ def receive(checked: Checked, world: int, rows: Callable[[Config, int], MoE] = i
         problems = error.problems
     if problems:
         raise ConfigError(problems, checked.source)
-    config = resolve(config, world, rows=rows)
+    config = resolve(config, world)
     if change:
         say(f"mapping: {change}")
     return config
@@ -175,20 +165,21 @@ def main(
     argv: list[str],
     parts: Parts,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
-    rows: Callable[[Config, int], MoE] = in_one_piece,
+    rows: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
     **seams: Any,
 ) -> int:
     """parts: what a recipe may name. watch: called with the config and the Training, and entered for as long as it
-    trains. rows: as for `resolve`. seams: arguments of build_training, such as what checks the numbers of each step.
+    trains. rows: fills in how they travel if the config leaves that open, and says why, for the header. seams:
+    arguments of build_training, such as what checks the numbers of each step.
     """
     die_with_launcher()
     try:
         if checked := received(parts):
-            config = receive(checked, world_size(), rows)
+            config = receive(checked, world_size())
             config = only_forward(config) if checked.scores else config
         else:
             waiting("reading the recipe")
-            config = read(argv, world_size(), parts, rows)
+            config = read(argv, world_size(), parts)
         if config.checkpoint.initial_hf:
             from titanmoe.checkpoint.hf.fetch import fetch_first_weights
 
@@ -208,9 +199,12 @@ def main(
     stamp(runtime.rank)
     abandon, training = False, None
     try:
+        config, why = rows(config, runtime)
         waiting("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
         training = build_training(config, runtime, likeliest=likeliest, **seams)
+        if why:
+            training.set_up["rows"] = why
         failure.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import count

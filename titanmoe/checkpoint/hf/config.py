@@ -41,9 +41,11 @@ TRAINING_ONLY = {
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
     "output_router_logits": "transformers adds a balance term to the loss; here that is moe.aux_loss, which "
-    "model.hf sets",
+    "model.hf sets where both are the same",
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
+
+ANOTHER_FAMILY = "docs/extending.md#a-family shows how to add one that has more"
 
 KEYS_OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
 """Keys that transformers follows in every model, and their only values that [model] can express: the defaults."""
@@ -133,29 +135,36 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
             values[name] = first
         elif name not in DERIVED_FIELDS:
             problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
-    problems += [
-        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}"
-        for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
-        if key in config and config[key] != value
-    ]
-    problems += _oversized(values, source) or _mistyped(hf, values, source)
-    if not problems:
+    oversized = _oversized(values, source)
+    problems += oversized or _mistyped(hf, values, source)
+    if is_sound := not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
-        for special in hf.special:
-            try:
-                values |= special.read({**hf.absent, **config})
-            except Unrepresentable as error:
-                problems.append(f"{source} {error}")
-            except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+    for special in hf.special if not oversized else ():
+        try:
+            values |= special.read({**hf.absent, **config})
+        except Unrepresentable as error:
+            problems.append(f"{source} {error}")
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+            if is_sound:  # else it may follow from a key that is missing, or of a wrong type
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
+    if is_sound:
         problems += _oversized(values, source) or _mistyped(hf, values, source)
     if AUX_LOSS in config and type(config[AUX_LOSS]) not in (int, float):
         problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
-    if problems:
+    model = Model() if problems else _model(hf, values)
+    problems = problems or [f"{source}: {violation.text}" for violation in _violations(model)]
+    if problems := problems + _unfollowed(hf, config, source):
         raise ConfigError(problems)
-    model = _model(hf, values, source)
-    return ParsedConfig(hf, model, config, sorted(config.keys() - known_keys(hf)))
+    return ParsedConfig(hf, replace(model, size=nearest_size(model)), config, sorted(config.keys() - known_keys(hf)))
+
+
+def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[str]:
+    return [
+        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}: {ANOTHER_FAMILY}"
+        for key, value in (hf.fixed | KEYS_OF_EVERY_MODEL).items()
+        if key in config and config[key] != value
+    ]
 
 
 def known_keys(hf: HuggingFace) -> set[str]:
@@ -227,20 +236,19 @@ def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]
     ]
 
 
-def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
+def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
     own = {name.removeprefix(OWN): value for name, value in values.items() if name.startswith(OWN)}
     values = {name: value for name, value in values.items() if not name.startswith(OWN)}
     own = Own({**family_of(hf.family).own, **own})
     model = Model(**{**hf.switches, **values, "family": hf.family, "own": own})
     if hf.dense:
         model = replace(model, num_dense_layers=model.num_layers)
-    if not has_dense(model):
-        model = replace(model, dense_hidden=0)
-    violations = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    violations = violations or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES,)))))
-    if violations:
-        raise ConfigError([violation.text for violation in violations], source)
-    return replace(model, size=nearest_size(model))
+    return model if has_dense(model) else replace(model, dense_hidden=0)
+
+
+def _violations(model: Model) -> list[ranges.Violation]:
+    out_of_range = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
+    return out_of_range or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES,)))))
 
 
 def nearest_size(model: Model) -> str:

@@ -159,7 +159,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         parsed = config.describe(folder)
         source = HuggingFaceSource(folder, parsed, parsed.model, tuple(args.drop))
         if source.has_mtp and "mtp" not in args.drop:
-            source = HuggingFaceSource(folder, parsed, replace(parsed.model, mtp_depth=1))
+            source = HuggingFaceSource(folder, parsed, replace(parsed.model, mtp_depth=1, mtp_after_norm=True))
         source.check()
         return source
 
@@ -195,6 +195,11 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
     lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
     if isinstance(merged := exported.export.weights, convert.Merged):
         lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
+    if exported.export.model.mtp_depth and not exported.export.model.mtp_after_norm:
+        lines.append(
+            "note: its multi-token prediction was trained on states before the final norm, and Megatron, vLLM and "
+            "another --from-hf take it to see those after it (model.mtp_after_norm)"
+        )
     if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.other_files):
         lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
     return lines

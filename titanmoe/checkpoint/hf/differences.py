@@ -12,7 +12,17 @@ from titanmoe.models.families.family import attention
 
 OWN = "own."
 """How the names of fields of [model.own] begin here."""
-NOT_THE_MODEL = ("hf", "change", "family", "size", "init_std", "moe_every", "mtp_depth", "media_tokens")
+NOT_THE_MODEL = (
+    "hf",
+    "change",
+    "family",
+    "size",
+    "init_std",
+    "moe_every",
+    "mtp_depth",
+    "mtp_after_norm",
+    "media_tokens",
+)
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 

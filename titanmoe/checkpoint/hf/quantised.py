@@ -1,12 +1,13 @@
 """Published low-precision weights, read as the bfloat16 numbers they stand for.
 
-FP8 (DeepSeek-V3): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
+FP8 (DeepSeek-V3, MiniMax-M2): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
 MXFP4 (gpt-oss): NAME_blocks, 16 bytes of two e2m1 numbers each per 32 values, low half first, and NAME_scales, their
 common power of two (e8m0, biased by 127). The last dim of the blocks is the first of the two dims that NAME has.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+E4M3 = ("e4m3", "float8_e4m3fn")
 GROUP = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -24,8 +26,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Dequantised:
     """A folder's tensors as a model sees them."""
 
-    def __init__(self, folder: Folder, config: dict[str, Any]):
-        self.folder, self.block = folder, _block(config, folder)
+    def __init__(self, folder: Folder, block: tuple[int, int]):
+        self.folder, self.block = folder, block
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.quantised: dict[str, str] = {}
         """How each quantised tensor is stored."""
@@ -101,8 +103,8 @@ def _parts(name: str, kind: str) -> tuple[str, ...]:
     return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
 
 
-def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
-    """The FP8 block; ConfigError for unknown kinds of quantisation."""
+def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
+    """Rows and columns that share a scale; ConfigError for kinds of quantisation that are not read."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return 128, 128
@@ -110,11 +112,13 @@ def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
     if kind == "mxfp4":
         return 128, 128
     form, block = quantization.get("fmt", "e4m3"), quantization.get("weight_block_size")
-    if kind != "fp8" or form != "e4m3" or not isinstance(block, list) or len(block) != 2:
-        raise ConfigError(
-            [
-                f"{folder.path} is quantised by {kind} ({form}, blocks {block}): supported are fp8 in e4m3 "
-                "with weight_block_size, and mxfp4; use the unquantised model"
-            ]
-        )
-    return block[0], block[1]
+    if kind == "fp8" and form in E4M3 and isinstance(block, list) and len(block) == 2:
+        return block[0], block[1]
+    details = f"{form}, blocks {block}" if kind == "fp8" else quantization.get("format")
+    raise ConfigError(
+        [
+            f"{path} is quantised by {kind}{f' ({details})' if details else ''}: supported are fp8 in e4m3 with "
+            "weight_block_size, and mxfp4; use the unquantised model, or make one: from_pretrained of transformers "
+            "with dequantize = True in its quantization_config, then save_pretrained"
+        ]
+    )

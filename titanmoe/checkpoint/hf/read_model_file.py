@@ -18,9 +18,9 @@ from titanmoe.config.model_file import ModelFile
 from titanmoe.config.schema import Config
 from titanmoe.data.tokenizer import FILE
 
-CHOICES = ("model.hf", "model.change", "model.mtp_depth")
+CHOICES = ("model.hf", "model.change", "model.mtp_depth", "model.mtp_after_norm")
 """Fields of [model] that a recipe chooses whatever the file says: whether to train the block of multi-token prediction
-that comes with some models is a choice."""
+that comes with some models is a choice, and no file says what that block sees."""
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
@@ -37,8 +37,9 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     fixed = _fixed(flat(Config(model=parsed.model)))
     if parsed.aux_loss is not None:
         fixed["moe.aux_loss"] = parsed.aux_loss
+    defaults = {"checkpoint.initial_hf": pinned(name, folder), "model.mtp_after_norm": values["model.mtp_depth"] > 0}
     source = str(folder / CONFIG) if str(folder) == name else f"{CONFIG} of {name}"
-    return ModelFile(source, fixed, {"checkpoint.initial_hf": pinned(name, folder), **_tokenizer(folder / FILE)})
+    return ModelFile(source, fixed, defaults | _tokenizer(folder / FILE))
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,6 +60,7 @@ def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
         tokenizer = layout.carried(path).get(FILE)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
-    defaults = {key: recorded[key] for key in ("checkpoint.initial_hf", "moe.aux_loss") if key in recorded}
+    kept = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")
+    defaults = {key: recorded[key] for key in kept if key in recorded}
     defaults |= _tokenizer(tokenizer) if tokenizer else {}
     return ModelFile(str(path / layout.MANIFEST), _fixed(recorded), defaults)

@@ -15,7 +15,7 @@ from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
-from titanmoe.checkpoint.hf.quantised import Dequantised
+from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
@@ -28,7 +28,8 @@ EMBEDDING = "model.embed_tokens.weight"
 class HuggingFaceSource:
     def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        self.weights = Dequantised(Folder(path, renamed=parsed.hf.outer_names), parsed.json)
+        block = fp8_block(parsed.json, path)  # before a file of another kind is opened
+        self.weights = Dequantised(Folder(path, renamed=parsed.hf.outer_names), block)
         self.map = Map(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
@@ -87,6 +88,11 @@ class HuggingFaceSource:
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
                 ours, theirs = (value_of(model, name) for model in (self.model, file_model))
                 problems.append(f"model.{name} = {ours!r}, but {file} gives {theirs!r}: {fix}")
+        if self.model.mtp_depth and not (self.model.mtp_after_norm or "mtp_after_norm" in self.model.change):
+            problems.append(
+                "model.mtp_after_norm = False, but Megatron and vLLM feed multi-token prediction what comes out of the "
+                "final norm: set it to true, or list 'mtp_after_norm' in model.change"
+            )
         return problems
 
     def _tensor_problems(self) -> list[str]:

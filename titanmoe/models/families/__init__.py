@@ -19,6 +19,7 @@ FAMILIES = Kind(
         "deepseek_v3": "titanmoe.models.families.deepseek_v3:FAMILY",
         "olmoe": "titanmoe.models.families.olmoe:FAMILY",
         "gpt_oss": "titanmoe.models.families.gpt_oss:FAMILY",
+        "minimax_m2": "titanmoe.models.families.minimax_m2:FAMILY",
         "glm4_moe": "titanmoe.models.families.glm4_moe:FAMILY",
         "kimi_k2": "titanmoe.models.families.kimi_k2:FAMILY",
         "glm4_moe_lite": "titanmoe.models.families.glm4_moe_lite:FAMILY",

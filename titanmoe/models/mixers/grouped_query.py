@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanmoe.config.blocks import turned_width
-from titanmoe.config.divisors import divisors, nearest_values
+from titanmoe.config.divisors import Repeated, divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
@@ -24,6 +24,7 @@ class GroupedQuery(MixerRules):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
+    cache = "titanmoe.generate.attention:CachedKeys"
     after_scores = ("wo.weight", "wo.bias")
 
     def matrices(self, model: Model) -> list[Split]:
@@ -51,6 +52,12 @@ class GroupedQuery(MixerRules):
         names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
         return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
 
+    def whole(self, model: Model, tp: int) -> tuple[str, ...]:
+        """Where there are more ranks than key heads, keys and values: each key head is on several."""
+        if tp <= model.num_kv_heads:
+            return ()
+        return "wk.weight", "wv.weight", "wk.bias", "wv.bias", *["k_norm.weight"] * (model.qk_norm == "full")
+
     def rows(self, model: Model) -> dict[str, MatrixRows]:
         heads = ("wq", "wk", "wv", *["wg"] * model.attention_gate)
         return {f"{w}.weight": MatrixRows((model.head_dim,)) for w in heads} | {"wo.weight": MatrixRows(())}
@@ -68,6 +75,7 @@ class GroupedQuery(MixerRules):
 
     def work(self, model: Model, tp: int) -> MixerWork:
         query, key = (width / tp for width in _widths(model))
+        key = max(key, model.head_dim)
         turned = (query + key) * turned_width(model) / model.head_dim
         joined = 2 * (query + key) * (model.rotary_dim > 0)  # with the dims that stay as they are
         gate = query * model.attention_gate  # read and written by a sigmoid and a product: five times, then nine
@@ -83,7 +91,7 @@ class GroupedQuery(MixerRules):
 
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         X, w = share.positions, share.width
-        heads, kv_heads = model.num_heads // share.tp, model.num_kv_heads // share.tp
+        heads, kv_heads = model.num_heads // share.tp, max(1, model.num_kv_heads // share.tp)
         query, key = heads * model.head_dim, kv_heads * model.head_dim
         inner = 0
         if model.qk_norm == "head":
@@ -96,7 +104,7 @@ class GroupedQuery(MixerRules):
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model
-        return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": model.num_kv_heads}}
+        return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Repeated(model.num_kv_heads)}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         model = config.model

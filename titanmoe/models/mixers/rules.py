@@ -2,8 +2,8 @@
 
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
 and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
-added to the residual stream. `tp_dims` of its class says which dims of its parameters tp splits; `tp` is then its
-group. `initial`, if it has one, says how those parameters begin that are neither normal nor norms nor biases.
+added to the residual stream. `tp_dims` says which dims of its parameters tp splits; `tp` is then its group. `initial`,
+if it has one, says how those parameters begin that are neither normal nor norms nor biases.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ class MixerRules(Rules, ABC):
     name = ""
     """Its name in messages, such as "latent attention"."""
     attends = False
-    """Whether its module calls its `attend` with queries, keys and values. Context parallelism and generation replace
-    that; generation refuses a mixer that has none."""
+    """Whether its module calls its `attend` with queries, keys and values. Context parallelism replaces that."""
     by_runs = False
     """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
     that neither does nor attends."""
+    cache = ""
+    """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
+    that of grouped-query attention for whatever attends. Without one it cannot generate."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
@@ -123,6 +125,11 @@ class MixerRules(Rules, ABC):
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
         """Of those parameters, by name, that QK-Clip scales. None: it has no effect, and is refused."""
         return {}
+
+    def whole(self, model: Model, tp: int) -> tuple[str, ...]:
+        """Of those parameters that tp divides, by name, those that so many ranks do not: each rank has all of them and
+        uses a part, and their gradients are summed over tp."""
+        return ()
 
     after_scores: tuple[str, ...] = ()
     """Of these, those whose input is what its tokens have seen of each other."""

@@ -1,0 +1,80 @@
+"""What generation says that a cache costs is what its tensors take; docs/generate.md has it for all families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.generate import saved
+from tests.generate.saved import MODELS
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.generate.cache import cache_bytes
+from titanmoe.generate.model import TrainedModel, config_to_run
+from titanmoe.models.families import mixtral, names, preset
+from titanmoe.models.families.family import Family
+from titanmoe.models.mixers.grouped_query import GroupedQuery
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/generate.md"
+PROMPTS, MOST = [9, 4, 14], 5
+
+
+def taken(path: Path, tp: int) -> tuple[tuple[int, int], int, int]:
+    """On a rank: what is said, bytes of the tensors after the prompts and a token, and positions they have room for."""
+    generator = saved.generator(path, {"tp": tp})
+    rows = generator.rows
+    with torch.no_grad():
+        rows.begin(PROMPTS, MOST)
+        generator.forward(list(range(sum(PROMPTS))))
+        rows.advance()
+        generator.forward([1] * len(PROMPTS))
+    kept = [each.x for cache in generator.caches for each in cache.kept]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}
+    return cache_bytes(generator.model.shape, tp, 8), sum(storages.values()), rows.capacity
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("model", ["gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_it_is_what_the_tensors_take(tmp_path: Path, model: str, tp: int) -> None:
+    saved.write(tmp_path / "saved", MODELS[model])
+    for (token, text), nbytes, capacity in world.run(tp, taken, tmp_path / "saved", tp):
+        assert nbytes == len(PROMPTS) * (token * capacity + text)
+
+
+def table() -> str:
+    """Of the largest size of each family, in bfloat16, on one rank."""
+    lines = ["| family | size | bytes per token | and per text |", "| --- | --- | --- | --- |"]
+    for family, sizes in names().items():
+        numbers = {size: cache_bytes(Model(**preset(family, size)), 1, 2) for size in sizes}
+        lines += [f"| {family} | {size} | {n[0]:,} | {n[1]:,} |" for size, n in numbers.items() if size != "debug"]
+    return "\n".join(lines)
+
+
+def test_the_page_has_every_family() -> None:
+    assert table() in PAGE.read_text(), table()
+
+
+def test_latents_are_as_wide_for_any_number_of_heads() -> None:
+    model = Model(**preset("deepseek_v3", "671b"))
+    assert cache_bytes(model, 8, 2) == (61 * (512 + 64) * 2, 0)
+    assert cache_bytes(replace(model, num_heads=64, num_kv_heads=64), 1, 2) == cache_bytes(model, 8, 2)
+
+
+class Forgetful(GroupedQuery):
+    name = "forgetful attention"
+    cache = ""
+
+
+RULES = Forgetful()
+FORGETFUL = Family(mixtral.SIZES, mixer=lambda model, layer: RULES)
+
+
+def test_a_layer_without_a_cache_is_refused(tmp_path: Path) -> None:
+    config = parity.read({"model.family": f"{__name__}:FORGETFUL"}, 1)
+    degrees = dict.fromkeys(("pp", "cp", "tp", "ep", "etp"), 1)
+    with pytest.raises(ConfigError, match="has forgetful attention, which has no cache for earlier tokens"):
+        config_to_run(TrainedModel(tmp_path, config, 1), 1, degrees, None, "cpu")

@@ -1,0 +1,127 @@
+"""The caches of attention: keys and values, or of latent attention the latents that both come from.
+
+Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, H query heads and G key
+heads of this rank, g query heads of each key head, h query and key width, v value width; of latent attention r a
+latent, p the turned part of a key, c both beside each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.config.blocks import window
+from titanmoe.config.schema import Model
+from titanmoe.generate.cache import Cache, CacheSize, PerToken
+from titanmoe.generate.rows import Rows
+from titanmoe.mask import Mask
+from titanmoe.models.latent_attention import LatentAttention
+from titanmoe.models.layers import promote, rotate
+
+UNIT = 16
+"""Within attention, prompts are padded to multiples of this: its kernels on GPUs read masks in aligned rows."""
+
+
+class CachedKeys(Cache):
+    """Of whatever calls `attend` with keys and values, after RoPE and norms."""
+
+    def __init__(self, mixer: Any, rows: Rows):
+        self.attend, self.rows = mixer.attend, rows
+        mixer.attend = self
+
+    @staticmethod
+    def size(model: Model, layer: int, tp: int) -> CacheSize:
+        return CacheSize(2 * max(1, model.num_kv_heads // tp) * model.head_dim, window(model, layer))
+
+    def __call__(
+        self, q_1THh: Tensor, k_1TGh: Tensor, v_1TGv: Tensor, mask: Mask, sinks_H: Tensor | None = None
+    ) -> Tensor:
+        rows = self.rows
+        if rows.begins:
+            self.kept = [PerToken(rows, x, mask.window) for x in (k_1TGh, v_1TGv)]
+            return within_prompts(self.attend, rows, q_1THh, k_1TGh, v_1TGv, mask, sinks_H)
+        q_BnHh, k_BnGh, v_BnGv = (rows.split(x) for x in (q_1THh, k_1TGh, v_1TGv))
+        k_BGLh, v_BGLv = (each.add(x) for each, x in zip(self.kept, (k_BnGh, v_BnGv), strict=True))
+        out_BnHv = last_attention(q_BnHh, k_BGLh, v_BGLv, rows.place_Bn, q_BnHh.shape[-1] ** -0.5, mask.window, sinks_H)
+        return rows.join(out_BnHv, q_1THh.shape[1])
+
+
+class CachedLatents(Cache):
+    """A token's latent and its turned key, for all heads, are kept. New tokens see them as one key head: a query meets
+    the latent through the rows of `wkv_b` that make its head's keys (q . Wn l = (Wn^T q) . l), and what it takes from
+    the latents goes through the rows that make values. Prompts are computed as in training."""
+
+    def __init__(self, mixer: LatentAttention, rows: Rows):
+        self.mixer, self.mix, self.rows = mixer, mixer.mix, rows
+        mixer.attend, mixer.mix = partial(within_prompts, mixer.attend, rows), self
+
+    @staticmethod
+    def size(model: Model, layer: int, tp: int) -> CacheSize:
+        return CacheSize(model.kv_lora_rank + model.qk_rope_head_dim)
+
+    def __call__(
+        self, source_1Tr: Tensor, latent_1Tr: Tensor, key_1Tp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
+    ) -> Tensor:
+        mixer, rows = self.mixer, self.rows
+        key_1T1c = torch.cat((latent_1Tr.unsqueeze(2), rotate(key_1Tp.unsqueeze(2), rope, mixer.kernels)), -1)
+        if rows.begins:
+            self.kept = [PerToken(rows, key_1T1c)]
+            return self.mix(source_1Tr, latent_1Tr, key_1Tp, rope, mask)
+        wn_Hnr, wv_Hvr = mixer.wkv_b.adapted_weight().unflatten(0, (-1, sum(mixer.key_value))).split(mixer.key_value, 1)
+        q_BnHn, q_BnHp = rows.split(mixer.queries(source_1Tr, rope)).split(mixer.query, -1)
+        q_BnHc = torch.cat((torch.einsum("BtHn,Hnr->BtHr", q_BnHn, wn_Hnr), q_BnHp), -1)
+        k_B1Lc = self.kept[0].add(rows.split(key_1T1c))
+        v_B1Lr = k_B1Lc[..., : mixer.latent[0]]
+        out_BnHr = last_attention(q_BnHc, k_B1Lc, v_B1Lr, rows.place_Bn, sum(mixer.query) ** -0.5)
+        return rows.join(torch.einsum("BtHr,Hvr->BtHv", out_BnHr, wv_Hvr), source_1Tr.shape[1])
+
+
+def within_prompts(
+    attend: Callable[..., Tensor],
+    rows: Rows,
+    q_1THh: Tensor,
+    k_1TGh: Tensor,
+    v_1TGv: Tensor,
+    mask: Mask,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    out_1THv = q_1THh.new_zeros(*q_1THh.shape[:3], v_1TGv.shape[-1])
+    for first, end in rows.spans:
+        n, window = end - first, mask.window
+        unit = 4 * window if 0 < 4 * window < n else UNIT
+        padded = [F.pad(x[:, first:end], (0, 0, 0, 0, 0, -n % unit)) for x in (q_1THh, k_1TGh, v_1TGv)]
+        out_1THv[:, first:end] = attend(*padded, mask, sinks_H)[:, :n]
+    return out_1THv
+
+
+def last_attention(
+    q_BnHh: Tensor,
+    k_BGLh: Tensor,
+    v_BGLv: Tensor,
+    place_Bn: Tensor,
+    scale: float,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """(B, n, H, v): each row's last tokens to the keys up to their places. With a window the keys are those of each
+    row's last L places, some of them before its first."""
+    q_BGgnh = q_BnHh.transpose(1, 2).unflatten(1, (k_BGLh.shape[1], -1))
+    scores = q_BGgnh.flatten(2, 3) @ k_BGLh.transpose(-1, -2)
+    scores_BGgnL = promote(scores).unflatten(2, q_BGgnh.shape[2:4]) * scale
+    place_L, place_Bn1 = torch.arange(k_BGLh.shape[2], device=q_BnHh.device), place_Bn.unsqueeze(2)
+    if window:
+        place_B1L = place_L + place_Bn1[:, -1:] + 1 - len(place_L)
+        hidden_BnL = (place_B1L > place_Bn1) | (place_B1L <= place_Bn1 - window) | (place_B1L < 0)
+    else:
+        hidden_BnL = place_L > place_Bn1
+    scores_BGgnL.masked_fill_(hidden_BnL[:, None, None], -torch.inf)
+    if sinks_H is not None:
+        sinks = promote(sinks_H).view(*q_BGgnh.shape[1:3], 1, 1).expand(*scores_BGgnL.shape[:4], 1)
+        scores_BGgnL = torch.cat((scores_BGgnL, sinks), -1)
+    shares = scores_BGgnL.softmax(-1)[..., : k_BGLh.shape[2]].to(v_BGLv.dtype)
+    return (shares.flatten(2, 3) @ v_BGLv).unflatten(2, q_BGgnh.shape[2:4]).flatten(1, 2).transpose(1, 2)

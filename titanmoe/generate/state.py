@@ -1,0 +1,75 @@
+"""The cache of linear attention: its state, and the last inputs of its convolution.
+
+Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, w earlier ones that the convolution
+sees, C channels of queries, keys or values, K key heads and H value heads of this rank, k and v the widths of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.config.schema import Model
+from titanmoe.generate.cache import Cache, CacheSize, PerText, PerToken
+from titanmoe.generate.rows import Rows
+from titanmoe.mask import Mask
+from titanmoe.models.linear_attention import GatedDelta
+from titanmoe.models.mixers.gated_delta import Heads
+from titanmoe.ops import gated_delta
+
+
+class CachedState(Cache):
+    def __init__(self, mixer: GatedDelta, rows: Rows):
+        self.mixer, self.rows = mixer, rows
+        mixer.mix = self
+
+    @staticmethod
+    def size(model: Model, layer: int, tp: int) -> CacheSize:
+        heads = Heads.of(model)
+        channels, state = 2 * heads.key_width + heads.value_width, heads.key_dim * heads.value_width
+        return CacheSize(channels // tp, heads.conv_width, state // tp)
+
+    def __call__(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None, mask: Mask) -> Tensor:
+        rows = self.rows
+        if rows.begins:
+            return self.read_prompts(qkv, decay, beta_1TH)
+        qkv, gates = ([None if x is None else rows.split(x) for x in xs] for xs in (qkv, (decay, beta_1TH)))
+        missing = [self.mixer.heads.conv_width - 1 - each.x.shape[2] for each in self.inputs]
+        before = [F.pad(each.x.squeeze(1), (0, 0, n, 0)) for each, n in zip(self.inputs, missing, strict=True)]
+        for each, x_BnC in zip(self.inputs, qkv, strict=True):
+            each.add(x_BnC.unsqueeze(2))
+        out_BnHv, self.state.x = self.run(self.state.x, before, qkv, *gates)
+        return rows.join(out_BnHv, decay.shape[1])
+
+    def read_prompts(self, qkv: Sequence[Tensor], decay: Tensor, beta_1TH: Tensor | None) -> Tensor:
+        """One after the other, because they have different lengths."""
+        rows, heads = self.rows, self.mixer.heads
+        self.inputs = [PerToken(rows, x_1TC.unsqueeze(2), heads.conv_width) for x_1TC in qkv]
+        before = [x.new_zeros(1, heads.conv_width - 1, x.shape[-1]) for x in qkv]
+        out_1THv = torch.zeros_like(qkv[2]).unflatten(2, (-1, heads.value_dim))
+        self.state = PerText(decay.new_zeros(len(rows.spans), out_1THv.shape[2], heads.key_dim, heads.value_dim))
+        self.kept = *self.inputs, self.state
+        for row, (first, end) in enumerate(rows.spans):
+            prompt, gates = ([None if x is None else x[:, first:end] for x in xs] for xs in (qkv, (decay, beta_1TH)))
+            state_1Hkv = self.state.x[row : row + 1]
+            out_1THv[:, first:end], state_1Hkv[:] = self.run(state_1Hkv, before, prompt, *gates)
+        return out_1THv
+
+    def run(
+        self,
+        state_BHkv: Tensor,
+        before: Sequence[Tensor],
+        qkv: Sequence[Tensor],
+        decay: Tensor,
+        beta_BnH: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """before: the w inputs before `qkv`. Also returns the state after them."""
+        q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
+        inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
+        if decay.shape[1] > 1:
+            return gated_delta.cut(*inputs, kernels=self.mixer.kernels).run(state_BHkv)
+        out_BHv, state_BHkv = gated_delta.step(state_BHkv, *(None if x is None else x[:, 0] for x in inputs))
+        return out_BHv.unsqueeze(1), state_BHkv
