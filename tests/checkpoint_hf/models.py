@@ -226,9 +226,15 @@ def logits(model: Any, ids_BL: torch.Tensor) -> torch.Tensor:
     return model(ids_BL).logits
 
 
-def close(got: torch.Tensor, want: torch.Tensor) -> None:
-    """In each of 3 layers at most: angles of up to 32, products of up to 64 terms, some 40 roundings."""
-    tolerances.close(got, want, terms=3 * 8 * 64, roundings=3 * (32**2 + 40))
+def enlarged(name: str) -> int:
+    """How many times linear attention may enlarge rounding: by its norm, where the recurrence before it gives little."""
+    return 10 if name in ("qwen3_next", "qwen3_5_moe") else 1
+
+
+def close(got: torch.Tensor, want: torch.Tensor, times: int = 1) -> None:
+    """In each of 3 layers at most: angles of up to 32, products of up to 64 terms, some 40 roundings. times: by which
+    they are enlarged."""
+    tolerances.close(got, want, terms=times**2 * 3 * 8 * 64, roundings=times**2 * 3 * (32**2 + 40))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

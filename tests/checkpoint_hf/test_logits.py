@@ -45,14 +45,14 @@ def test_logits_of_every_family(folders, name):
     folder, want = folders(name)
     got = ours.whole(world.run(1, ours.logits, folder, models.ids(), {}, {}), models.ids())
     assert want.std() > 0.1
-    models.close(got, want)
+    models.close(got, want, models.enlarged(name))
 
 
 @pytest.mark.parametrize("name, degrees, experts", FOLDED, ids=[name for name, *_ in FOLDED])
 def test_logits_of_a_folded_model(folders, name, degrees, experts):
     folder, want = folders(name)
     got = ours.whole(world.run(4, ours.logits, folder, models.ids(), degrees, experts), models.ids())
-    models.close(got, want)
+    models.close(got, want, models.enlarged(name))
 
 
 def test_the_page_reads_what_it_says(folders):
