@@ -227,7 +227,7 @@ def logits(model: Any, ids_BL: torch.Tensor) -> torch.Tensor:
 
 
 def enlarged(name: str) -> int:
-    """How many times linear attention may enlarge rounding: by its norm, where the recurrence before it gives little."""
+    """How many times linear attention may enlarge rounding: its norm does where the recurrence gives little."""
     return 10 if name in ("qwen3_next", "qwen3_5_moe") else 1
 
 
