@@ -103,19 +103,29 @@ def _kept_for_again(s: Widths, with_rows: bool) -> int:
     return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
 
 
+def mode_of(config: Config, layer: int) -> str:
+    options = config.activation_checkpoint
+    return options.mode if layer % options.every == 0 else "none"
+
+
+def input_bytes(s: Widths, layer: int) -> int:
+    """What is kept of a mixer's input: that of its norm with a scale per token, and what its products read."""
+    flow, D, w = s.flows[layer], s.model.dim, s.w
+    # The adapters' narrow products are kept for the gradients of B.
+    products = s.X * (D * flow.attention_weights + flow.attention_ranks) * w
+    return s.T * (D * w + s.W) * flow.into_attention + products
+
+
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     """What a layer keeps for one microbatch. mode: replaces the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
-    options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
-    mode = mode or (options.mode if layer % options.every == 0 else "none")
+    mode = mode or mode_of(s.config, layer)
     if mode == "moe" and not experts:
         mode = "none"
     selective = mode == "selective"
     flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
-    # The adapters' narrow products are kept for the gradients of B.
-    attention = norm * flow.into_attention + X * (D * flow.attention_weights + flow.attention_ranks) * w
-    attention += s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
+    attention = input_bytes(s, layer) + s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
     ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
     if not experts:
         ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
@@ -258,14 +268,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if again := s.mixers[layer].backward_bytes(model, s.share):
-            own = kept_by_block[layer]
+        own, mixer = kept_by_block[layer], s.mixers[layer]
+        if held := mixer.backward_bytes(model, s.share, mode_of(config, layer) == "selective"):
             stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
             sent = 0 if pipelined or not sharded else expert.trained.whole * reduced
             add_candidate(
-                f"backward of the {name} block's {s.mixers[layer].name}",
-                activations_kept=kept_activations - own.ffn,
-                recomputed_activations=again + kept_bytes(s, layer, "none").attention - own.attention,
+                f"backward of the {name} block's {mixer.name}",
+                activations_kept=kept_activations - own.ffn - own.attention,
+                recomputed_activations=input_bytes(s, layer) + held,
                 gathered_weights=dense.whole * w if resharded else 0,
                 gradients=shards + (stored + sent) * experts,
                 other=hidden,
