@@ -34,25 +34,29 @@ def own(**changes) -> dict:
     return {"model.own": OWN | changes}
 
 
-@pytest.mark.parametrize(
-    ("size", "mapping", "documents"),
-    [
-        (1, {}, False),
-        (1, own(linear_value_heads=2, conv_width=1), True),
-        (2, {TP: 2, MODE: "selective"}, True),
-        (2, {CP: 2, PLACEMENT: "contiguous"}, True),
-        (2, {CP: 2, KIND: "allgather", MODE: "selective"}, True),
-        (2, {CP: 2, KIND: "ulysses", MODE: "full", **own(linear_gate="gla")}, True),
-        (2, {CP: 2, "compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}, True),
-        (2, {TP: 2, EP: 2, MODE: "moe", **own(linear_gate="gla")}, False),
-        (4, {CP: 4, "training.local_batch_size": 2}, True),
-        (4, {CP: 4, PLACEMENT: "contiguous", MODE: "full"}, False),
-        (4, {CP: 4, EP: 4, "training.seq_len": 16}, True),  # runs shorter than what a convolution sees
-        (4, {TP: 2, CP: 2, EP: 4, "moe.overlap_halves": True, "training.local_batch_size": 2}, True),
-        (4, {PP: 2, CP: 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, True),
-    ],
-)
-def test_no_mapping_changes_a_number(size, mapping, documents):
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}
+HALVES = {"moe.overlap_halves": True, "training.local_batch_size": 2}
+CASES = {
+    "one rank": (1, {}, False),
+    "one tap": (1, own(linear_value_heads=2, conv_width=1), True),
+    "tp selective": (2, {TP: 2, MODE: "selective"}, True),
+    "tp, gla": (2, {TP: 2, EP: 2, MODE: "moe", **own(linear_gate="gla")}, False),
+    "contiguous": (2, {CP: 2, PLACEMENT: "contiguous"}, True),
+    "allgather": (2, {CP: 2, KIND: "allgather", MODE: "selective"}, True),
+    "ulysses, gla": (2, {CP: 2, KIND: "ulysses", MODE: "full", **own(linear_gate="gla")}, True),
+    "compiled": (1, COMPILED, True),
+    "cp compiled": (2, COMPILED | {CP: 2}, True),
+    "cp 4": (4, {CP: 4, "training.local_batch_size": 2}, True),
+    "cp 4 contiguous": (4, {CP: 4, PLACEMENT: "contiguous", MODE: "full"}, False),
+    "runs shorter than a convolution": (4, {CP: 4, EP: 4, "training.seq_len": 16}, True),
+    "tp cp halves": (4, {TP: 2, CP: 2, EP: 4} | HALVES, True),
+    "pp cp": (4, {PP: 2, CP: 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_mapping_changes_a_number(name):
+    size, mapping, documents = CASES[name]
     parity.check(size, BASE | mapping, documents=documents, steps=1)
 
 
