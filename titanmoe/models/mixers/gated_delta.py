@@ -17,6 +17,7 @@ FIELDS: dict[str, int | float | bool | str] = dict(
 GATES = "delta", "gla"
 GLA_RANK = 16
 CHUNK = 64
+"""As in titanmoe.ops.gated_delta."""
 
 
 class Heads(NamedTuple):
