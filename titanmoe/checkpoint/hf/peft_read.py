@@ -14,6 +14,8 @@ from titanmoe.checkpoint.adapters import Adapters, in_block
 from titanmoe.checkpoint.hf.config import read_json, written_as
 from titanmoe.checkpoint.hf.files import Folder
 from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.peft_parts import rows_of, together
+from titanmoe.checkpoint.hf.peft_parts import split as split_parts
 from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
 from titanmoe.checkpoint.hf.source import compress_names
@@ -67,8 +69,10 @@ class _Reader:
         ]
         if not self.problems:
             for name in filter(names.is_adaptable, self.map.our_shapes):
-                if self.map.places[name][0].home.part is None:  # else PEFT has one adapter for several of ours
+                if self.map.places[name][0].home.part is None:
                     self._apart(name)
+                elif name == together(self.map, name)[0]:
+                    self._together(together(self.map, name))
             for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
                 self._stacked(layer)
             unknown = compress_names(self.files.tensors.keys() - self.used)
@@ -80,26 +84,46 @@ class _Reader:
 
     # ---- tensors
 
-    def _apart(self, name: str) -> None:
+    def _keys(self, name: str, outputs: int) -> dict[str, list[str]]:
+        """Of A and B of the modules that a matrix is in, which have so many outputs; none if there are none."""
         paths = [f"{PREFIX}{module_of(part)}" for part in self.map.places[name]]
         keys = {leaf: [f"{path}.lora_{leaf}.weight" for path in paths] for leaf in "AB"}
         present = [key for both in keys.values() for key in both if key in self.files.tensors]
-        if not present:
-            return
         self.used |= {*present}
+        if not present:
+            return {}
         if missing := {*keys["A"], *keys["B"]} - self.files.tensors.keys():
             self.problems += [f"{key}: missing" for key in compress_names(missing)]
+            return {}
+        rank = self.files.tensors[keys["A"][0]].shape[0]
+        for leaf, needed in (("A", (rank, self.map.our_shapes[name][-1])), ("B", (outputs, rank))):
+            for key in keys[leaf]:
+                if (shape := self.files.tensors[key].shape) != needed:
+                    self.problems.append(f"{key}: shape {shape}, and {needed} is needed")
+                    return {}
+        return keys
+
+    def _together(self, group: list[str]) -> None:
+        """Of matrices that are one there."""
+        place = self.map.places[group[0]][0]
+        if not (keys := self._keys(group[0], self.map.hf_shapes[place.hf_name][0])):
             return
+        both = [self._whole(keys[leaf][0]) for leaf in "AB"]
+        for name, pair in split_parts(*both, {name: rows_of(self.map, name) for name in group}).items():
+            for adapter, tensor in zip(names.adapter_names(name), pair, strict=True):
+                self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, lambda x=tensor: x)
+            self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
+
+    def _apart(self, name: str) -> None:
         *experts, outputs, inputs = self.map.our_shapes[name]
+        if not (keys := self._keys(name, outputs)):
+            return
         first = self.files.tensors[keys["A"][0]]
         shapes = {"A": (first.shape[0], inputs), "B": (outputs, first.shape[0])}
         for leaf, adapter in zip("AB", names.adapter_names(name), strict=True):
-            for key in keys[leaf]:
-                if (shape := self.files.tensors[key].shape) != shapes[leaf]:
-                    self.problems.append(f"{key}: shape {shape}, and {shapes[leaf]} is needed")
             make = partial(self._read_apart, name, keys[leaf], leaf)
             self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, make)
-        self.alphas[name] = self._alpha(paths[0].removeprefix(PREFIX))
+        self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
 
     def _read_apart(self, name: str, keys: list[str], leaf: str) -> Tensor:
         tensors = [self._whole(key) for key in keys]

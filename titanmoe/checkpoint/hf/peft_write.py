@@ -24,6 +24,8 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.adapters import Adapters, in_block
 from titanmoe.checkpoint.hf.files import Tensors, write_file
 from titanmoe.checkpoint.hf.maps import HfPart, Map
+from titanmoe.checkpoint.hf.peft_parts import join as join_parts
+from titanmoe.checkpoint.hf.peft_parts import rows_of, together
 from titanmoe.checkpoint.hf.peft_stacked import Pair, join
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
@@ -79,7 +81,10 @@ def peft_folder(adapters: Adapters, map_: Map, base: str, dtype: torch.dtype | N
     whole = lru_cache(maxsize=2)(lambda name: adapters.tensors[name].get())
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
-        tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, whole)
+        if map_.places[name][0].home.part is not None:
+            tensors |= _together(adapters, map_, [n for n in together(map_, name) if n in matrices], whole)
+        else:
+            tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, whole)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -108,15 +113,6 @@ def _problems(map_: Map, matrices: list[str]) -> list[str]:
             f"of experts' gate (w1) and up (w3) only {min(leaves & {'w1', 'w3'})} has adapters, and PEFT adapts both "
             f"or neither: train with both in lora.targets, {merge}"
         )
-    rows: dict[str, set[str]] = {}
-    for name in matrices:
-        if (part := map_.places[name][0]).home.part is not None:
-            rows.setdefault(module_of(part).rpartition(".")[2], set()).add(name.removesuffix(".weight")[-2:])
-    problems += [
-        f"{' and '.join(sorted(ours))} are rows of {theirs} in transformers, which has one adapter where they have "
-        f"their own: train without them in lora.targets, {merge}"
-        for theirs, ours in rows.items()
-    ]
     return problems
 
 
@@ -132,6 +128,7 @@ class _Paths:
             if not name.startswith("mtp."):
                 alike[in_block(name)].append(name)
         self.everywhere = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
+        self.nowhere = {kind for kind, all_of_it in alike.items() if set(matrices).isdisjoint(all_of_it)}
         self.linear = {
             self.leaf(name) for name in filter(names.is_adaptable, map_.our_shapes) if ".experts." not in name
         }
@@ -144,7 +141,8 @@ class _Paths:
         if ".experts." in name:
             layer = ".".join(path.split(".", 3)[:3])
             path = f"{layer}.{DOWN if name.endswith('.w2') else GATE_UP}"
-        return path.split(".", 3)[3] if in_block(name) in self.everywhere else path
+        kinds = {in_block(other) for other in together(self.map, name)}
+        return path.split(".", 3)[3] if kinds <= self.everywhere | self.nowhere else path
 
     def of_module(self, name: str) -> str:
         """In target_modules; "" for what is not there."""
@@ -177,8 +175,11 @@ def _ranks(adapters: Adapters, map_: Map, matrices: list[str]) -> dict[str, Any]
         if ".experts." in name:
             ranks[paths.of(name)] = r if name.endswith(".w2") else 2 * r
             alphas |= {} if name.endswith(".w2") else {paths.of(name): 2 * alpha}
-        elif adapters.rank(name) != r:
-            ranks[rf"{paths.of(name)}(\.weight)?"] = adapters.rank(name)
+            continue
+        count = len([other for other in together(map_, name) if other in matrices])
+        key = rf"{paths.of(name)}(\.weight)?"
+        ranks |= {key: count * adapters.rank(name)} if count * adapters.rank(name) != r else {}
+        alphas |= {key: count * alpha} if count > 1 else {}
     return {"r": r, "lora_alpha": alpha, "rank_pattern": ranks, "alpha_pattern": alphas}
 
 
@@ -205,6 +206,23 @@ def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, 
             key = f"{PREFIX}{module_of(part)}.lora_{adapter[-1]}.weight"
             out[key] = LazyTensor(stored.shape[-2:], stored.dtype, lambda p=part, a=adapter: tensor(p, a))
     return out
+
+
+def _together(adapters: Adapters, map_: Map, group: list[str], whole: Whole) -> dict[str, LazyTensor]:
+    """Of matrices that are one there."""
+    place = map_.places[group[0]][0]
+    outputs, inputs = map_.hf_shapes[place.hf_name]
+    rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[names.adapter_names(group[0])[0]].dtype
+
+    def both() -> tuple[Tensor, Tensor]:
+        pairs = ([whole(adapter) for adapter in names.adapter_names(name)] for name in group)
+        return join_parts(pairs, (rows_of(map_, name) for name in group), outputs)
+
+    path = f"{PREFIX}{module_of(place)}"
+    return {
+        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, lambda: both()[0]),
+        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, lambda: both()[1]),
+    }
 
 
 def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, LazyTensor]:
