@@ -42,28 +42,17 @@ echo $$ > "$(dirname "$0")/pid.$$"
 [[ -n ${STAY:-} ]] && exec sleep 300
 exit 0
 """
-# The same Python, whose ranks are forks of the launcher: importing torch in each would take most of these tests' time.
-FORKING_PYTHON = f"""\
-#!{sys.executable}
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
-from scripts.torture.runs import fork_ranks
-fork_ranks()
-del sys.argv[:2]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder with a fake ssh, srun and venv/bin/python, and one with a forking/bin/python."""
+    """A folder with a fake ssh, srun and venv/bin/python."""
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "srun").write_text(FAKE_SRUN)
-    for venv, text in (("venv", FAKE_PYTHON), ("forking", FORKING_PYTHON)):
-        python = tmp_path / venv / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(text)
-        python.chmod(0o755)
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
     return tmp_path
 
 
@@ -132,7 +121,7 @@ def test_two_nodes_train(fake):
     done = launch(
         SSH,
         *("--hosts", "a,b", "--gpus", 1, "--master", "127.0.0.1", "--port", free_port(), "--logs", fake / "logs"),
-        *("--venv", fake / "forking", RECIPE),
+        *("--venv", sys.prefix, RECIPE),
         *(word for name, value in settings.items() for word in (f"--training.{name}", value)),
         *("--parallelism.experts.ep", 2, "--data.source", "synthetic", "--metrics.tensorboard", "false"),
         *("--job.dump_folder", fake / "runs", "--job.name", "it's two nodes"),
@@ -257,7 +246,7 @@ def small(fake: Path) -> list[object]:
 
 
 def test_a_slurm_job_of_two_nodes_trains(fake, capsys):
-    script = job_of(fake, capsys, *small(fake), "--python", fake / "forking" / "bin" / "python")
+    script = job_of(fake, capsys, *small(fake))
     done = submit(fake, script, timeout=150)
     (folder,) = (fake / "runs" / "launch").iterdir()
     logs = [(folder / f"node{node}.log").read_text() for node in (0, 1)]
