@@ -422,7 +422,7 @@ def _kept(run: Run, layer: int) -> float:
         return 2 * T * D
     heads, value = model.num_heads / fold.tp, model.v_head_dim or model.head_dim
     query = heads * model.head_dim
-    keys = query + heads * value if model.kv_lora_rank else 2 * model.num_kv_heads / fold.tp * model.head_dim
+    keys = query + heads * value if model.kv_lora_rank else 2 * max(1, model.num_kv_heads / fold.tp) * model.head_dim
     latents = T * (model.q_lora_rank + model.kv_lora_rank)
     attention = T * D + X * heads * value * ("core_attn" not in named) + 2 * latents
     attention += X * (query + keys) * ("mla_up_proj" not in named or not model.kv_lora_rank)

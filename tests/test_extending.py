@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"^`([\w./]+)`:\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -30,7 +31,6 @@ LISTS = (
     "tests/data/test_formats.py",
     *(
         "tests/test_recipes.py",
-        "tests/test_parity.py::test_debug_sizes_of_every_family[small_moe]",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
         "tests/models/test_tensors.py::test_names_are_those_of_the_modules[more0-conv_moe]",
         "tests/models/test_tensors.py::test_names_of_adapters_are_those_of_the_modules[conv_moe]",
@@ -43,19 +43,21 @@ ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "w
 ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(folder)}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
-    )
-
-
-def test_the_examples_work(tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=ELSEWHERE)  # with compiled files, which stay valid
+def blocks_of_page() -> list[tuple[str, str, str]]:
+    """Path, language and text of each."""
     page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
     blocks = BLOCK.findall(page)
     assert len(blocks) == page.count("```") // 2, "a block has no path above it"
+    return blocks
+
+
+def run(folder: Path, *words: str, **how: bool) -> subprocess.CompletedProcess[str]:
+    return processes.Started(words, os.environ | {"PYTHONPATH": str(folder)}, folder, **how).wait(400)
+
+
+def test_the_examples_work(tmp_path: Path) -> None:
+    copy, blocks = tmp_path / "copy", blocks_of_page()
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ELSEWHERE)  # with compiled files, which stay valid
     for path, language, text in blocks:
         file = copy / path
         assert file.exists() == (language == "diff"), path
@@ -69,21 +71,31 @@ def test_the_examples_work(tmp_path: Path) -> None:
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
-    # The same family, objective and optimizer outside the package: files in the folder where the run starts.
-    (copy / "titanmoe/models/families/conv_moe.py").rename(copy / "my_family.py")
-    (copy / "titanmoe/train/objectives/early_labels.py").rename(copy / "my_objective.py")
-    objective = ("--training.objective", "my_objective:EarlyLabels")
-    optimizer = ("--optimizer.name", "my_momentum:Momentum")
-    (copy / "titanmoe/train/optimizers/momentum.py").rename(copy / "my_momentum.py")
-    steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
-    named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
-    started = run(copy, "-m", "titanmoe", "train", *steps, *named, *objective, *optimizer)
-    assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
-    (metrics,) = (copy / "runs/outside").glob("*/metrics.jsonl")
-    assert len(metrics.read_text().splitlines()) == 2
-    # Only a run that asks for the family notices that its file is gone.
+    # Only a run that asks for a family notices that its file is gone.
+    (copy / "titanmoe/models/families/conv_moe.py").unlink()
     start = ("-m", "titanmoe", "train", "debug", "--print-config")
     refused = run(copy, *start, "--model.family", "conv_moe")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
     assert 'model.family = "conv_moe" cannot be used: titanmoe.models.families.conv_moe cannot be' in refused.stderr
     assert run(copy, *start).returncode == 0
+
+
+OUTSIDE = {
+    "titanmoe/models/families/conv_moe.py": "my_family.py",
+    "titanmoe/train/objectives/early_labels.py": "my_objective.py",
+    "titanmoe/train/optimizers/momentum.py": "my_momentum.py",
+}
+
+
+def test_a_family_an_objective_and_an_optimizer_outside_the_package(tmp_path: Path) -> None:
+    """In the folder where the run starts."""
+    for path, _, text in blocks_of_page():
+        if path in OUTSIDE:
+            (tmp_path / OUTSIDE[path]).write_text(text)
+    parts = ("--training.objective", "my_objective:EarlyLabels", "--optimizer.name", "my_momentum:Momentum")
+    steps = ("--ranks", "2", "--training.steps", "2", "--training.seq_len", "64", "--parallelism.tp", "2")
+    named = ("--model.family", "my_family:FAMILY", "--model.own.conv_width", "3", "--job.dump_folder", "runs/outside")
+    started = run(tmp_path, "-m", "titanmoe", "train", *steps, *named, *parts, forks=True)
+    assert started.returncode == 0, started.stdout[-2000:] + started.stderr[-2000:]
+    (metrics,) = (tmp_path / "runs/outside").glob("*/metrics.jsonl")
+    assert len(metrics.read_text().splitlines()) == 2

@@ -39,12 +39,12 @@ class Newcomer:
             said = subprocess.run(line, shell=True, cwd=self.folder, check=True, capture_output=True, text=True).stdout
         self.said.setdefault(kind, []).append(said)
 
-    def starts(self, words: list[str]) -> processes.Started:
+    def starts(self, words: list[str], said: str = "") -> processes.Started:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        return processes.Started(words, environment, cwd=self.folder, forks="train" in words)
+        return processes.Started(words, environment, cwd=self.folder, forks="train" in words, said=said)
 
-    def has(self, words: list[str], code: int = 0) -> str:
-        return self.sees(self.starts(words), code)
+    def has(self, words: list[str], code: int = 0, said: str = "") -> str:
+        return self.sees(self.starts(words, said), code)
 
     def sees(self, run: processes.Started, code: int) -> str:
         done = run.wait()

@@ -21,6 +21,7 @@ from titanmoe.ops import counter_rng
 NEXT = case_features.MODELS["qwen3_next"]
 MODELS = case_features.MODELS | {
     "gla": NEXT | {"model.own": NEXT["model.own"] | {"linear_gate": "gla", "conv_width": 1}},
+    "wide_convolution": NEXT | {"model.own": NEXT["model.own"] | {"conv_width": 32}},
 }
 
 # What training adds to routing and must not have an effect here.

@@ -13,7 +13,7 @@ from tests.generate import saved
 from tests.generate.saved import MODELS
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.generate.cache import cache_bytes
+from titanmoe.generate.cache import cache_bytes, cache_cost
 from titanmoe.generate.model import TrainedModel, config_to_run
 from titanmoe.models.families import mixtral, names, preset
 from titanmoe.models.families.family import Family
@@ -56,6 +56,13 @@ def table() -> str:
 
 def test_the_page_has_every_family() -> None:
     assert table() in PAGE.read_text(), table()
+
+
+def test_a_state_is_said_per_text() -> None:
+    model = Model(**preset("qwen3_next", "80b_a3b"))
+    states, inputs = 36 * 32 * 128 * 128 * 4, 36 * 4 * (2 * 16 * 128 + 32 * 128) * 2
+    assert cache_bytes(model, 1, 2) == (12 * 2 * 2 * 256 * 2, states + inputs)
+    assert cache_cost(model, 2, 2) == f"12,288 bytes per token and {(states + inputs) // 2:,} per text"
 
 
 def test_latents_are_as_wide_for_any_number_of_heads() -> None:

@@ -27,7 +27,7 @@ WIDE = MODELS["gpt_oss"] | {"model.sliding_window": 64}
         ("deepseek_v3", 2, [6, 5, 5, 1, 2, 1]),
         ("qwen3_next", 1, [6, 5, 9, 3, 5, 4]),
         ("qwen3_next", 2, [6, 5, 9, 3, 5, 4]),
-        ("gla", 1, [6, 5, 9, 3, 5, 4]),
+        ("wide_convolution", 1, [6, 5, 9, 3, 5, 4]),
     ],
 )
 def test_turns_go_on_from_what_is_cached(tmp_path, model: str, ranks: int, read: list[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -13,8 +15,8 @@ from titanmoe.fold.degrees import derive
 from titanmoe.models import tensors
 from titanmoe.models.count import layer_flops
 from titanmoe.models.transformer import Transformer
-from titanmoe.plan.memory import rank_memories
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.plan.memory import RankMemory, rank_memories
+from titanmoe.rehearse.world import Rehearsal, recipe_to_rehearse, rehearse
 
 FAMILY = f"{linear_family.__name__}:FAMILY"
 OWN = dict(linear_key_heads=2, linear_value_heads=4, linear_key_dim=4, linear_value_dim=6, conv_width=4)
@@ -32,25 +34,29 @@ def own(**changes) -> dict:
     return {"model.own": OWN | changes}
 
 
-@pytest.mark.parametrize(
-    ("size", "mapping", "documents"),
-    [
-        (1, {}, False),
-        (1, own(linear_value_heads=2, conv_width=1), True),
-        (2, {TP: 2, MODE: "selective"}, True),
-        (2, {CP: 2, PLACEMENT: "contiguous"}, True),
-        (2, {CP: 2, KIND: "allgather", MODE: "selective"}, True),
-        (2, {CP: 2, KIND: "ulysses", MODE: "full", **own(linear_gate="gla")}, True),
-        (2, {CP: 2, "compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}, True),
-        (2, {TP: 2, EP: 2, MODE: "moe", **own(linear_gate="gla")}, False),
-        (4, {CP: 4, "training.local_batch_size": 2}, True),
-        (4, {CP: 4, PLACEMENT: "contiguous", MODE: "full"}, False),
-        (4, {CP: 4, EP: 4, "training.seq_len": 16}, True),  # runs shorter than what a convolution sees
-        (4, {TP: 2, CP: 2, EP: 4, "moe.overlap_halves": True, "training.local_batch_size": 2}, True),
-        (4, {PP: 2, CP: 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, True),
-    ],
-)
-def test_no_mapping_changes_a_number(size, mapping, documents):
+COMPILED = {"compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}
+HALVES = {"moe.overlap_halves": True, "training.local_batch_size": 2}
+CASES = {
+    "one rank": (1, {}, False),
+    "one tap": (1, own(linear_value_heads=2, conv_width=1), True),
+    "tp selective": (2, {TP: 2, MODE: "selective"}, True),
+    "tp, gla": (2, {TP: 2, EP: 2, MODE: "moe", **own(linear_gate="gla")}, False),
+    "contiguous": (2, {CP: 2, PLACEMENT: "contiguous"}, True),
+    "allgather": (2, {CP: 2, KIND: "allgather", MODE: "selective"}, True),
+    "ulysses, gla": (2, {CP: 2, KIND: "ulysses", MODE: "full", **own(linear_gate="gla")}, True),
+    "compiled": (1, COMPILED, True),
+    "cp compiled": (2, COMPILED | {CP: 2}, True),
+    "cp 4": (4, {CP: 4, "training.local_batch_size": 2}, True),
+    "cp 4 contiguous": (4, {CP: 4, PLACEMENT: "contiguous", MODE: "full"}, False),
+    "runs shorter than a convolution": (4, {CP: 4, EP: 4, "training.seq_len": 16}, True),
+    "tp cp halves": (4, {TP: 2, CP: 2, EP: 4} | HALVES, True),
+    "pp cp": (4, {PP: 2, CP: 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_mapping_changes_a_number(name):
+    size, mapping, documents = CASES[name]
     parity.check(size, BASE | mapping, documents=documents, steps=1)
 
 
@@ -88,18 +94,25 @@ def test_work_of_a_token_is_that_of_its_products_and_of_the_recurrence():
     assert linear - attention == 2 * products + 6 * 4 * 4 * 6 - of_attention
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"), [(2, f"--{TP} 2"), (2, f"--{TP} 2 --{MODE} full"), (2, f"--{CP} 2 --{MODE} selective")]
-)
-def test_the_plan_has_the_weights_and_the_memory_of_a_rehearsal(ranks, more):
+@functools.cache
+def planned_and_rehearsed(more: str) -> tuple[RankMemory, Rehearsal]:
     words = f"--model.family {FAMILY} --model.size debug --model.vocab_size 1024 --model.dim 512 --model.head_dim 64 "
     words += "--model.own.linear_key_heads 4 --model.own.linear_key_dim 64 --model.own.linear_value_dim 64 "
-    words += "--model.expert_hidden 1024 --training.seq_len 8192 --training.local_batch_size 1 "
-    words += f"--training.global_batch_size 4 --data.source synthetic {more}"
-    config = recipe_to_rehearse(words.split(), ranks, "h100")
-    rehearsed, (planned, *_) = (
-        rehearse(config, ranks, 0, "h100"),
-        rank_memories(config, derive(ranks, config.parallelism)),
-    )
+    words += "--model.num_layers 2 --model.expert_hidden 1024 --training.seq_len 8192 --training.local_batch_size 1 "
+    words += f"--training.global_batch_size 2 --data.source synthetic {more}"
+    config = recipe_to_rehearse(words.split(), 2, "h100")
+    return rank_memories(config, derive(2, config.parallelism))[0], rehearse(config, 2, 0, "h100")
+
+
+@pytest.mark.parametrize("more", [f"--{CP} 2", f"--{TP} 2 --{MODE} full", f"--{TP} 2 --{MODE} selective"])
+def test_the_plan_has_the_weights_and_the_memory_of_a_rehearsal(more):
+    planned, rehearsed = planned_and_rehearsed(more)
     assert planned.weights == rehearsed.parameter_bytes
     assert planned.peak == pytest.approx(rehearsed.memory.peak, rel=0.01)
+
+
+def test_a_rank_sends_its_runs_maps_and_last_inputs():
+    """Of two runs: 8 heads, 64 x (64 + 64), float32; 3 positions of 2 x 256 + 512 channels, bfloat16."""
+    messages = planned_and_rehearsed(f"--{CP} 2")[1].log.messages
+    sent = {m.sent_bytes for m in messages if "runs.py" in str(m.site) and not m.backward}
+    assert sent == {2 * 8 * 64 * 128 * 4, 2 * 3 * 1024 * 2}

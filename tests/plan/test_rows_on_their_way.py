@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titanmoe import rank
+from titanmoe.cli import main
 from titanmoe.config import load
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config
@@ -194,6 +195,18 @@ def test_a_run_on_gpus_takes_what_is_planned_for_that_of_rank_0(monkeypatch: pyt
 def test_a_rehearsal_is_of_what_is_planned_for_its_hardware(name: str, halves: bool) -> None:
     config = recipe_to_rehearse(["--config", "train_configs/gpt_oss_20b.toml"], 8, name)
     assert config.moe.overlap_halves == halves and config.moe.overlap_chunks == 1
+
+
+def test_plans_and_rehearsals_say_how_rows_travel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "gpt_oss_20b", "--explain"]) == 0
+    assert "16 microbatches of 2; rows travel in two halves.\n" in capsys.readouterr().out
+    assert main(["plan", "gpt_oss_20b", "--explain", "--moe.overlap_chunks", "1"]) == 0
+    assert "16 microbatches of 2.\n" in capsys.readouterr().out
+    small = [*SMALL.split(), "--ranks", "8"]
+    assert main(["rehearse", *small, "--moe.overlap_chunks", "2"]) == 0
+    assert "\n    rows       in 2 chunks\n" in capsys.readouterr().out
+    assert main(["rehearse", *small, "--moe.overlap_chunks", "1"]) == 0
+    assert "    rows       " not in capsys.readouterr().out.partition("One step")[0]
 
 
 def test_a_device_is_found_by_the_name_of_a_gpu() -> None:

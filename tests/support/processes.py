@@ -9,6 +9,7 @@ The ranks that torchrun or `titanmoe train` starts there are new processes that 
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
@@ -27,14 +28,20 @@ class Started:
     """A running process; what it wrote can be read at any time."""
 
     def __init__(
-        self, words: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT, forks: bool = False
+        self,
+        words: Sequence[object],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = ROOT,
+        forks: bool = False,
+        said: str = "",
     ):
+        """said: on its standard input."""
         self.args = [str(word) for word in words]
         self.folder = tempfile.TemporaryDirectory(prefix="titanmoe-process-")
         self.out, self.err = (Path(self.folder.name, name) for name in ("out", "err"))
         given = dict(os.environ if env is None else env)
         self.process = world._forkserver().Process(
-            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err), forks)
+            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err), forks, said)
         )
         self.process.start()
         self.pid = self.process.pid
@@ -67,7 +74,7 @@ def fork_ranks() -> None:
     runs.fork_ranks()
 
 
-def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool) -> None:
+def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool, said: str) -> None:
     """In the new process: python's own way of running a file, a module or code."""
     world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):
@@ -77,6 +84,10 @@ def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str,
     os.environ.update(env)
     os.chdir(cwd)
     sys.path.insert(0, cwd)
+    if cwd != str(ROOT) and Path(cwd, "titanmoe").is_dir():  # another copy of the code
+        for name in [name for name in sys.modules if name.split(".")[0] in ("titanmoe", "tests", "scripts")]:
+            del sys.modules[name]
+    sys.stdin = io.StringIO(said)
     sys.stdout.reconfigure(line_buffering=True)
     if forks:
         fork_ranks()

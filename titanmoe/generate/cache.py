@@ -122,6 +122,11 @@ def cache_bytes(model: Model, tp: int, width: int) -> tuple[int, int]:
     return token, text
 
 
+def cache_cost(model: Model, tp: int, width: int) -> str:
+    token, text = cache_bytes(model, tp, width)
+    return f"{token:,} bytes per token" + f" and {text:,} per text" * (text > 0)
+
+
 class LastHead(nn.Module):
     """Logits (1, B, V), of the last token of each row."""
 

@@ -311,24 +311,20 @@ class _Speaker:
         return f"{title}{prompt}{text}"
 
     def _summarise(self, count: int, of_what: str, seconds: float) -> None:
+        from titanmoe.generate.cache import cache_cost
+
         if not self.first:
             return
         step, speed = f" (step {self.trained.step})" if self.trained.step else "", count / max(seconds, 1e-9)
         under = self.args.checkpoint or self.trained.path
         model = f"{self.args.adapter} on {under}" if self.args.adapter else under
+        shape, tp, dtype = self.config.model, self.config.parallelism.tp, self.generator.model.dtype
         print(
             f"{model}{step}: {count} tokens after {of_what} in {seconds:.1f} s, including the prompts "
             f"({speed:,.0f} tokens/s), {self.config.training.dtype} on {self.runtime.world} x "
-            f"{self.runtime.device.type}; cache on a rank: {self._cache_bytes()}",
+            f"{self.runtime.device.type}; cache on a rank: {cache_cost(shape, tp, dtype.itemsize)}",
             file=sys.stderr,
         )
-
-    def _cache_bytes(self) -> str:
-        from titanmoe.generate.cache import cache_bytes
-
-        model = self.generator.model
-        token, text = cache_bytes(model.shape, self.config.parallelism.tp, model.dtype.itemsize)
-        return f"{token:,} bytes per token" + f" and {text:,} per text" * (text > 0)
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:

@@ -18,7 +18,7 @@ from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.plan.devices import Device
-from titanmoe.plan.memory import Widths, kept_bytes
+from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, routes_by_parts, turned_width
+from titanmoe.config.blocks import has_experts, turned_width
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold, runs
+from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
-from titanmoe.models.mixers.rules import BatchShare
 from titanmoe.models.stages import split_layers
-from titanmoe.models.tensors import Tuning
-from titanmoe.plan.gradient_flow import flow_of_blocks
+from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes
 from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
-from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, units_of_stage
 from titanmoe.train.find_teacher import config_of_teacher, find_teacher
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
@@ -50,88 +47,6 @@ class RankMemory:
     @property
     def peak(self) -> int:
         return sum(self.components.values())
-
-
-class KeptBytes(NamedTuple):
-    """Bytes that one microbatch leaves in a block for backward, and what recomputation brings back."""
-
-    attention: int
-    ffn: int
-    rows: int
-    """Of ffn: what backward of the experts frees before their gradients are reduced."""
-    recomputed: int
-    """Bytes of the half that is recomputed, while it is in backward."""
-
-
-class Widths:
-    """What every formula needs from the recipe and the mapping."""
-
-    def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
-        model, training = config.model, config.training
-        self.config, self.fold, self.model = config, fold, model
-        self.w = WIDTHS[training.mixed_precision_param]
-        self.W = max(4, self.w)
-        self.X = training.local_batch_size * training.seq_len // fold.cp
-        self.T = self.X // fold.tp
-        self.R = round(self.T * model.top_k * fold.etp * imbalance)
-        self.F = model.expert_hidden // fold.etp
-        self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
-        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
-        self.mixers = ModelKey.of(model).mixers
-        self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
-        ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
-        in_runs = training.local_batch_size * runs(fold.cp, config.parallelism.cp_placement)
-        self.share = BatchShare(self.T, self.X, fold.tp, self.w, ring, in_runs)
-
-
-def _dense(s: Widths, hidden: int, selective: bool) -> int:
-    return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
-
-
-def _router(s: Widths, trained: bool) -> int:
-    """What the router keeps: its input, wide or with the weights' parts; logits and scores; and where rows go."""
-    model, T, K = s.model, s.T, s.model.top_k
-    by_parts = routes_by_parts(s.config)
-    product = model.dim * (T * s.w * trained + model.num_experts * 8 if by_parts else T * s.W * trained)
-    places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
-    return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
-
-
-def _kept_for_again(s: Widths, with_rows: bool) -> int:
-    """What a MoE layer keeps if it is computed again: where rows go, the weights that arrived, and perhaps the rows."""
-    order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
-    return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
-
-
-def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
-    """What a layer keeps for one microbatch. mode: replaces the recipe's."""
-    model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
-    options = s.config.activation_checkpoint
-    experts = has_experts(model, layer)
-    mode = mode or (options.mode if layer % options.every == 0 else "none")
-    if mode == "moe" and not experts:
-        mode = "none"
-    selective = mode == "selective"
-    flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
-    # The adapters' narrow products are kept for the gradients of B.
-    attention = norm * flow.into_attention + X * (D * flow.attention_weights + flow.attention_ranks) * w
-    attention += s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
-    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
-    if not experts:
-        ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
-    else:
-        narrow = sum(rank + -rank % (16 // w) for rank in flow.expert_ranks)
-        rows = s.R * (D * w * flow.ffn_weights + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
-        ffn += _router(s, flow.router_weights) * flow.ffn + rows
-        if model.shared_hidden:
-            ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
-            ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
-    if mode in ("full", "full_but_rows", "moe"):
-        with_rows = mode == "full_but_rows" and experts
-        kept = (T * D * w + (_kept_for_again(s, with_rows) if experts else 0)) * flow.out_of_ffn
-        recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
-        return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
-    return KeptBytes(attention, ffn, rows, 0)
 
 
 def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
@@ -258,14 +173,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if again := s.mixers[layer].backward_bytes(model, s.share):
-            own = kept_by_block[layer]
+        own, mixer = kept_by_block[layer], s.mixers[layer]
+        if held := mixer.backward_bytes(model, s.share, mode_of(config, layer) == "selective"):
             stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
             sent = 0 if pipelined or not sharded else expert.trained.whole * reduced
             add_candidate(
-                f"backward of the {name} block's {s.mixers[layer].name}",
-                activations_kept=kept_activations - own.ffn,
-                recomputed_activations=again + kept_bytes(s, layer, "none").attention - own.attention,
+                f"backward of the {name} block's {mixer.name}",
+                activations_kept=kept_activations - own.ffn - own.attention,
+                recomputed_activations=input_bytes(s, layer) + held,
                 gathered_weights=dense.whole * w if resharded else 0,
                 gradients=shards + (stored + sent) * experts,
                 other=hidden,

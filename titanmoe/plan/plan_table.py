@@ -8,6 +8,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
+from titanmoe.plan.planned_rows import rows_text
 from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.text_report import columns, format_bytes
 
@@ -85,11 +86,12 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
-    price, fold = mapping.price, mapping.fold
+    price, fold, rows = mapping.price, mapping.fold, rows_text(mapping.config)
     axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
-        f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}.",
+        f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
+        f"{f'; rows travel {rows}' if rows else ''}.",
         f"A step takes {price.step:.4g} s: {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
         f"After matrix work most of it goes on {price.bottleneck}. What helps: {HELPS[price.bottleneck]}.",
         "",

@@ -25,20 +25,23 @@ def planned_rows(config: Config, world: int, device: Device) -> tuple[Config, st
     fold, whole = derive(world, config.parallelism), replace(config, moe=replace(moe, overlap_chunks=1))
     if device.name == "cpu" or moe.overlap_halves or pipeline.overlap_pairs:
         return whole, ""
-    ways = {"": whole} | {f"in {n} chunks": replace(config, moe=replace(moe, overlap_chunks=n)) for n in CHUNKS[1:]}
-    ways["in pairs"] = replace(whole, pipeline=replace(pipeline, overlap_pairs=True))
-    ways["in two halves"] = replace(whole, moe=replace(whole.moe, overlap_halves=True))
+    chunks = [replace(config, moe=replace(moe, overlap_chunks=n)) for n in CHUNKS[1:]]
+    pairs = replace(whole, pipeline=replace(pipeline, overlap_pairs=True))
+    halves = replace(whole, moe=replace(whole.moe, overlap_halves=True))
     pricer = Pricer(whole, device, Factors())
-    seconds = {
-        words: pricer.price(way, fold).step
-        for words, way in ways.items()
-        if way is whole or not (contradictions(way) or violations(way, world))
-    }
-    best = ""
-    for words, time in seconds.items():
-        if NEAR * time < seconds[best]:
-            best = words
-    if not best:
-        return whole, ""
-    gain = f"{seconds[best]:.3g} s a step with that on {device.name} and {seconds['']:.3g} s without"
-    return ways[best], f"{best}, because the planner finds {gain}; moe.overlap_chunks = 1 turns it off"
+    best, least = whole, (before := pricer.price(whole, fold).step)
+    for way in (*chunks, pairs, halves):
+        if contradictions(way) or violations(way, world):
+            continue
+        if NEAR * (seconds := pricer.price(way, fold).step) < least:
+            best, least = way, seconds
+    gain = f"{least:.3g} s a step with that on {device.name} and {before:.3g} s without"
+    why = f"{rows_text(best)}, because the planner finds {gain}; moe.overlap_chunks = 1 turns it off"
+    return best, "" if best is whole else why
+
+
+def rows_text(config: Config) -> str:
+    """How they travel; "" if whole."""
+    moe, pairs = config.moe, config.pipeline.overlap_pairs
+    ways = {f"in {moe.chunks} chunks": moe.chunks > 1, "in two halves": moe.overlap_halves, "in pairs": pairs}
+    return " and ".join(text for text, so in ways.items() if so)

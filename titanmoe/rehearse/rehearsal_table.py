@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from titanmoe.plan.planned_rows import rows_text
 from titanmoe.rehearse.memory_table import memory_as_json, memory_table
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
@@ -78,7 +79,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
         f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}",
         f"    attention  {_axes(fold.attention_axes)}",
         f"    experts    {_axes(fold.expert_axes)}",
-        *_estimates(rehearsal),
+        *_notes(rehearsal),
         "",
         f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
         f"optimizer {format_bytes(rehearsal.optimizer_bytes)}",
@@ -138,7 +139,7 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: {which}",
         f"    attention  {_axes(first.fold.attention_axes)}",
         f"    experts    {_axes(first.fold.expert_axes)}",
-        *_estimates(first),
+        *_notes(first),
         "",
     ]
     body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "across nodes", "host waits")]
@@ -165,9 +166,9 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     return lines + _remarks(first)
 
 
-def _estimates(rehearsal: Rehearsal) -> list[str]:
-    why = rehearsal.routing.estimates
-    return [f"    estimates  {why}"] if why else []
+def _notes(rehearsal: Rehearsal) -> list[str]:
+    notes = {"rows": rows_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
+    return [f"    {name:<9}  {text}" for name, text in notes.items() if text]
 
 
 def _axes(axes: dict[str, int]) -> str:

@@ -161,8 +161,9 @@ class MixerRules(Rules, ABC):
         """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
         activation_checkpoint.mode = "selective"."""
 
-    def backward_bytes(self, model: Model, share: BatchShare) -> int:
-        """For the planner: what backward of one microbatch adds to that at most, such as what it computes again."""
+    def backward_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
+        """For the planner: what it holds at most in backward of one microbatch, without its input, if that may exceed
+        what it keeps for it, as where much is computed again."""
         return 0
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:

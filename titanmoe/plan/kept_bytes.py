@@ -1,0 +1,110 @@
+"""What a block keeps of a microbatch for backward, in closed form.
+
+T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model, w bytes of the compute
+dtype, W at least 4.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from titanmoe.config.blocks import has_experts, routes_by_parts
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold, runs
+from titanmoe.models.mixers.rules import BatchShare
+from titanmoe.models.tensors import Tuning
+from titanmoe.plan.gradient_flow import flow_of_blocks
+from titanmoe.plan.sizes import ModelKey, Sizes
+
+
+class KeptBytes(NamedTuple):
+    """Bytes that one microbatch leaves in a block for backward, and what recomputation brings back."""
+
+    attention: int
+    ffn: int
+    rows: int
+    """Of ffn: what backward of the experts frees before their gradients are reduced."""
+    recomputed: int
+    """Bytes of the half that is recomputed, while it is in backward."""
+
+
+class Widths:
+    """What every formula needs from the recipe and the mapping."""
+
+    def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
+        model, training = config.model, config.training
+        self.config, self.fold, self.model = config, fold, model
+        self.w = WIDTHS[training.mixed_precision_param]
+        self.W = max(4, self.w)
+        self.X = training.local_batch_size * training.seq_len // fold.cp
+        self.T = self.X // fold.tp
+        self.R = round(self.T * model.top_k * fold.etp * imbalance)
+        self.F = model.expert_hidden // fold.etp
+        self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
+        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
+        self.mixers = ModelKey.of(model).mixers
+        self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
+        ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
+        in_runs = training.local_batch_size * runs(fold.cp, config.parallelism.cp_placement)
+        self.share = BatchShare(self.T, self.X, fold.tp, self.w, ring, in_runs)
+
+
+def _dense(s: Widths, hidden: int, selective: bool) -> int:
+    return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
+
+
+def _router(s: Widths, trained: bool) -> int:
+    """What the router keeps: its input, wide or with the weights' parts; logits and scores; and where rows go."""
+    model, T, K = s.model, s.T, s.model.top_k
+    by_parts = routes_by_parts(s.config)
+    product = model.dim * (T * s.w * trained + model.num_experts * 8 if by_parts else T * s.W * trained)
+    places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
+    return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
+
+
+def _kept_for_again(s: Widths, with_rows: bool) -> int:
+    """What a MoE layer keeps if it is computed again: where rows go, the weights that arrived, and perhaps the rows."""
+    order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
+    return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
+
+
+def mode_of(config: Config, layer: int) -> str:
+    options = config.activation_checkpoint
+    return options.mode if layer % options.every == 0 else "none"
+
+
+def input_bytes(s: Widths, layer: int) -> int:
+    """What is kept of a mixer's input: that of its norm with a scale per token, and what its products read."""
+    flow, D, w = s.flows[layer], s.model.dim, s.w
+    # The adapters' narrow products are kept for the gradients of B.
+    products = s.X * (D * flow.attention_weights + flow.attention_ranks) * w
+    return s.T * (D * w + s.W) * flow.into_attention + products
+
+
+def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
+    """What a layer keeps for one microbatch. mode: replaces the recipe's."""
+    model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
+    experts = has_experts(model, layer)
+    mode = mode or mode_of(s.config, layer)
+    if mode == "moe" and not experts:
+        mode = "none"
+    selective = mode == "selective"
+    flow, norm = s.flows[layer], T * D * w + T * W  # a norm's input, and one scale per token
+    attention = input_bytes(s, layer) + s.mixers[layer].kept_bytes(model, s.share, selective) * flow.attention
+    ffn, rows = norm * flow.into_ffn + X * flow.dense_ranks * w, 0
+    if not experts:
+        ffn += X * D * w * flow.ffn_weights + _dense(s, model.dense_hidden, selective) * flow.ffn
+    else:
+        narrow = sum(rank + -rank % (16 // w) for rank in flow.expert_ranks)
+        rows = s.R * (D * w * flow.ffn_weights + (4 + 2 * s.F * w) * flow.out_of_ffn + narrow * w)
+        ffn += _router(s, flow.router_weights) * flow.ffn + rows
+        if model.shared_hidden:
+            ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
+            ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
+    if mode in ("full", "full_but_rows", "moe"):
+        with_rows = mode == "full_but_rows" and experts
+        kept = (T * D * w + (_kept_for_again(s, with_rows) if experts else 0)) * flow.out_of_ffn
+        recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
+        return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
+    return KeptBytes(attention, ffn, rows, 0)
