@@ -45,7 +45,7 @@ lint: setup
 
 # One thread per process: the tests run many processes, and threads that share a core wait for each other. Two workers,
 # each with ranks of its own: where those of one wait for messages, those of the other compute.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: lint
 	$(PYTEST) $(ARGS)

@@ -43,12 +43,18 @@ settings.load_profile("titanmoe")
 providers.is_local_module_file = lambda path: False
 
 LONG = (
-    "test_parity", "rehearse/test_clean", "ops/test_interpreter", "test_extending",
-    "test_launch_scripts", "parallel/test_compiled", "checkpoint_hf/test_fields", "moe/test_dispatch",
-    "rehearse/test_memory_over_step", "parallel/test_pairs", "data/test_loader", "train/test_validation",
-    "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric", "train/test_watch", "train/test_skips",
+    "test_parity", "rehearse/test_clean", "test_extending", "test_fine_tuning", "ops/test_interpreter",
+    "parallel/test_compiled", "test_get_started", "test_launch_scripts", "checkpoint_hf/test_fields",
+    "moe/test_dispatch", "rehearse/test_memory_over_step", "parallel/test_unsharded", "data/test_loader",
+    "train/test_validation", "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric",
+    "train/test_watch", "train/test_skips",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # xdist, which would begin with the files that have most tests
+        config.option.loadscopereorder = False
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -522,8 +522,7 @@ def test_train_py_itself_agrees_under_two_mappings(tmp_path: Path) -> None:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    folded = [*torchrun, "train.py", *arguments("folded", {"tp": 2, "experts.ep": 2})]
-    run = processes.Started(folded, forks=True).wait()
+    run = processes.run([*torchrun, "train.py", *arguments("folded", {"tp": 2, "experts.ep": 2})])
     assert run.returncode == 0, run.stderr[-3000:]
     world.run(4, parity.train, arguments("pipelined", {"pp": 2, "cp": 2, "experts.ep": 2}))
     losses = {}
