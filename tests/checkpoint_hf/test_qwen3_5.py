@@ -174,3 +174,20 @@ def test_pieces_of_tensors_that_have_several_of_ours(name, tmp_path):
             for first, count in ((0, 1), (3, 4), (rows - 2, 2), (rows, 0)):
                 piece = source.read(our_name, (first, 1), (count, 2))
                 assert torch.equal(piece, whole[first : first + count, 1:3])
+
+
+def test_transformers_own_class_for_text_and_images_comes_in(tmp_path, capsys):
+    eye = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=24, out_hidden_size=32, patch_size=4)
+    media = {key: 58 + n for n, key in enumerate(key for key in OUTER if key.endswith("_token_id"))}
+    text = models.config("qwen3_5_moe").to_dict()
+    config = models.transformers.Qwen3_5MoeConfig(text_config=text, vision_config=eye, **media)
+    model = models.transformers.Qwen3_5MoeForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.model.language_model.named_parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    assert convert("--from-hf", models.save(model, tmp_path / "in"), tmp_path / "ours") == 0
+    assert "they read images and video" in capsys.readouterr().out
+    assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
+    again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    ids_BL = models.ids(vocab_size=58)
+    assert torch.equal(models.logits(again, ids_BL), models.logits(model, ids_BL))

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests import parity, reference
 from tests.support import linear_family, reference_linear
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.fold.degrees import derive
+from titanmoe.models import tensors
+from titanmoe.models.count import layer_flops
+from titanmoe.models.transformer import Transformer
+from titanmoe.plan.memory import rank_memories
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 FAMILY = f"{linear_family.__name__}:FAMILY"
 OWN = dict(linear_key_heads=2, linear_value_heads=4, linear_key_dim=4, linear_value_dim=6, conv_width=4)
@@ -43,3 +52,54 @@ def own(**changes) -> dict:
 )
 def test_no_mapping_changes_a_number(size, mapping, documents):
     parity.check(size, BASE | mapping, documents=documents, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "asked", "says"),
+    [
+        (4, {TP: 4}, "tp = 4 does not divide model.own.linear_key_heads = 2 (2 % 4 = 2): use tp in 1, 2"),
+        (1, own(linear_value_heads=5), "linear_value_heads = 5 is not a multiple of model.own.linear_key_heads = 2"),
+        (1, own(linear_value_heads=5), "(5 % 2 = 1): use linear_key_heads 1, 5"),
+        (1, own(conv_width=0), "model.own.conv_width = 0 leaves nothing: use 1 or more"),
+        (1, own(linear_gate="mamba"), 'model.own.linear_gate = "mamba" is no gate: use "delta" or "gla"'),
+        (1, {"data.share_prefixes": True}, f'the linear attention of model.family = "{FAMILY}" takes tokens one after'),
+    ],
+)
+def test_what_does_not_fit_is_refused(size, asked, says):
+    with pytest.raises(ConfigError) as refused:
+        parity.read(BASE | asked, size)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("gate", ["delta", "gla"])
+def test_names_and_shapes_are_those_of_the_module(gate):
+    config = parity.read(BASE | own(linear_gate=gate), 1)
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.float32)
+    assert dict(tensors.shapes(config.model)) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def test_work_of_a_token_is_that_of_its_products_and_of_the_recurrence():
+    model = Model(**parity.preset_of(FAMILY) | dict(num_layers=2, dim=64, own=OWN | dict(linear_gate="delta")))
+    (linear, attention), _ = layer_flops(model, 100)
+    keys, values = 2 * 4, 4 * 6
+    products = 64 * (2 * keys + 3 * values + 2 * 4) + 4 * (2 * keys + values)
+    of_attention = 2 * 4 * 64 * 64 + 64 * 2 * 100
+    assert linear - attention == 2 * products + 6 * 4 * 4 * 6 - of_attention
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, f"--{TP} 2"), (2, f"--{TP} 2 --{MODE} full"), (2, f"--{CP} 2 --{MODE} selective")]
+)
+def test_the_plan_has_the_weights_and_the_memory_of_a_rehearsal(ranks, more):
+    words = f"--model.family {FAMILY} --model.size debug --model.vocab_size 1024 --model.dim 512 --model.head_dim 64 "
+    words += "--model.own.linear_key_heads 4 --model.own.linear_key_dim 64 --model.own.linear_value_dim 64 "
+    words += "--model.expert_hidden 1024 --training.seq_len 8192 --training.local_batch_size 1 "
+    words += f"--training.global_batch_size 4 --data.source synthetic {more}"
+    config = recipe_to_rehearse(words.split(), ranks, "h100")
+    rehearsed, (planned, *_) = (
+        rehearse(config, ranks, 0, "h100"),
+        rank_memories(config, derive(ranks, config.parallelism)),
+    )
+    assert planned.weights == rehearsed.parameter_bytes
+    assert planned.peak == pytest.approx(rehearsed.memory.peak, rel=0.01)

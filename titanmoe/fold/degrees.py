@@ -164,3 +164,8 @@ def _not_a_count(name: str, value: int) -> str:
     return f"{KEYS[name]} = {value} is not a number of ranks: use 1 or more" + (
         ", or -1 to derive it" if name in DERIVED else ""
     )
+
+
+def runs(cp: int, placement: str) -> int:
+    """Into how many runs of tokens context parallelism cuts a sequence; 0 without it."""
+    return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

@@ -47,6 +47,11 @@ def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ones(index.shape, dtype=dtype, device=index.device)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(e^x + e^0): torch 2.13 compiles backward of its own softplus with other strides than it then has."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Tensor | None) -> Tensor:
     """SiLU of each channel's weighted sum over the last positions. until: of each position's document, and of those
     before the run."""
@@ -115,13 +120,11 @@ class GatedDelta(nn.Module):
 
     def gates(self, x_RcD: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.wa is None:
-            decay = F.logsigmoid(promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
+            decay = -softplus(-promote(self.wg_b(self.wg_a(x_RcD)))) / GLA_TEMPERATURE
             return decay.unflatten(-1, (-1, self.heads.key_dim)), None
         b_RcH, x_RcD = self.wb(x_RcD, pass_on=True)
         A_log, bias = (promote(local(p)) for p in (self.A_log, self.dt_bias))
-        # torch 2.13 compiles softplus with other strides in backward than it has: log(e^a + e^0) is the same.
-        softplus = torch.logaddexp(promote(self.wa(x_RcD)) + bias, bias.new_zeros(()))
-        return -A_log.exp() * softplus, promote(b_RcH).sigmoid()
+        return -A_log.exp() * softplus(promote(self.wa(x_RcD)) + bias), promote(b_RcH).sigmoid()
 
     def convolve(self, qkv: Sequence[Tensor], before: Sequence[Tensor], until: Tensor | None) -> tuple[Tensor, ...]:
         """By head."""

@@ -1,9 +1,9 @@
 """The runs of tokens that a rank has of each sample, for layers that go through tokens one after the other.
 
 Context parallelism cuts a sequence into runs of equal length and gives each rank one of them, or an early and a late
-Context parallelism cuts a sequence into runs of equal length and gives each rank one of them, or an early and a late
 one (zigzag). A layer takes its runs as if they were samples. What it has to know of earlier tokens comes from all
 ranks:
+
 * the last inputs of the run before, for a convolution over a few positions;
 * the state in which the run before ends. A run changes a state by S -> M S + gain, whatever S is. So each rank sends M
   and gain of its runs, and computes the states between runs from those of all ranks, in the order of the sequence.

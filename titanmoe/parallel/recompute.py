@@ -4,9 +4,10 @@ full            whole blocks, in two parts
 full_but_rows   the same, but the rows that experts got are kept, and none is sent again
 moe             the MoE part of a block: router, dispatch and experts, which have most of the activations
 selective       what is cheap for its size: the activation up to the input of each down projection, and the queries,
-                keys and values of all heads that latent attention computes from its latents. Norms only keep their
-                input. Recomputation stops before the down projection and does not include attention itself, so no
-                collective runs twice, and the only matrix products that do are those of the latents.
+                keys and values of all heads that latent attention computes from its latents, or linear attention by
+                its convolution. Norms only keep their input. Recomputation stops before the down projection and does
+                not include attention itself, so no collective runs twice, and the only matrix products that do are
+                those of the latents.
 
 Recomputation of the MoE part sends rows a second time at most, and nothing else: titanmoe.comm.recomputation.
 Every mode recomputes the activation of routed experts: `titanmoe.moe.swiglu`.

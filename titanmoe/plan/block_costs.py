@@ -15,7 +15,7 @@ from titanmoe.config.blocks import has_experts, routes_by_parts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.attention_backend import head_widths, kernel_refuses
-from titanmoe.fold.degrees import Fold
+from titanmoe.fold.degrees import Fold, runs
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
@@ -163,7 +163,7 @@ class BlockCosts(RowCosts):
         products = sum(self.product(T if p.own_tokens else X, p.outputs, p.inputs) for p in work.products)
         flops = mixer.flops(model, layer, seq) / tp * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
-        ring = cp > 1 and self.config.parallelism.cp_kind == "ring"
+        ring = cp > 1 and self.config.parallelism.cp_kind == "ring" and not work.state
         core = flops / (self._attention_rate(cp, ring) * narrow)
         tp_group = LinkGroup(tp, 1)
         tp_time = sum(self.links.gather(tp_group, X * sent * self.w) for sent in (work.gathered, model.dim))
@@ -180,7 +180,7 @@ class BlockCosts(RowCosts):
             if ring:
                 cost = cost + self._ring(group, X * work.queries, X * work.keys, attention, part)
             elif cp > 1:
-                cost = cost._replace(cp=self._context(group, X, work.keys, work.queries) * factor)
+                cost = cost._replace(cp=self._context(group, X, samples, work) * factor)
             parts.append(cost + adapted[part])
         return parts[0], parts[1]
 
@@ -194,9 +194,13 @@ class BlockCosts(RowCosts):
             rate = min(rate, RING_RATE)
         return rate / _slower_in_pieces(self.config.training.seq_len, cp)
 
-    def _context(self, group: LinkGroup, X: float, keys: float, query: float) -> float:
-        """Messages of ulysses or allgather in forward; backward sends twice as much."""
-        if self.config.parallelism.cp_kind == "ulysses":
+    def _context(self, group: LinkGroup, X: float, samples: int, work: MixerWork) -> float:
+        """Messages of ulysses or allgather, or of runs, in forward; backward sends twice as much."""
+        query, keys, options = work.queries, work.keys, self.config.parallelism
+        if work.state:
+            count = samples * runs(group.size, options.cp_placement)
+            return self.links.gather(group, count * work.state * max(self.w, 4))
+        if options.cp_kind == "ulysses":
             return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
                 group, X * query * self.w
             )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from titanmoe.config.blocks import has_experts, routes_by_parts, turned_width
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
+from titanmoe.fold.degrees import Fold, runs
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.mixers.rules import BatchShare
@@ -79,7 +79,9 @@ class Widths:
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, Tuning.of(config))
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
-        self.share = BatchShare(self.T, self.X, fold.tp, self.w, fold.cp > 1 and config.parallelism.cp_kind == "ring")
+        ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
+        in_runs = training.local_batch_size * runs(fold.cp, config.parallelism.cp_placement)
+        self.share = BatchShare(self.T, self.X, fold.tp, self.w, ring, in_runs)
 
 
 def _dense(s: Widths, hidden: int, selective: bool) -> int:
@@ -256,6 +258,18 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
+        if again := s.mixers[layer].backward_bytes(model, s.share):
+            own = kept_by_block[layer]
+            stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
+            sent = 0 if pipelined or not sharded else expert.trained.whole * reduced
+            add_candidate(
+                f"backward of the {name} block's {s.mixers[layer].name}",
+                activations_kept=kept_activations - own.ffn,
+                recomputed_activations=again + kept_bytes(s, layer, "none").attention - own.attention,
+                gathered_weights=dense.whole * w if resharded else 0,
+                gradients=shards + (stored + sent) * experts,
+                other=hidden,
+            )
         if partly and name == "last" and experts:
             # With few gradients this may be the peak. Gathered weights arrive in a buffer and are copied, and those of
             # the head are on their way. The last product stands beside the activation, then beside its adapter's.

@@ -117,7 +117,7 @@ class Map:
     # ---- from Hugging Face
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
-        """A block of one of our tensors, reading no more than it needs of the Hugging Face tensors, or the rows between."""
+        """A block of one of our tensors, reading no more of the Hugging Face tensors than that and rows between."""
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)

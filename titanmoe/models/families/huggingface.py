@@ -70,10 +70,6 @@ class HuggingFace:
     """Fields of [model] that are the same in all models of this type. What config.json says, even by omission, wins."""
     homes: Mapping[str, Home]
     """By our name."""
-    mixer_homes: Mapping[str, Mapping[str, Home]] = field(default_factory=dict, kw_only=True)
-    """Of blocks whose mixer has that name, before those."""
-    other_homes: Mapping[str, Home] = field(default_factory=dict, kw_only=True)
-    """Before all of these if files have a tensor of that name. None is written."""
     fields: Mapping[str, tuple[str, ...]]
     """From a field of [model] to its key in config.json; the other keys are other spellings, which are read too."""
     special: tuple[Special, ...] = ()
@@ -81,6 +77,10 @@ class HuggingFace:
     """What leaving a key out means: the default of transformers' config class. Other keys of `fields` are required."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Keys with only one value that we can represent, which is also what leaving them out means."""
+    mixer_homes: Mapping[str, Mapping[str, Home]] = field(default_factory=dict)
+    """In blocks whose mixer has that name, in the place of `homes`."""
+    other_homes: Mapping[str, Home] = field(default_factory=dict)
+    """In the place of both in files that have a tensor of that name. None is written."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """With multi-token prediction: names of tensors that repeat another, by the name of the other."""
     mtp_key: str = ""

@@ -16,6 +16,7 @@ FIELDS: dict[str, int | float | bool | str] = dict(
 """Of [model.own], for a family that has such layers."""
 GATES = "delta", "gla"
 GLA_RANK = 16
+CHUNK = 64
 
 
 class Heads(NamedTuple):
@@ -38,6 +39,15 @@ class Heads(NamedTuple):
     @property
     def value_width(self) -> int:
         return self.values * self.value_dim
+
+
+def numbers_of_chunks(heads: Heads) -> float:
+    """What backward of titanmoe.ops.gated_delta holds at most, in chunks and float32, per position: within 8 % of what
+    is counted for heads 64 to 256 wide. The kernels of fla-core hold and move less."""
+    K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
+    if heads.gate == "gla":
+        return H * (2 * k + 4 * v + 2 * C + 3.5 * k * v / C) + 18 * K * k
+    return H * (4 * (k + v) + 5 * C + k * (2.5 * k + 3.5 * v) / C) + K * (6 * k + 2 * C)
 
 
 class GatedDeltaRules(MixerRules):
@@ -85,27 +95,42 @@ class GatedDeltaRules(MixerRules):
         return (4 if heads.gate == "gla" else 6) * heads.values * heads.key_dim * heads.value_dim
 
     def work(self, model: Model, tp: int) -> MixerWork:
+        """moved: by the convolution, which reads and writes for each tap, by the gated norm, and by the chunks, as
+        counted in rehearsals."""
         heads, dim = Heads.of(model), model.dim
-        key, value = heads.key_width / tp, heads.value_width / tp
+        key, value, chunks = heads.key_width / tp, heads.value_width / tp, numbers_of_chunks(heads) / tp
         products = [Product(2 * key + 2 * value, dim), Product(dim, value)]
         if heads.gate == "gla":
             products += [Product(GLA_RANK, dim), Product(key, GLA_RANK)]
         else:
             products.append(Product(2 * heads.values / tp, dim))
         state = heads.values / tp * heads.key_dim * (heads.key_dim + heads.value_dim)
-        return MixerWork(products, dim, state=state)
+        convolved, taps = 2 * key + value, 5 * heads.conv_width + 1
+        forward, backward = (
+            taps * convolved + 20 * value + 7 * chunks,
+            2.3 * taps * convolved + 40 * value + 21 * chunks,
+        )
+        return MixerWork(products, dim, state=state, moved=(forward, backward))
 
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         """Both sides of the convolution and of SiLU, which are queries, keys and values; the gates; what the recurrence
         gives and z, and what becomes of both."""
         heads, w, W = Heads.of(model), share.width, max(4, share.width)
         values, value = heads.values // share.tp, heads.value_width // share.tp
-        convolved = 2 * heads.key_width // share.tp + value
-        if selective:
-            position = (convolved + 2 * value) * w + 4 * values * W
-        else:
-            position = (3 * convolved + 2 * value) * w + (3 * value + 5 * values) * W
-        return share.positions * position
+        key = heads.key_width // share.tp
+        convolved = 2 * key + value
+        gates = 2 * key * W + GLA_RANK * w if heads.gate == "gla" else 4 * values * W
+        position = (convolved + 2 * value) * w + gates
+        if not selective:
+            position += 2 * convolved * w + (3 * value + values) * W
+        run = values * heads.key_dim * (heads.key_dim + 2 * heads.value_dim) * W  # its map, and the state after it
+        return share.positions * position + share.runs * run
+
+    def backward_bytes(self, model: Model, share: BatchShare) -> int:
+        """The chunks, computed again. By then backward has freed what followed."""
+        heads = Heads.of(model)
+        numbers = (numbers_of_chunks(heads) - 3 * heads.value_width) / share.tp
+        return round(share.positions * numbers * max(4, share.width))
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         return {"tp": {f"{OWN}.linear_key_heads": Heads.of(config.model).keys}}

@@ -84,6 +84,8 @@ class BatchShare(NamedTuple):
     """Bytes of a number in the dtype that layers compute in."""
     ring: bool
     """Whether keys and values are passed from rank to rank."""
+    runs: int = 0
+    """How many runs context parallelism cuts its samples into; 0 without it."""
 
 
 class MixerRules(Rules, ABC):
@@ -153,6 +155,10 @@ class MixerRules(Rules, ABC):
     def kept_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
         activation_checkpoint.mode = "selective"."""
+
+    def backward_bytes(self, model: Model, share: BatchShare) -> int:
+        """For the planner: what backward of one microbatch adds to that at most, such as what it computes again."""
+        return 0
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model
