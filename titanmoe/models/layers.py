@@ -48,14 +48,14 @@ class Linear(nn.Module):
     def without_bias(self, x: Tensor) -> Tensor:
         return self.adapted(F.linear(x, local(self.weight)), x)
 
+    def adapted_weight(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
+
     def adapted(self, y: Tensor, x: Tensor) -> Tensor:
         if self.lora_A is None:
             return y
         return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local(self.lora_B))
-
-    def adapted_weight(self) -> Tensor:
-        weight = local(self.weight)
-        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
