@@ -49,6 +49,10 @@ class Linear(nn.Module):
     def without_bias(self, x: Tensor) -> Tensor:
         return self.adapted(F.linear(x, local(self.weight)), x)
 
+    def adapted_weight(self) -> Tensor:
+        weight = local(self.weight)
+        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
+
     def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
         if self.lora_A is None:
             return y
@@ -57,10 +61,6 @@ class Linear(nn.Module):
 
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:
     return local(parameter) if rows is None else local(parameter)[rows]
-
-    def adapted_weight(self) -> Tensor:
-        weight = local(self.weight)
-        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
 
 
 def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
