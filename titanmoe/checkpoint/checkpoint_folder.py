@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import fill_in_blocks, within
 from titanmoe.checkpoint.disk import SaveProgress
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
@@ -27,7 +28,6 @@ from titanmoe.checkpoint.tensors import (
     from_json,
     load,
     overlap,
-    slices_within,
 )
 from titanmoe.checkpoint.write_tensors import NotFinite, Piece, Pieces, Planner, Writer
 
@@ -135,12 +135,10 @@ class Checkpoint:
         with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.stored[blocks[block][0][0]].dtype
-                tensor = load(block, dtype, stream)
+                read = load(block, dtype, stream)
                 for _, piece in blocks[block]:
-                    box = overlap(block, piece.offset, piece.sizes)
-                    piece.tensor.detach()[slices_within(box, piece.offset)].copy_(
-                        tensor[slices_within(box, block.offset)]
-                    )
+                    offset, sizes = overlap(block, piece.offset, piece.sizes)
+                    fill_in_blocks(piece.tensor.detach()[within(offset, sizes, piece.offset)], offset, read)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -10,21 +10,22 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from operator import mul, sub
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import Read, Sizes
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
 TENSORS = "tensors.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,28 +125,39 @@ class _BlockFile(io.RawIOBase):
         return done
 
 
-def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Tensor:
-    """The tensor that torch.save wrote there."""
+def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Read:
+    """Reads blocks of a tensor from what torch.save wrote there."""
     stream = _BlockFile(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
     stream.seek(0)
-    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    tensor = torch.load(stream, map_location="meta", weights_only=True)
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
-    return tensor
+    # torch's notes on serialization: where in the file the numbers of a tensor on the meta device are
+    begin, strides = tensor.untyped_storage()._checkpoint_offset, tensor.stride()
+
+    def read(offset: Sizes, sizes: Sizes) -> Tensor:
+        numbers = torch.empty(1 + _distance([n - 1 for n in sizes], strides), dtype=dtype)
+        first = tensor.storage_offset() + _distance(tuple(map(sub, offset, block.offset)), strides)
+        stream.seek(begin + first * dtype.itemsize)
+        if io.BufferedReader(stream).readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
+            raise ValueError("it is truncated")
+        return numbers.as_strided(sizes, strides)
+
+    return read
 
 
-Box = list[tuple[int, int]]
-"""First and last of each dim of a whole tensor."""
+def _distance(indices: Sequence[int], strides: Sizes) -> int:
+    return sum(map(mul, indices, strides))
 
 
-def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
-    """The part of a tensor that a block and a piece of those sizes both cover."""
-    starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
+def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
+    """Offset and sizes of the part of a tensor that a block and a piece of those sizes both cover."""
+    starts = tuple(map(max, block.offset, offset))
     ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
-    box = list(zip(starts, ends, strict=True))
-    return box if all(first < last for first, last in box) else None
+    common = tuple(map(sub, ends, starts))
+    return (starts, common) if all(n > 0 for n in common) else None
 
 
 def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
@@ -154,11 +166,7 @@ def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: 
         raise ValueError("is not in it")
     if stored.shape != whole:
         raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
-    boxes = {block: box for block in stored.blocks if (box := overlap(block, offset, sizes)) is not None}
-    if sum(prod(last - first for first, last in box) for box in boxes.values()) != prod(sizes):
+    common = {block: part for block in stored.blocks if (part := overlap(block, offset, sizes)) is not None}
+    if sum(prod(part_sizes) for _, part_sizes in common.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")
-    return list(boxes)
-
-
-def slices_within(box: Box, offset: Sizes) -> tuple[slice, ...]:
-    return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))
+    return list(common)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -66,4 +68,4 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
         source = open_hf(whole.path, model, drop=("mtp",))
     source.check()
     for name, (_, piece) in targets.items():
-        piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
+        fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))

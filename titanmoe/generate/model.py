@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
@@ -196,5 +197,5 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
         _check_under(trained)
         for name in [name for name in targets if ADAPTER in name]:
             piece = targets.pop(name)[1]
-            piece.tensor.copy_(piece.of(trained.adapters.tensors[name.removeprefix("model.")].get()))
+            fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
     fill(targets, trained, config.model)

@@ -1,4 +1,4 @@
-"""Between Hugging Face folders and our checkpoints: a few tensors in memory at a time, on one rank or many."""
+"""Between Hugging Face folders and our checkpoints: a block of a tensor in memory at a time, on one rank or many."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overw
     raise_on_all_ranks(group, lambda: check_free(out, overwrite, (layout.MANIFEST,)))
     own = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
-        MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
+        MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
         if name in own
     }

@@ -11,11 +11,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import cut, within
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
@@ -32,13 +34,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-MOST_OPEN = 4
-
-
 class Stored(NamedTuple):
     file: Path
     shape: Shape
     dtype: torch.dtype
+    start: int
+    """Its first byte in the file."""
 
 
 class Folder:
@@ -46,7 +47,6 @@ class Folder:
         """single: the name of its file, if it has only one."""
         self.path, self.single = path, single
         self.tensors: dict[str, Stored] = {}
-        self._open_files: dict[Path, Any] = {}
         problems: list[str] = []
         for file in self._files(problems):
             try:
@@ -83,30 +83,32 @@ class Folder:
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
+        with open(file, "rb") as stream:
+            start = 8 + int.from_bytes(stream.read(8), "little")
         with safe_open(file, "pt") as handle:
-            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+            for name in handle.offset_keys():  # in their order in the file, which has no gaps
                 view = handle.get_slice(name)
                 if (dtype := view.get_dtype()) not in DTYPES:
                     problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
                 elif name in self.tensors:
                     problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
                 else:
-                    self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype])
-
-    def _open(self, file: Path) -> Any:
-        """Few at a time: an open file is mapped into memory."""
-        if file not in self._open_files:
-            if len(self._open_files) == MOST_OPEN:
-                del self._open_files[next(iter(self._open_files))]
-            self._open_files[file] = safe_open(file, "pt")
-        return self._open_files[file]
+                    self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype], start)
+                    start += nbytes(*self.tensors[name][1:3])
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        """A block of a tensor, in memory only for as long as it is used: the rows that it is part of are mapped."""
+        file, whole, dtype, start = self.tensors[name]
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        first, rows = (offset[0], shape[0]) if whole else (0, 1)
+        row = nbytes(whole[1:], dtype)
         try:
-            return self._open(self.tensors[name].file).get_slice(name)[block]
-        except SafetensorError as error:
-            raise ConfigError([f"{self.tensors[name].file}: {name} cannot be read: {error}"]) from None
+            data = np.memmap(file, np.uint8, "c", start + first * row, rows * row)
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
+        mapped = torch.from_numpy(data).view(dtype).view(rows, *whole[1:])
+        return mapped[(slice(None), *within(offset[1:], shape[1:]))] if whole else mapped[0]
 
 
 # ---- writing
@@ -148,8 +150,9 @@ def index(files: Mapping[str, Tensors]) -> dict[str, Any]:
     }
 
 
-def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> None:
-    """A safetensors file, written one tensor after the other: the library's own writer needs all of them at once.
+def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape], Tensor]) -> None:
+    """A safetensors file, written block by block: the library's own writer needs all tensors at once. make: a block of
+    a tensor, by its name, offset and shape.
 
     The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes come first, so that all are
     aligned.
@@ -168,10 +171,12 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
         stream.write(struct.pack("<Q", len(text)))
         stream.write(text)
         for name in order:
-            tensor = make(name).contiguous()
-            if (tuple(tensor.shape), tensor.dtype) != tensors.sizes[name]:
-                raise RuntimeError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}, planned {tensors.sizes[name]}")
-            stream.write(tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+            shape, dtype = tensors.sizes[name]
+            for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize):
+                part = make(name, offset, sizes).contiguous()
+                if (tuple(part.shape), part.dtype) != (sizes, dtype):
+                    raise RuntimeError(f"{name}: {tuple(part.shape)} {part.dtype}, planned {sizes} {dtype}")
+                stream.write(part.view(-1).view(torch.uint8).numpy())
         stream.flush()
         os.fsync(stream.fileno())
 

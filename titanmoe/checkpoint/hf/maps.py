@@ -138,19 +138,23 @@ class Map:
 
     # ---- to Hugging Face
 
-    def write(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
-        """A Hugging Face tensor, from ours."""
-        out = torch.empty(self.hf_shapes[name], dtype=dtype)
+    def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
+        """A block of a Hugging Face tensor, in which rows of the last dim are whole, from ours."""
+        out = torch.empty(shape, dtype=dtype)
         for place in self.parts[name]:
-            whole = self.our_shapes[place.our_name]
-            if place.expert is None:
-                part = read(place.our_name, (0,) * len(whole), whole)
-            else:
-                part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
-            if place.home.rotated is not None:
-                out[self.rows(place.home, 0, whole[0])] = part.to(dtype)
-            else:
-                out[..., place.home.phase :: place.home.stride] = (
-                    part.transpose(-1, -2) if place.home.transposed else part
-                )
+            self._put(place, out, offset, read)
         return out
+
+    def _put(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+        home, ours = place.home, out[..., place.home.phase :: place.home.stride]
+        if home.rotated is not None:
+            rows = self.rows(home, 0, self.our_shapes[place.our_name][0])
+            chosen = ((rows >= offset[0]) & (rows < offset[0] + len(out))).nonzero().squeeze(1)
+            low, high = int(chosen.min()), int(chosen.max()) + 1
+            part = read(place.our_name, (low, *offset[1:]), (high - low, *out.shape[1:]))
+            out[rows[chosen] - offset[0]] = part[chosen - low].to(out.dtype)
+            return
+        if home.transposed:
+            offset, ours = (*offset[:-2], offset[-1], offset[-2]), ours.transpose(-1, -2)
+        at, shape = (offset, tuple(ours.shape)) if place.expert is None else ((place.expert, *offset), (1, *ours.shape))
+        ours.copy_(read(place.our_name, at, shape).view(ours.shape))

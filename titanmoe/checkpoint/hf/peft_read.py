@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.adapters import Adapters, in_block
+from titanmoe.checkpoint.blocks import reader_of, within
 from titanmoe.checkpoint.hf.config import read_json, written_as
 from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
 from titanmoe.checkpoint.hf.source import compress_names
@@ -96,18 +97,18 @@ class _Reader:
             for key in keys[leaf]:
                 if (shape := self.files.tensors[key].shape) != shapes[leaf]:
                     self.problems.append(f"{key}: shape {shape}, and {shapes[leaf]} is needed")
-            make = partial(self._read_apart, name, keys[leaf], leaf)
-            self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, make)
+            read = partial(self._read_apart, name, keys[leaf], leaf)
+            self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, read)
         self.alphas[name] = self._alpha(paths[0].removeprefix(PREFIX))
 
-    def _read_apart(self, name: str, keys: list[str], leaf: str) -> Tensor:
-        tensors = [self._whole(key) for key in keys]
+    def _read_apart(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
         home = self.map.places[name][0].home
         if self.map.places[name][0].expert is not None:
-            return torch.stack(tensors)
-        return (
-            tensors[0] if leaf == "A" or home.rotated is None else tensors[0][self.map.rows(home, 0, len(tensors[0]))]
-        )
+            chosen = keys[offset[0] : offset[0] + shape[0]]
+            return torch.stack([self.files.read(key, offset[1:], shape[1:]) for key in chosen])
+        if leaf == "A" or home.rotated is None:
+            return self.files.read(keys[0], offset, shape)
+        return self._whole(keys[0])[self.map.rows(home, offset[0], shape[0])][:, within(offset, shape)[1]]
 
     def _whole(self, key: str) -> Tensor:
         shape = self.files.tensors[key].shape
@@ -163,7 +164,7 @@ class _Reader:
                 for which, adapter in enumerate(names.adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
                     make = partial(self._read_stacked, keys, experts, rank, parameter, number, which)
-                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, make)
+                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, reader_of(make))
                 alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
                 self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
 

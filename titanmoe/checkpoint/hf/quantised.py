@@ -7,11 +7,13 @@ common power of two (e8m0, biased by 127). The last dim of the blocks is the fir
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.hf.files import Folder
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
@@ -31,7 +33,7 @@ class Dequantised:
         """How each quantised tensor is stored."""
         problems: list[str] = []
         stored = folder.tensors
-        for name, (file, shape, dtype) in stored.items():
+        for name, (file, shape, dtype, _) in stored.items():
             if name.endswith(SCALE) and stored.get(name.removesuffix(SCALE)):
                 continue
             if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in stored:
@@ -70,7 +72,8 @@ class Dequantised:
         kind = self.quantised.get(name)
         if kind is None:
             return self.folder.read(name, offset, shape)
-        return self._fp8(name, offset, shape) if kind == "FP8" else self._mxfp4(name, offset, shape)
+        decode = partial(self._fp8 if kind == "FP8" else self._mxfp4, name)
+        return fill_in_blocks(torch.empty(shape, dtype=torch.bfloat16), offset, decode)
 
     def _fp8(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         weight = self.folder.read(name, offset, shape).float()
