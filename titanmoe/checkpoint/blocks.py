@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
+from mmap import mmap
 from operator import add
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 Sizes = tuple[int, ...]
-Read = Callable[[Sizes, Sizes], "Tensor"]
+Read = Callable[[Sizes, Sizes], Tensor]
 """A block of a tensor: offset, sizes."""
 WRITTEN = 32 << 20
-"""Bytes of a block that is written at once, at most: a matrix of an expert of DeepSeek-V3 fits."""
-COPIED = 4 << 20
+"""Bytes of a block that is written at once, at most."""
+COPIED = 2 << 20
 """Of one that is only on its way to another place in memory."""
 
 
@@ -47,6 +47,15 @@ def within(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[sli
 def reader_of(make: Callable[[], Tensor]) -> Read:
     """Of a tensor that is only made whole."""
     return lambda offset, sizes: make()[within(offset, sizes)]
+
+
+def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """Memory that is the system's again once it is released. malloc keeps that of its blocks, in pieces that the next
+    does not fit into."""
+    size = prod(sizes) * dtype.itemsize
+    if size <= COPIED:
+        return torch.empty(sizes, dtype=dtype)
+    return torch.frombuffer(mmap(-1, size), dtype=dtype).view(sizes)
 
 
 def fill_in_blocks(out: Tensor, offset: Sizes, read: Read) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import fill_in_blocks, within
+from titanmoe.checkpoint.blocks import empty, fill_in_blocks, within
 from titanmoe.checkpoint.disk import SaveProgress
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
@@ -108,7 +108,7 @@ class Checkpoint:
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
-        out = torch.empty(whole if shape is None else shape, dtype=dtype)
+        out = empty(whole if shape is None else shape, dtype)
         self.fill({name: (name, Piece(out, (0,) * len(whole) if offset is None else offset, whole))})
         return out
 

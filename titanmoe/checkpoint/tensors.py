@@ -10,17 +10,17 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from operator import mul, sub
+from operator import add, mul, sub
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import Read, Sizes
+from titanmoe.checkpoint.blocks import Read, Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
@@ -136,20 +136,22 @@ def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Read:
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
     # torch's notes on serialization: where in the file the numbers of a tensor on the meta device are
     begin, strides = tensor.untyped_storage()._checkpoint_offset, tensor.stride()
+    begin += tensor.storage_offset() * dtype.itemsize
 
     def read(offset: Sizes, sizes: Sizes) -> Tensor:
-        numbers = torch.empty(1 + _distance([n - 1 for n in sizes], strides), dtype=dtype)
-        first = tensor.storage_offset() + _distance(tuple(map(sub, offset, block.offset)), strides)
-        stream.seek(begin + first * dtype.itemsize)
-        if io.BufferedReader(stream).readinto(numbers.view(torch.uint8).numpy()) != numbers.nbytes:
-            raise ValueError("it is truncated")
-        return numbers.as_strided(sizes, strides)
+        return numbers(stream, begin, strides, tuple(map(sub, offset, block.offset)), sizes, dtype)
 
     return read
 
 
-def _distance(indices: Sequence[int], strides: Sizes) -> int:
-    return sum(map(mul, indices, strides))
+def numbers(file: BinaryIO, start: int, strides: Sizes, offset: Sizes, sizes: Sizes, dtype: torch.dtype) -> Tensor:
+    """A block of a tensor that begins at a byte of a file. All is read from its first number to its last."""
+    first, last = (sum(map(mul, at, strides)) for at in (offset, map(add, offset, [n - 1 for n in sizes])))
+    data = empty((1 + last - first,), dtype)
+    file.seek(start + first * dtype.itemsize)
+    if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
+        raise ValueError("it is truncated")
+    return data.as_strided(sizes, strides)
 
 
 def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:

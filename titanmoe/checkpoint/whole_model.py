@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -61,6 +60,7 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
 
         Checkpoint(whole.path).fill(targets)
         return
+    from titanmoe.checkpoint.blocks import fill_in_blocks
     from titanmoe.checkpoint.hf.source import open_hf
 
     source = open_hf(whole.path, model)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
@@ -190,6 +189,7 @@ def _check_under(trained: TrainedModel) -> None:
 
 def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint import state
+    from titanmoe.checkpoint.blocks import fill_in_blocks
 
     tied = config.model.tie_embeddings
     targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)

@@ -11,16 +11,16 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import cut, within
+from titanmoe.checkpoint.blocks import cut
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
+from titanmoe.checkpoint.tensors import numbers
 from titanmoe.config.load import ConfigError
 
 DTYPES = {
@@ -97,18 +97,15 @@ class Folder:
                     start += nbytes(*self.tensors[name][1:3])
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        """A block of a tensor, in memory only for as long as it is used: the rows that it is part of are mapped."""
         file, whole, dtype, start = self.tensors[name]
         if not prod(shape):
             return torch.empty(shape, dtype=dtype)
-        first, rows = (offset[0], shape[0]) if whole else (0, 1)
-        row = nbytes(whole[1:], dtype)
+        strides = tuple(prod(whole[dim + 1 :]) for dim in range(len(whole)))
         try:
-            data = np.memmap(file, np.uint8, "c", start + first * row, rows * row)
+            with open(file, "rb") as stream:
+                return numbers(stream, start, strides, offset, shape, dtype)
         except (OSError, ValueError) as error:
             raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
-        mapped = torch.from_numpy(data).view(dtype).view(rows, *whole[1:])
-        return mapped[(slice(None), *within(offset[1:], shape[1:]))] if whole else mapped[0]
 
 
 # ---- writing
@@ -177,6 +174,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape],
                 if (tuple(part.shape), part.dtype) != (sizes, dtype):
                     raise RuntimeError(f"{name}: {tuple(part.shape)} {part.dtype}, planned {sizes} {dtype}")
                 stream.write(part.view(-1).view(torch.uint8).numpy())
+                del part  # before the next is made
         stream.flush()
         os.fsync(stream.fileno())
 

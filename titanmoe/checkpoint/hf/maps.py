@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families.huggingface import Home, HuggingFace
@@ -100,28 +102,30 @@ class Map:
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
+        out = empty(shape, dtype)
         if places[0].expert is None:
-            return self._take(places[0], offset, shape, read).to(dtype)
-        out = torch.empty(shape, dtype=dtype)
-        for row, place in enumerate(places[offset[0] : offset[0] + shape[0]]):
-            out[row] = self._take(place, offset[1:], shape[1:], read)
+            self._get(places[0], out, offset, read)
+        else:
+            for row, place in enumerate(places[offset[0] : offset[0] + shape[0]]):
+                self._get(place, out[row], offset[1:], read)
         return out
 
-    def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
+    def _get(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+        if place.home.transposed:
+            out, offset = out.transpose(-1, -2), (*offset[:-2], offset[-1], offset[-2])
+        fill_in_blocks(out, offset, partial(self._take, place, read))
+
+    def _take(self, place: HfPart, read: Read, offset: Shape, shape: Shape) -> Tensor:
+        """With dims in the order of the Hugging Face tensor."""
         home = place.home
         if home.rotated is not None:
             rows = self.rows(home, offset[0], shape[0])
-            if not len(rows):
-                return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
             return read(place.hf_name, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
-        if home.transposed:
-            offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
-        if home.stride > 1:
-            offset = (*offset[:-1], offset[-1] * home.stride)
-            shape = (*shape[:-1], shape[-1] * home.stride)
-        block = read(place.hf_name, offset, shape)[..., home.phase :: home.stride]
-        return block.transpose(-1, -2) if home.transposed else block
+        *outer, last = shape
+        return read(place.hf_name, (*offset[:-1], offset[-1] * home.stride), (*outer, last * home.stride))[
+            ..., home.phase :: home.stride
+        ]
 
     def rows(self, home: Home, first: int, count: int) -> Tensor:
         """The rows in the Hugging Face tensor for so many of ours, where RoPE turns some of them."""
@@ -140,7 +144,7 @@ class Map:
 
     def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
         """A block of a Hugging Face tensor, in which rows of the last dim are whole, from ours."""
-        out = torch.empty(shape, dtype=dtype)
+        out = empty(shape, dtype)
         for place in self.parts[name]:
             self._put(place, out, offset, read)
         return out
@@ -156,5 +160,6 @@ class Map:
             return
         if home.transposed:
             offset, ours = (*offset[:-2], offset[-1], offset[-2]), ours.transpose(-1, -2)
-        at, shape = (offset, tuple(ours.shape)) if place.expert is None else ((place.expert, *offset), (1, *ours.shape))
-        ours.copy_(read(place.our_name, at, shape).view(ours.shape))
+        if place.expert is not None:
+            offset, ours = (place.expert, *offset), ours.unsqueeze(0)
+        fill_in_blocks(ours, offset, partial(read, place.our_name))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from titanmoe.checkpoint import base, layout
 from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
-from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf import config as configs
@@ -76,20 +75,18 @@ class Merged:
         self.matrices = set(adapters.matrices)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        block = self.under.read(name, offset, shape)
         if name not in self.matrices:
-            return self.under.read(name, offset, shape)
-        A, B = self.adapters.pair(name)
-        wide = torch.promote_types(torch.promote_types(self.tensors[name][1], A.dtype), torch.float32)
-        rank = self.adapters.rank(name)
-
-        def add(offset: Shape, shape: Shape) -> Tensor:
-            *experts, row, column = offset
-            *counts, rows, columns = shape
-            down = A.read((*experts, 0, column), (*counts, rank, columns)).to(wide)
-            up = B.read((*experts, row, 0), (*counts, rows, rank)).to(wide)
-            return self.under.read(name, offset, shape).to(wide) + self.adapters.lora.alpha / rank * (up @ down)
-
-        return fill_in_blocks(torch.empty(shape, dtype=wide), offset, add)
+            return block
+        (A, B), rank = self.adapters.pair(name), self.adapters.rank(name)
+        *experts, row, column = offset
+        *counts, rows, columns = shape
+        down, up = (
+            A.read((*experts, 0, column), (*counts, rank, columns)),
+            B.read((*experts, row, 0), (*counts, rows, rank)),
+        )
+        wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
+        return block.to(wide) + self.adapters.lora.alpha / rank * (up.to(wide) @ down.to(wide))
 
 
 # ---- opening

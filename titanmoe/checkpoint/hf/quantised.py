@@ -7,13 +7,11 @@ common power of two (e8m0, biased by 127). The last dim of the blocks is the fir
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.hf.files import Folder
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
@@ -72,8 +70,7 @@ class Dequantised:
         kind = self.quantised.get(name)
         if kind is None:
             return self.folder.read(name, offset, shape)
-        decode = partial(self._fp8 if kind == "FP8" else self._mxfp4, name)
-        return fill_in_blocks(torch.empty(shape, dtype=torch.bfloat16), offset, decode)
+        return self._fp8(name, offset, shape) if kind == "FP8" else self._mxfp4(name, offset, shape)
 
     def _fp8(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         weight = self.folder.read(name, offset, shape).float()
