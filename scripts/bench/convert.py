@@ -112,22 +112,25 @@ def resident(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
 
 
-def measure(command: list[str]) -> None:
-    """Runs a command of titanmoe in this process and prints by how many bytes its memory grew."""
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-    before = resident("VmRSS")
-    code = titanmoe(command)
-    print(resident("VmHWM") - before)
-    sys.exit(code)
+def measure(conversions: list[list[str]]) -> None:
+    """Runs conversions in this process and prints by how many bytes its memory grew in each."""
+    grown = []
+    for words in conversions:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        before = resident("VmRSS")
+        if titanmoe(["convert", *words]):
+            sys.exit(2)
+        grown.append(resident("VmHWM") - before)
+    print(json.dumps(grown))
 
 
-def growth(*command: object) -> int:
-    """Bytes, of a process of its own."""
-    words = [sys.executable, __file__, "--measure", *map(str, command)]
-    ran = subprocess.run(words, text=True, capture_output=True)
+def growth(*conversions: tuple[object, ...]) -> list[int]:
+    """Bytes, in a process of its own."""
+    words = json.dumps([[str(word) for word in conversion] for conversion in conversions])
+    ran = subprocess.run([sys.executable, __file__, "--measure", words], text=True, capture_output=True)
     if ran.returncode:
         raise SystemExit(ran.stderr)
-    return int(ran.stdout.splitlines()[-1])
+    return json.loads(ran.stdout.splitlines()[-1])
 
 
 def main() -> None:
@@ -157,12 +160,13 @@ def main() -> None:
         }
         for what, command in commands.items():
             began = time.perf_counter()
-            grown = growth("convert", *command)
+            (grown,) = growth(command)
             seconds = time.perf_counter() - began
             print(f"{what:20} memory {grown / 1e6:6.1f} MB, limit {limit / 1e6:6.1f} MB, {seconds:.1f} s")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--measure"]:
-        measure(sys.argv[2:])
-    main()
+        measure(json.loads(sys.argv[2]))
+    else:
+        main()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanmoe.checkpoint.blocks import COPIED, Read, Sizes, cut
+from titanmoe.checkpoint.blocks import COPIED, Reader, Sizes, cut
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype
@@ -35,7 +35,7 @@ def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> in
     return _sum(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
 
 
-def number_of(name: str, shape: Sizes, read: Read, dtype: torch.dtype) -> int:
+def number_of(name: str, shape: Sizes, read: Reader, dtype: torch.dtype) -> int:
     """The same of a tensor that is read block by block."""
     blocks = cut((0,) * len(shape), shape, torch.int64.itemsize, COPIED)
     return sum(_sum(read(*at), at[0], shape, dtype) for at in blocks) * (counter_rng.key("base", name) | 1)

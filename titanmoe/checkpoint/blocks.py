@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import prod
-from mmap import mmap
+from mmap import MAP_PRIVATE, mmap
 from operator import add
 
 import torch
 from torch import Tensor
 
 Sizes = tuple[int, ...]
-Read = Callable[[Sizes, Sizes], Tensor]
-"""A block of a tensor: offset, sizes."""
+Reader = Callable[[Sizes, Sizes], Tensor]
+"""Reads a block of a tensor: offset, sizes."""
 WRITTEN = 32 << 20
 """Bytes of a block that is written at once, at most."""
 COPIED = 2 << 20
 """Of one that is only on its way to another place in memory."""
 
 
-def cut(offset: Sizes, sizes: Sizes, itemsize: int, most: int = WRITTEN) -> Iterator[tuple[Sizes, Sizes]]:
+def cut(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Offsets and sizes of blocks of at most so many bytes, which one after the other are a block of a tensor, in the
     order of its numbers. Rows of the last dim stay whole."""
     if not prod(sizes):
@@ -44,21 +44,21 @@ def within(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[sli
     return tuple(slice(first, first + n) for first, n in zip(at, sizes, strict=True))
 
 
-def reader_of(make: Callable[[], Tensor]) -> Read:
+def reader_of(make: Callable[[], Tensor]) -> Reader:
     """Of a tensor that is only made whole."""
     return lambda offset, sizes: make()[within(offset, sizes)]
 
 
 def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """Memory that is the system's again once it is released. malloc keeps that of its blocks, in pieces that the next
-    does not fit into."""
+    """Memory that is the system's again once it is released: malloc keeps what it had, in pieces that are too small for
+    the next block."""
     size = prod(sizes) * dtype.itemsize
     if size <= COPIED:
         return torch.empty(sizes, dtype=dtype)
-    return torch.frombuffer(mmap(-1, size), dtype=dtype).view(sizes)
+    return torch.frombuffer(mmap(-1, size, MAP_PRIVATE), dtype=dtype).view(sizes)
 
 
-def fill_in_blocks(out: Tensor, offset: Sizes, read: Read) -> Tensor:
+def fill_in_blocks(out: Tensor, offset: Sizes, read: Reader) -> Tensor:
     """out: the block of a tensor that begins at offset, in whatever dtype and on whatever device."""
     for at, sizes in cut(offset, tuple(out.shape), out.itemsize, COPIED):
         out[within(at, sizes, offset)].copy_(read(at, sizes))

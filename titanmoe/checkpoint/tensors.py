@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from operator import add, mul, sub
-from typing import Any, BinaryIO
+from operator import add, mul
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import Read, Sizes, empty
+from titanmoe.checkpoint.blocks import Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
@@ -125,8 +125,33 @@ class _BlockFile(io.RawIOBase):
         return done
 
 
-def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Read:
-    """Reads blocks of a tensor from what torch.save wrote there."""
+class Numbers(NamedTuple):
+    """Where in a file those of a tensor, or of a block of it, are."""
+
+    start: int
+    """The first's first byte."""
+    strides: Sizes
+    dtype: torch.dtype
+
+    def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
+        """A block. All is read from its first number to its last."""
+        first, last = self._place(offset), self._place(tuple(map(add, offset, [n - 1 for n in sizes])))
+        data = empty((1 + last - first,), self.dtype)
+        file.seek(self.start + first * self.dtype.itemsize)
+        if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
+            raise ValueError("it is truncated")
+        return data.as_strided(sizes, self.strides)
+
+    def _place(self, indices: Sizes) -> int:
+        return sum(map(mul, indices, self.strides))
+
+    def end(self, shape: Sizes) -> int:
+        """After the last number's last byte."""
+        return self.start + (1 + self._place(tuple(n - 1 for n in shape))) * self.dtype.itemsize
+
+
+def find_numbers(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Numbers:
+    """Those of the tensor that torch.save wrote there."""
     stream = _BlockFile(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
@@ -134,32 +159,23 @@ def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Read:
     tensor = torch.load(stream, map_location="meta", weights_only=True)
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
-    # torch's notes on serialization: where in the file the numbers of a tensor on the meta device are
-    begin, strides = tensor.untyped_storage()._checkpoint_offset, tensor.stride()
-    begin += tensor.storage_offset() * dtype.itemsize
-
-    def read(offset: Sizes, sizes: Sizes) -> Tensor:
-        return numbers(stream, begin, strides, tuple(map(sub, offset, block.offset)), sizes, dtype)
-
-    return read
-
-
-def numbers(file: BinaryIO, start: int, strides: Sizes, offset: Sizes, sizes: Sizes, dtype: torch.dtype) -> Tensor:
-    """A block of a tensor that begins at a byte of a file. All is read from its first number to its last."""
-    first, last = (sum(map(mul, at, strides)) for at in (offset, map(add, offset, [n - 1 for n in sizes])))
-    data = empty((1 + last - first,), dtype)
-    file.seek(start + first * dtype.itemsize)
-    if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
-        raise ValueError("it is truncated")
-    return data.as_strided(sizes, strides)
+    # torch's notes on serialization: where in the file the storage of a tensor on the meta device is
+    start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
+    numbers = Numbers(block.start + start, tensor.stride(), dtype)
+    if numbers.end(block.shape) > block.start + block.bytes:
+        raise ValueError(f"its numbers do not fit into its {block.bytes} bytes")
+    return numbers
 
 
 def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
     """Offset and sizes of the part of a tensor that a block and a piece of those sizes both cover."""
-    starts = tuple(map(max, block.offset, offset))
-    ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
-    common = tuple(map(sub, ends, starts))
-    return (starts, common) if all(n > 0 for n in common) else None
+    starts, common = [], []
+    for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
+        starts.append(max(a, b))
+        common.append(min(a + n, b + m) - starts[-1])
+        if common[-1] <= 0:
+            return None
+    return tuple(starts), tuple(common)
 
 
 def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import Read, Sizes, cut
+from titanmoe.checkpoint.blocks import WRITTEN, Reader, Sizes, cut
 from titanmoe.checkpoint.disk import SaveProgress, write_error
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.manifest import Sum
@@ -69,7 +69,7 @@ class LazyTensor:
 
     shape: Sizes
     dtype: torch.dtype
-    read: Read
+    read: Reader
 
     @property
     def offset(self) -> Sizes:
@@ -81,7 +81,7 @@ class LazyTensor:
 
     @property
     def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
-        return cut(self.offset, self.shape, self.dtype.itemsize)
+        return cut(self.offset, self.shape, self.dtype.itemsize, WRITTEN)
 
     def get(self) -> Tensor:
         return self.read(self.offset, self.shape)

@@ -152,7 +152,6 @@ def _check_files(path: Path, group: Group) -> None:
 
 def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
     ranks, rank = _size_and_rank(group)
-    # A run of whole files each: neighbours are often made from the same tensor of ours.
     per_rank = -(-len(plan.files) // ranks)
     own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
     unfinished = out.with_name(out.name + PARTIAL)

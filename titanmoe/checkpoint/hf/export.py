@@ -48,7 +48,7 @@ class Export:
             problems = [
                 f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
                 for name, places in self.map.places.items()
-                if not places and self.weights.read(name, (0,) * len(self.stored[name][0]), self.stored[name][0]).any()
+                if not places and self.weights.read(name, (0,), self.stored[name][0]).any()
             ]
         if problems:
             raise ConfigError(problems, str(path))

@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import cut
+from titanmoe.checkpoint.blocks import WRITTEN, cut
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
-from titanmoe.checkpoint.tensors import numbers
+from titanmoe.checkpoint.tensors import Numbers
 from titanmoe.config.load import ConfigError
 
 DTYPES = {
@@ -83,18 +83,18 @@ class Folder:
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
-        with open(file, "rb") as stream:
-            start = 8 + int.from_bytes(stream.read(8), "little")
-        with safe_open(file, "pt") as handle:
-            for name in handle.offset_keys():  # in their order in the file, which has no gaps
-                view = handle.get_slice(name)
-                if (dtype := view.get_dtype()) not in DTYPES:
-                    problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
-                elif name in self.tensors:
-                    problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
-                else:
-                    self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype], start)
-                    start += nbytes(*self.tensors[name][1:3])
+        with safe_open(file, "pt"), open(file, "rb") as stream:  # the library checks the header
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in sorted(header.items()):
+            if (dtype := entry["dtype"]) not in DTYPES:
+                problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
+            elif name in self.tensors:
+                problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
+            else:
+                start = 8 + size + entry["data_offsets"][0]
+                self.tensors[name] = Stored(file, tuple(entry["shape"]), DTYPES[dtype], start)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         file, whole, dtype, start = self.tensors[name]
@@ -103,7 +103,7 @@ class Folder:
         strides = tuple(prod(whole[dim + 1 :]) for dim in range(len(whole)))
         try:
             with open(file, "rb") as stream:
-                return numbers(stream, start, strides, offset, shape, dtype)
+                return Numbers(start, strides, dtype).read(stream, offset, shape)
         except (OSError, ValueError) as error:
             raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
 
@@ -169,12 +169,12 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape],
         stream.write(text)
         for name in order:
             shape, dtype = tensors.sizes[name]
-            for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize):
-                part = make(name, offset, sizes).contiguous()
-                if (tuple(part.shape), part.dtype) != (sizes, dtype):
-                    raise RuntimeError(f"{name}: {tuple(part.shape)} {part.dtype}, planned {sizes} {dtype}")
-                stream.write(part.view(-1).view(torch.uint8).numpy())
-                del part  # before the next is made
+            for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, WRITTEN):
+                block = make(name, offset, sizes).contiguous()
+                if (tuple(block.shape), block.dtype) != (sizes, dtype):
+                    raise RuntimeError(f"{name}: {tuple(block.shape)} {block.dtype}, planned {sizes} {dtype}")
+                stream.write(block.view(-1).view(torch.uint8).numpy())
+                del block  # before the next is made
         stream.flush()
         os.fsync(stream.fileno())
 

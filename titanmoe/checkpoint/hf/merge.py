@@ -81,10 +81,8 @@ class Merged:
         (A, B), rank = self.adapters.pair(name), self.adapters.rank(name)
         *experts, row, column = offset
         *counts, rows, columns = shape
-        down, up = (
-            A.read((*experts, 0, column), (*counts, rank, columns)),
-            B.read((*experts, row, 0), (*counts, rows, rank)),
-        )
+        down = A.read((*experts, 0, column), (*counts, rank, columns))
+        up = B.read((*experts, row, 0), (*counts, rows, rank))
         wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
         return block.to(wide) + self.adapters.lora.alpha / rank * (up.to(wide) @ down.to(wide))
 
