@@ -30,7 +30,7 @@ from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf import convert_command  # noqa: F401 (what a conversion imports is not its growth)
 from titanmoe.checkpoint.hf.convert import to_hf  # noqa: F401
 from titanmoe.checkpoint.hf.files import Shape, Tensors, write_file
-from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.maps import Map, our_shapes
 from titanmoe.checkpoint.hf.merge import open_weights
 from titanmoe.checkpoint.hf.quantised import BLOCKS, SCALE, SCALES
 from titanmoe.checkpoint.hf.upcycle import Upcycled  # noqa: F401
@@ -39,7 +39,7 @@ from titanmoe.cli import main as titanmoe
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
-from titanmoe.models.families import preset
+from titanmoe.models.families import preset, shipped
 from titanmoe.parallel.frozen import held_dtype
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -115,6 +115,7 @@ def resident(field: str) -> int:
 def measure(conversions: list[list[str]]) -> None:
     """Runs conversions in this process and prints by how many bytes its memory grew in each."""
     grown = []
+    shipped(), our_shapes(Model())  # imports what they need
     for words in conversions:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
         before = resident("VmRSS")
@@ -139,16 +140,20 @@ def main() -> None:
     parser.add_argument("size")
     parser.add_argument("--layers", type=int, default=1, help="with experts")
     parser.add_argument("--experts", type=int, help="fewer than the family has")
+    parser.add_argument("--vocab", type=int, help="a smaller vocabulary than the family has")
     parser.add_argument("--low-precision", action="store_true", help="experts in FP8 or MXFP4")
     parser.add_argument("--folder", type=Path, help="where there is room")
     args = parser.parse_args()
     model = Model(**preset(args.family, args.size))
     model = replace(model, num_layers=args.layers, num_dense_layers=0, mtp_depth=0)
+    if args.vocab:
+        model = replace(model, vocab_size=args.vocab)
     if args.experts:
         model = replace(model, num_experts=args.experts, num_groups=1, top_groups=1)
     expert, stack = one_expert(model), one_expert(model) // 3 * model.num_experts
     limit = 1.5 * expert + blocks.WRITTEN
-    print(f"{args.family} {args.size}: an expert {expert / 1e6:.1f} MB, a stack {stack / 1e6:.0f} MB")
+    print(f"{args.family} {args.size}, {model.num_experts} experts: one has {expert / 1e6:.1f} MB, ", end="")
+    print(f"one matrix of each {stack / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         make_folder(folder / "hf", model, args.low_precision)

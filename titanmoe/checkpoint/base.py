@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanmoe.checkpoint.blocks import COPIED, Reader, Sizes, cut
+from titanmoe.checkpoint.blocks import COPIED, Reader, Sizes, cut, within
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype
@@ -37,8 +37,12 @@ def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> in
 
 def number_of(name: str, shape: Sizes, read: Reader, dtype: torch.dtype) -> int:
     """The same of a tensor that is read block by block."""
-    blocks = cut((0,) * len(shape), shape, torch.int64.itemsize, COPIED)
-    return sum(_sum(read(*at), at[0], shape, dtype) for at in blocks) * (counter_rng.key("base", name) | 1)
+    total = 0
+    for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, COPIED):
+        block = read(offset, sizes)
+        for at, rows in cut(offset, sizes, torch.int64.itemsize, COPIED // 8):  # for each number, a few of int64
+            total += _sum(block[within(at, rows, offset)], at, shape, dtype)
+    return total * (counter_rng.key("base", name) | 1)
 
 
 def _sum(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:

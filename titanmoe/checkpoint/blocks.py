@@ -53,7 +53,7 @@ def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
     """Memory that is the system's again once it is released: malloc keeps what it had, in pieces that are too small for
     the next block."""
     size = prod(sizes) * dtype.itemsize
-    if size <= COPIED:
+    if size < COPIED // 4:
         return torch.empty(sizes, dtype=dtype)
     return torch.frombuffer(mmap(-1, size, MAP_PRIVATE), dtype=dtype).view(sizes)
 

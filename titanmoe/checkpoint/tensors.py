@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import Sizes, empty
+from titanmoe.checkpoint.blocks import COPIED, Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
@@ -134,13 +134,24 @@ class Numbers(NamedTuple):
     dtype: torch.dtype
 
     def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
-        """A block. All is read from its first number to its last."""
+        """A block. All is read from its first number to its last, unless that is too much: then its halves."""
         first, last = self._place(offset), self._place(tuple(map(add, offset, [n - 1 for n in sizes])))
-        data = empty((1 + last - first,), self.dtype)
+        length = 1 + last - first
+        if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPIED:
+            return self._halves(file, offset, sizes)
+        data = empty((length,), self.dtype)
         file.seek(self.start + first * self.dtype.itemsize)
         if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
             raise ValueError("it is truncated")
         return data.as_strided(sizes, self.strides)
+
+    def _halves(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
+        dim = next(dim for dim, n in enumerate(sizes) if n > 1)
+        first, out = sizes[dim] // 2, empty(sizes, self.dtype)
+        for start, n in ((0, first), (first, sizes[dim] - first)):
+            at = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+            out.narrow(dim, start, n).copy_(self.read(file, at, (*sizes[:dim], n, *sizes[dim + 1 :])))
+        return out
 
     def _place(self, indices: Sizes) -> int:
         return sum(map(mul, indices, self.strides))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint import base, layout
 from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
+from titanmoe.checkpoint.blocks import empty
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf import config as configs
@@ -84,7 +85,8 @@ class Merged:
         down = A.read((*experts, 0, column), (*counts, rank, columns))
         up = B.read((*experts, row, 0), (*counts, rows, rank))
         wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
-        return block.to(wide) + self.adapters.lora.alpha / rank * (up.to(wide) @ down.to(wide))
+        change = torch.matmul(up.to(wide), down.to(wide), out=empty(shape, wide))
+        return change.mul_(self.adapters.lora.alpha / rank).add_(block)
 
 
 # ---- opening
