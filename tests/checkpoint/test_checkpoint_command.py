@@ -9,6 +9,7 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
@@ -26,7 +27,7 @@ def run(tmp_path: Path) -> Path:
     for step in (2, 10):
         tensors = {
             f"model.layers.{i}.x": LazyTensor(
-                (2, 3), torch.float32, lambda i=i, step=step: torch.full((2, 3), i * float(step))
+                (2, 3), torch.float32, reader_of(lambda i=i, step=step: torch.full((2, 3), i * float(step)))
             )
             for i in (0, 1, 10)
         }

@@ -17,6 +17,7 @@ from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.manifest import Manifest
@@ -147,7 +148,7 @@ def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
 def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_before_rename(patch, at)
-        again = {"model.a": LazyTensor((64,), torch.float32, lambda: torch.full((64,), -1.0))}
+        again = {"model.a": LazyTensor((64,), torch.float32, reader_of(lambda: torch.full((64,), -1.0)))}
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
         layout.write_latest(folder, layout.name_of(step))
     ahead = choose_start(config(folder.parent).checkpoint, folder.parent, layout.damage).path

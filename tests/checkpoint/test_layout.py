@@ -13,6 +13,7 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose_start
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -231,7 +232,7 @@ def test_an_existing_checkpoint_is_not_overwritten(run):
 
 def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
     tensor = torch.arange(60.0).view(5, 12)
-    write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, lambda: tensor)}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, reader_of(lambda: tensor))}, {})
     checkpoint = open_checkpoint(tmp_path / "c")
     assert torch.equal(checkpoint.read("x"), tensor)
     assert torch.equal(checkpoint.read("x", (1, 2), (3, 4)), tensor[1:4, 2:6])
@@ -242,7 +243,7 @@ def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
 
 def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
     big = torch.zeros(1_000_000)
-    write_checkpoint(tmp_path / "c", {"x": LazyTensor((10,), torch.float32, lambda: big[5:15])}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((10,), torch.float32, reader_of(lambda: big[5:15]))}, {})
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
 
 

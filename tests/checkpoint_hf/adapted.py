@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.base import digest
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf.merge import open_weights
 from titanmoe.checkpoint.write_tensors import LazyTensor
@@ -40,6 +41,6 @@ def write(
     begin = Checkpoint(initial_hf=str(folder) if initial_hf is None else initial_hf)
     config = Config(model=under.model, lora=lora, training=training, checkpoint=begin)
     adapters = random_adapters(under.model, lora)
-    tensors = {f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in adapters.items()}
+    tensors = {f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x)) for n, x in adapters.items()}
     write_checkpoint(path, tensors, {"step": 1, "config": nested(config), "base": digest(frozen, None)})
     return adapters

@@ -26,8 +26,8 @@ class Saved:
         self.saved = open_checkpoint(path)
         self.model = Model(**self.saved.record["config"]["model"])
 
-    def read(self, name: str, offset: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return self.saved.read(f"model.{name}", offset, shape).to(dtype)
+    def read(self, name: str, offset: Any, shape: Any) -> torch.Tensor:
+        return self.saved.read(f"model.{name}", offset, shape)
 
 
 def open_any(path: str) -> Any:
@@ -42,9 +42,9 @@ def load(part: Any, source: Any) -> None:
     with torch.no_grad():
         for name, parameter in part.named_parameters():
             mine, offset = piece(parameter)
-            mine.copy_(source.read(name, offset, tuple(mine.shape), mine.dtype))
+            mine.copy_(source.read(name, offset, tuple(mine.shape)))
         for name, buffer in persistent_buffers(part).items():
-            buffer.copy_(source.read(name, (0,) * buffer.dim(), tuple(buffer.shape), buffer.dtype))
+            buffer.copy_(source.read(name, (0,) * buffer.dim(), tuple(buffer.shape)))
 
 
 def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: dict[str, int]) -> Any:

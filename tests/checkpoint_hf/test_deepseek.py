@@ -37,7 +37,7 @@ def test_rows_that_rope_turns_are_reordered(plain, tmp_path):
     queries = hf_tensors["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (8, 12))
     latents = hf_tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
     head, rows = [*range(8), 8, 10, 9, 11], [*range(24), 24, 26, 25, 27]
-    got = source.read("layers.1.attention.wq_b.weight", (0, 0), (96, 16), torch.bfloat16)
+    got = source.read("layers.1.attention.wq_b.weight", (0, 0), (96, 16))
     assert torch.equal(got, queries[:, head].flatten(0, 1))
     assert torch.equal(source.read("layers.1.attention.wkv_a.weight", (0, 0), (28, 32)), latents[rows])
     # a piece, as read by a tp rank

@@ -18,6 +18,7 @@ from tests.checkpoint import runs
 from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
 from titanmoe.checkpoint.adapters import Adapters
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf.config import describe, written_as
 from titanmoe.checkpoint.hf.maps import Map
@@ -176,7 +177,10 @@ def test_what_peft_cannot_express(tmp_path):
 def _adapters(model: Model, lora: LoRA) -> Adapters:
     tensors = adapted.random_adapters(model, lora)
     return Adapters(
-        Path("ours"), model, lora, {n: LazyTensor(tuple(x.shape), x.dtype, lambda x=x: x) for n, x in tensors.items()}
+        Path("ours"),
+        model,
+        lora,
+        {n: LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x)) for n, x in tensors.items()},
     )
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, to_config_json
 from titanmoe.checkpoint.hf.source import compress_names, open_hf
@@ -397,7 +398,11 @@ def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, cha
     saved = open_checkpoint(tmp_path / "ours")
     tensors = {name: saved.read(name) for name in saved.tensors}
     tensors[f"model.{name}"] = change(tensors.get(f"model.{name}"))
-    pieces = {name: LazyTensor(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items() if t is not None}
+    pieces = {
+        name: LazyTensor(tuple(t.shape), t.dtype, reader_of(lambda t=t: t))
+        for name, t in tensors.items()
+        if t is not None
+    }
     write_checkpoint(tmp_path / "other", pieces, saved.record)
     capsys.readouterr()
     assert main(["convert", "--to-hf", str(tmp_path / "other"), str(tmp_path / "out")]) == 2

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-
-from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
@@ -42,9 +40,9 @@ class Adapters:
         """Those that have adapters, in the model's order."""
         return [name for name in names.names(self.model) if names.adapter_names(name)[0] in self.tensors]
 
-    def pair(self, matrix: str) -> tuple[Tensor, Tensor]:
+    def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
         down, up = names.adapter_names(matrix)
-        return self.tensors[down].get(), self.tensors[up].get()
+        return self.tensors[down], self.tensors[up]
 
     def rank(self, matrix: str) -> int:
         return self.tensors[names.adapter_names(matrix)[0]].shape[-2]
@@ -61,7 +59,7 @@ def of_checkpoint(path: Path) -> Adapters:
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing[:8])}")
     tensors = {
-        name.removeprefix(MODEL): LazyTensor(shape, dtype, lambda name=name: saved.read(name))
+        name.removeprefix(MODEL): LazyTensor(shape, dtype, partial(saved.read, name))
         for name, (shape, dtype) in saved.tensors.items()
         if name.startswith(MODEL)
     }

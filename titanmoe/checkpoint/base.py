@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from titanmoe.checkpoint.blocks import COPIED, Reader, Sizes, cut, within
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype
@@ -31,12 +32,26 @@ def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> in
     """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it.
     dtype: as which they are taken, if not as they are stored."""
     part, offset = piece(parameter.detach())
+    return _sum(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
+
+
+def number_of(name: str, shape: Sizes, read: Reader, dtype: torch.dtype) -> int:
+    """The same of a tensor that is read block by block."""
+    total = 0
+    for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, COPIED):
+        block = read(offset, sizes)
+        for at, rows in cut(offset, sizes, torch.int64.itemsize, COPIED // 8):  # for each number, a few of int64
+            total += _sum(block[within(at, rows, offset)], at, shape, dtype)
+    return total * (counter_rng.key("base", name) | 1)
+
+
+def _sum(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for rows, index in blocks_of(part, offset, parameter.shape):
-        rows = rows.to(dtype or part.dtype).contiguous()
+    for rows, index in blocks_of(part, offset, shape):
+        rows = rows.to(dtype).contiguous()
         bits = rows.view(BITS[rows.element_size()]).to(torch.int64)
         total += (bits * (2 * index + 1)).sum()
-    return int(total) * (counter_rng.key("base", name) | 1)
+    return int(total)
 
 
 def digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import Sizes, empty, fill_in_blocks, within
 from titanmoe.checkpoint.disk import SaveProgress
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
@@ -22,12 +24,12 @@ from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.tensors import (
     TENSORS,
     Extent,
+    Numbers,
     StoredTensor,
     blocks_for,
+    find_numbers,
     from_json,
-    load,
     overlap,
-    slices_within,
 )
 from titanmoe.checkpoint.write_tensors import NotFinite, Piece, Pieces, Planner, Writer
 
@@ -86,6 +88,8 @@ class Checkpoint:
         self.path = path
         self.manifest = layout.read_manifest(path)
         self.record = self.manifest.record
+        self._numbers: dict[Extent, Numbers] = {}
+        """Of the blocks that have been read from."""
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
@@ -108,7 +112,7 @@ class Checkpoint:
         if name not in self.stored:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
-        out = torch.empty(whole if shape is None else shape, dtype=dtype)
+        out = empty(whole if shape is None else shape, dtype)
         self.fill({name: (name, Piece(out, (0,) * len(whole) if offset is None else offset, whole))})
         return out
 
@@ -135,12 +139,15 @@ class Checkpoint:
         with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.stored[blocks[block][0][0]].dtype
-                tensor = load(block, dtype, stream)
+                if block not in self._numbers:
+                    self._numbers[block] = find_numbers(block, dtype, stream)
+
+                def read(at: Sizes, sizes: Sizes, block: Extent = block) -> Tensor:
+                    return self._numbers[block].read(stream, tuple(map(sub, at, block.offset)), sizes)
+
                 for _, piece in blocks[block]:
-                    box = overlap(block, piece.offset, piece.sizes)
-                    piece.tensor.detach()[slices_within(box, piece.offset)].copy_(
-                        tensor[slices_within(box, block.offset)]
-                    )
+                    offset, sizes = overlap(block, piece.offset, piece.sizes)
+                    fill_in_blocks(piece.tensor.detach()[within(offset, sizes, piece.offset)], offset, read)
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

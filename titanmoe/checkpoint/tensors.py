@@ -14,17 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from typing import Any, BinaryIO
+from operator import add, mul
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import COPIED, Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
 TENSORS = "tensors.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,28 +125,68 @@ class _BlockFile(io.RawIOBase):
         return done
 
 
-def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Tensor:
-    """The tensor that torch.save wrote there."""
+class Numbers(NamedTuple):
+    """Where in a file those of a tensor, or of a block of it, are."""
+
+    start: int
+    """The first's first byte."""
+    strides: Sizes
+    dtype: torch.dtype
+
+    def read(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
+        """A block. All is read from its first number to its last, unless that is too much: then its halves."""
+        first, last = self._place(offset), self._place(tuple(map(add, offset, [n - 1 for n in sizes])))
+        length = 1 + last - first
+        if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPIED:
+            return self._halves(file, offset, sizes)
+        data = empty((length,), self.dtype)
+        file.seek(self.start + first * self.dtype.itemsize)
+        if file.readinto(data.view(torch.uint8).numpy()) != data.nbytes:
+            raise ValueError("it is truncated")
+        return data.as_strided(sizes, self.strides)
+
+    def _halves(self, file: BinaryIO, offset: Sizes, sizes: Sizes) -> Tensor:
+        dim = next(dim for dim, n in enumerate(sizes) if n > 1)
+        first, out = sizes[dim] // 2, empty(sizes, self.dtype)
+        for start, n in ((0, first), (first, sizes[dim] - first)):
+            at = (*offset[:dim], offset[dim] + start, *offset[dim + 1 :])
+            out.narrow(dim, start, n).copy_(self.read(file, at, (*sizes[:dim], n, *sizes[dim + 1 :])))
+        return out
+
+    def _place(self, indices: Sizes) -> int:
+        return sum(map(mul, indices, self.strides))
+
+    def end(self, shape: Sizes) -> int:
+        """After the last number's last byte."""
+        return self.start + (1 + self._place(tuple(n - 1 for n in shape))) * self.dtype.itemsize
+
+
+def find_numbers(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Numbers:
+    """Those of the tensor that torch.save wrote there."""
     stream = _BlockFile(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
     stream.seek(0)
-    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    tensor = torch.load(stream, map_location="meta", weights_only=True)
     if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
-    return tensor
+    # torch's notes on serialization: where in the file the storage of a tensor on the meta device is
+    start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
+    numbers = Numbers(block.start + start, tensor.stride(), dtype)
+    if numbers.end(block.shape) > block.start + block.bytes:
+        raise ValueError(f"its numbers do not fit into its {block.bytes} bytes")
+    return numbers
 
 
-Box = list[tuple[int, int]]
-"""First and last of each dim of a whole tensor."""
-
-
-def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
-    """The part of a tensor that a block and a piece of those sizes both cover."""
-    starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
-    ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
-    box = list(zip(starts, ends, strict=True))
-    return box if all(first < last for first, last in box) else None
+def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
+    """Offset and sizes of the part of a tensor that a block and a piece of those sizes both cover."""
+    starts, common = [], []
+    for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
+        starts.append(max(a, b))
+        common.append(min(a + n, b + m) - starts[-1])
+        if common[-1] <= 0:
+            return None
+    return tuple(starts), tuple(common)
 
 
 def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
@@ -154,11 +195,7 @@ def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: 
         raise ValueError("is not in it")
     if stored.shape != whole:
         raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
-    boxes = {block: box for block in stored.blocks if (box := overlap(block, offset, sizes)) is not None}
-    if sum(prod(last - first for first, last in box) for box in boxes.values()) != prod(sizes):
+    common = {block: part for block in stored.blocks if (part := overlap(block, offset, sizes)) is not None}
+    if sum(prod(part_sizes) for _, part_sizes in common.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")
-    return list(boxes)
-
-
-def slices_within(box: Box, offset: Sizes) -> tuple[slice, ...]:
-    return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))
+    return list(common)

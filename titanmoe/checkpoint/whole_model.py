@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
 
         Checkpoint(whole.path).fill(targets)
         return
+    from titanmoe.checkpoint.blocks import fill_in_blocks
     from titanmoe.checkpoint.hf.source import open_hf
 
     source = open_hf(whole.path, model)
@@ -66,4 +68,4 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
         source = open_hf(whole.path, model, drop=("mtp",))
     source.check()
     for name, (_, piece) in targets.items():
-        piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
+        fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))

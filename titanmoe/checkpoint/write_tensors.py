@@ -10,7 +10,7 @@ import contextlib
 import io
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import WRITTEN, Reader, Sizes, cut
 from titanmoe.checkpoint.disk import SaveProgress, write_error
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.manifest import Sum
@@ -54,32 +55,36 @@ class Piece:
     def dtype(self) -> torch.dtype:
         return self.tensor.dtype
 
+    @property
+    def blocks(self) -> list[tuple[Sizes, Sizes]]:
+        return [(self.offset, self.sizes)] if self.tensor.numel() else []
+
     def get(self) -> Tensor:
         return self.tensor
-
-    def of(self, whole: Tensor) -> Tensor:
-        """The same part of another tensor of the whole shape."""
-        return whole[tuple(slice(first, first + n) for first, n in zip(self.offset, self.sizes, strict=True))]
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A whole tensor that is made only when it is about to be written, and released afterwards."""
+    """A whole tensor of which each block is made only when it is about to be written, and released afterwards."""
 
-    shape: tuple[int, ...]
+    shape: Sizes
     dtype: torch.dtype
-    make: Callable[[], Tensor]
+    read: Reader
 
     @property
-    def offset(self) -> tuple[int, ...]:
+    def offset(self) -> Sizes:
         return (0,) * len(self.shape)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sizes:
         return self.shape
 
+    @property
+    def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
+        return cut(self.offset, self.shape, self.dtype.itemsize, WRITTEN)
+
     def get(self) -> Tensor:
-        return self.make()
+        return self.read(self.offset, self.shape)
 
 
 Pieces = Mapping[str, Piece | LazyTensor]
@@ -97,17 +102,19 @@ class Planner(DefaultSavePlanner):
         self.pieces = pieces
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_item(name, piece) for name, piece in self.pieces.items() if prod(piece.sizes)])
+        self.plan = SavePlan([item for name, piece in self.pieces.items() for item in _items(name, piece)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.pieces[write_item.index.fqn].get()
+        piece, chunk = self.pieces[write_item.index.fqn], write_item.tensor_data.chunk
+        return piece.get() if isinstance(piece, Piece) else piece.read(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _item(name: str, piece: Piece | LazyTensor) -> WriteItem:
-    chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
-    return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+def _items(name: str, piece: Piece | LazyTensor) -> Iterator[WriteItem]:
+    for offset, sizes in piece.blocks:
+        chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
+        yield WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
 
 
 def _planned_bytes(plan: SavePlan) -> int:
@@ -186,7 +193,7 @@ class Writer(StorageWriter):
                     stream = self._next_file(stream, plan.storage_data)
                 start = stream.tell()
                 # cpu() if it is on a GPU; clone() if it is part of a larger storage, which torch.save would save whole
-                tensor = planner.resolve_data(item).detach().cpu()
+                tensor = planner.resolve_data(item).detach().cpu().contiguous()
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor
                 chunk = item.tensor_data.chunk

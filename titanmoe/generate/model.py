@@ -188,6 +188,7 @@ def _check_under(trained: TrainedModel) -> None:
 
 def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint import state
+    from titanmoe.checkpoint.blocks import fill_in_blocks
 
     tied = config.model.tie_embeddings
     targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
@@ -195,5 +196,5 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
         _check_under(trained)
         for name in [name for name in targets if ADAPTER in name]:
             piece = targets.pop(name)[1]
-            piece.tensor.copy_(piece.of(trained.adapters.tensors[name.removeprefix("model.")].get()))
+            fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
     fill(targets, trained, config.model)

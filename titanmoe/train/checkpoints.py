@@ -15,6 +15,7 @@ from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.adapters import Adapters, disagreements
 from titanmoe.checkpoint.base import digest
+from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start, start_from_path
 from titanmoe.checkpoint.manifest import flat_record
@@ -128,8 +129,7 @@ class Checkpoints:
 
         adapters = raise_on_all_ranks(self.group, self._adapters_to_begin_from)
         for name, (_, piece) in self._targets(with_moments=False).items():
-            whole = adapters.tensors[name.removeprefix("model.")].get()
-            piece.tensor.copy_(piece.of(whole))
+            fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
         origin = f"adapters of {folder}"
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 
@@ -176,7 +176,7 @@ class Checkpoints:
             source = open_hf(folder, self.model, drop=("mtp",))
         source.check()
         for name, (_, piece) in self._targets(with_moments=False, base=self.adapters).items():
-            piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
+            fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
         if self.saver:
             self._carry(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}

@@ -1,4 +1,4 @@
-"""Between Hugging Face folders and our checkpoints: a few tensors in memory at a time, on one rank or many."""
+"""Between Hugging Face folders and our checkpoints: a block of a tensor in memory at a time, on one rank or many."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overw
     raise_on_all_ranks(group, lambda: check_free(out, overwrite, (layout.MANIFEST,)))
     own = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
-        MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
+        MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
         if name in own
     }
@@ -152,7 +152,6 @@ def _check_files(path: Path, group: Group) -> None:
 
 def _write(plan: FolderPlan | PeftFolder, out: Path, group: Group) -> None:
     ranks, rank = _size_and_rank(group)
-    # A run of whole files each: neighbours are often made from the same tensor of ours.
     per_rank = -(-len(plan.files) // ranks)
     own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
     unfinished = out.with_name(out.name + PARTIAL)

@@ -33,7 +33,6 @@ class Export:
         self.weights, self.carried, self.seq_len = whole
         self.model, self.stored, self.dtype = self.weights.model, self.weights.tensors, dtype
         self.map = Map(self.model, configs.written_as(self.model.family))
-        self._whole: dict[str, Tensor] = {}
         self._check(path)
 
     def _check(self, path: Path) -> None:
@@ -49,7 +48,7 @@ class Export:
             problems = [
                 f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
                 for name, places in self.map.places.items()
-                if not places and self._read(name).any()
+                if not places and self.weights.read(name, (0,), self.stored[name][0]).any()
             ]
         if problems:
             raise ConfigError(problems, str(path))
@@ -63,21 +62,9 @@ class Export:
         our_name = self.map.parts[name][0].our_name
         return self.stored[our_name][1] if self.dtype is None or our_name.endswith(BIAS) else self.dtype
 
-    def make(self, name: str) -> Tensor:
-        """A Hugging Face tensor. Caches what it read of ours until something else is needed: a stack of experts is read
-        once."""
-        needed = {place.our_name for place in self.map.parts[name]}
-        self._whole = {our_name: tensor for our_name, tensor in self._whole.items() if our_name in needed}
-        for our_name in needed - self._whole.keys():
-            self._whole[our_name] = self._read(our_name)
-        return self.map.write(name, self._dtype(name), self._block)
-
-    def _read(self, name: str) -> Tensor:
-        shape = self.map.our_shapes[name]
-        return self.weights.read(name, (0,) * len(shape), shape)
-
-    def _block(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        return self._whole[name][tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+    def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A block of a Hugging Face tensor."""
+        return self.map.write(name, offset, shape, self._dtype(name), self.weights.read)
 
     def config(self) -> dict[str, Any]:
         carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None

@@ -17,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.blocks import WRITTEN, cut
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
+from titanmoe.checkpoint.tensors import Numbers
 from titanmoe.config.load import ConfigError
 
 DTYPES = {
@@ -33,13 +35,12 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-MOST_OPEN = 4
-
-
 class Stored(NamedTuple):
     file: Path
     shape: Shape
     dtype: torch.dtype
+    start: int
+    """Its first byte in the file."""
 
 
 class Folder:
@@ -47,8 +48,6 @@ class Folder:
         """single: the name of its file, if it has only one. renamed: how names begin in files, and how they do here."""
         self.path, self.single, self.renamed = path, single, renamed
         self.tensors: dict[str, Stored] = {}
-        self._names_in_files: dict[str, str] = {}
-        self._open_files: dict[Path, Any] = {}
         problems: list[str] = []
         for file in self._files(problems):
             try:
@@ -85,35 +84,34 @@ class Folder:
         return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
-        with safe_open(file, "pt") as handle:
-            for stored_name in handle.keys():  # noqa: SIM118 (not a mapping)
-                view, name = handle.get_slice(stored_name), self._renamed(stored_name)
-                if (dtype := view.get_dtype()) not in DTYPES:
-                    problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
-                elif name in self.tensors:
-                    problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
-                else:
-                    self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype])
-                    self._names_in_files[name] = stored_name
+        with safe_open(file, "pt"), open(file, "rb") as stream:  # the library checks the header
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        for stored_name, entry in sorted(header.items()):
+            name = self._renamed(stored_name)
+            if (dtype := entry["dtype"]) not in DTYPES:
+                problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
+            elif name in self.tensors:
+                problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
+            else:
+                start = 8 + size + entry["data_offsets"][0]
+                self.tensors[name] = Stored(file, tuple(entry["shape"]), DTYPES[dtype], start)
 
     def _renamed(self, name: str) -> str:
         begin = next((begin for begin in self.renamed if name.startswith(begin)), "")
         return self.renamed.get(begin, "") + name.removeprefix(begin)
 
-    def _open(self, file: Path) -> Any:
-        """Few at a time: an open file is mapped into memory."""
-        if file not in self._open_files:
-            if len(self._open_files) == MOST_OPEN:
-                del self._open_files[next(iter(self._open_files))]
-            self._open_files[file] = safe_open(file, "pt")
-        return self._open_files[file]
-
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
-        block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        file, whole, dtype, start = self.tensors[name]
+        if not prod(shape):
+            return torch.empty(shape, dtype=dtype)
+        strides = tuple(prod(whole[dim + 1 :]) for dim in range(len(whole)))
         try:
-            return self._open(self.tensors[name].file).get_slice(self._names_in_files[name])[block]
-        except SafetensorError as error:
-            raise ConfigError([f"{self.tensors[name].file}: {name} cannot be read: {error}"]) from None
+            with open(file, "rb") as stream:
+                return Numbers(start, strides, dtype).read(stream, offset, shape)
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
 
 
 # ---- writing
@@ -155,8 +153,9 @@ def index(files: Mapping[str, Tensors]) -> dict[str, Any]:
     }
 
 
-def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> None:
-    """A safetensors file, written one tensor after the other: the library's own writer needs all of them at once.
+def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape], Tensor]) -> None:
+    """A safetensors file, written block by block: the library's own writer needs all tensors at once. make: a block of
+    a tensor, by its name, offset and shape.
 
     The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes come first, so that all are
     aligned.
@@ -175,10 +174,13 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
         stream.write(struct.pack("<Q", len(text)))
         stream.write(text)
         for name in order:
-            tensor = make(name).contiguous()
-            if (tuple(tensor.shape), tensor.dtype) != tensors.sizes[name]:
-                raise RuntimeError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}, planned {tensors.sizes[name]}")
-            stream.write(tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+            shape, dtype = tensors.sizes[name]
+            for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, WRITTEN):
+                block = make(name, offset, sizes).contiguous()
+                if (tuple(block.shape), block.dtype) != (sizes, dtype):
+                    raise RuntimeError(f"{name}: {tuple(block.shape)} {block.dtype}, planned {sizes} {dtype}")
+                stream.write(block.view(-1).view(torch.uint8).numpy())
+                del block  # before the next is made
         stream.flush()
         os.fsync(stream.fileno())
 

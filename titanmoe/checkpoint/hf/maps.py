@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import mixers
@@ -121,31 +123,33 @@ class Map:
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
+        out = empty(shape, dtype)
         if places[0].expert is None:
-            return self._take(places[0], offset, shape, read).to(dtype)
-        out = torch.empty(shape, dtype=dtype)
-        for row, place in enumerate(places[offset[0] : offset[0] + shape[0]]):
-            out[row] = self._take(place, offset[1:], shape[1:], read)
+            self._get(places[0], out, offset, read)
+        else:
+            for row, place in enumerate(places[offset[0] : offset[0] + shape[0]]):
+                self._get(place, out[row], offset[1:], read)
         return out
 
-    def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
+    def _get(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+        if place.home.transposed:
+            out, offset = out.transpose(-1, -2), (*offset[:-2], offset[-1], offset[-2])
+        fill_in_blocks(out, offset, partial(self._take, place, read))
+
+    def _take(self, place: HfPart, read: Read, offset: Shape, shape: Shape) -> Tensor:
+        """With dims in the order of the Hugging Face tensor."""
         home = place.home
         if home.rotated is not None or home.part is not None:
             rows = self.rows(home, offset[-2], shape[-2])
-            if not len(rows):
-                return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
             offset = (*offset[:-2], low, *[0] * home.between, offset[-1])
             shape = (*shape[:-2], high - low, *[1] * home.between, shape[-1])
             block = read(place.hf_name, offset, shape)
             return (block.squeeze(-2) if home.between else block).index_select(-2, rows - low)
-        if home.transposed:
-            offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
-        if home.stride > 1:
-            offset = (*offset[:-1], offset[-1] * home.stride)
-            shape = (*shape[:-1], shape[-1] * home.stride)
-        block = read(place.hf_name, offset, shape)[..., home.phase :: home.stride]
-        return block.transpose(-1, -2) if home.transposed else block
+        *outer, last = shape
+        return read(place.hf_name, (*offset[:-1], offset[-1] * home.stride), (*outer, last * home.stride))[
+            ..., home.phase :: home.stride
+        ]
 
     def rows(self, home: Home, first: int, count: int) -> Tensor:
         """The rows in the Hugging Face tensor for so many of ours, where they are in another order or among others."""
@@ -166,20 +170,29 @@ class Map:
 
     # ---- to Hugging Face
 
-    def write(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
-        """A Hugging Face tensor, from ours."""
-        out = torch.empty(self.hf_shapes[name], dtype=dtype)
+    def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
+        """A block of a Hugging Face tensor, in which rows of the last dim are whole, from ours."""
+        out = empty(shape, dtype)
         for place in self.parts[name]:
-            whole = self.our_shapes[place.our_name]
-            if place.expert is None:
-                part = read(place.our_name, (0,) * len(whole), whole)
-            else:
-                part = read(place.our_name, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
-            if place.home.rotated is not None or place.home.part is not None:
-                rows = out.squeeze(-2) if place.home.between else out
-                rows[..., self.rows(place.home, 0, part.shape[-2]), :] = part.to(dtype)
-            else:
-                out[..., place.home.phase :: place.home.stride] = (
-                    part.transpose(-1, -2) if place.home.transposed else part
-                )
+            self._put(place, out, offset, read)
         return out
+
+    def _put(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+        home, ours = place.home, out[..., place.home.phase :: place.home.stride]
+        if home.rotated is not None or home.part is not None:
+            if home.between:
+                offset, ours = (*offset[:-2], offset[-1]), ours.squeeze(-2)
+            rows = self.rows(home, 0, self.our_shapes[place.our_name][-2]) - offset[-2]
+            chosen = ((rows >= 0) & (rows < ours.shape[-2])).nonzero().squeeze(1)
+            if not len(chosen):
+                return
+            low, high = int(chosen.min()), int(chosen.max()) + 1
+            sizes = (*ours.shape[:-2], high - low, ours.shape[-1])
+            part = read(place.our_name, (*offset[:-2], low, offset[-1]), sizes)
+            ours[..., rows[chosen], :] = part[..., chosen - low, :].to(ours.dtype)
+            return
+        if home.transposed:
+            offset, ours = (*offset[:-2], offset[-1], offset[-2]), ours.transpose(-1, -2)
+        if place.expert is not None:
+            offset, ours = (place.expert, *offset), ours.unsqueeze(0)
+        fill_in_blocks(ours, offset, partial(read, place.our_name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatch
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint import base, layout
 from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
+from titanmoe.checkpoint.blocks import empty
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf import config as configs
@@ -73,17 +74,19 @@ class Merged:
         self.adapters, self.under, self.name = adapters, under, name
         self.model, self.tensors = under.model, under.tensors
         self.matrices = set(adapters.matrices)
-        self._pair = lru_cache(maxsize=2)(adapters.pair)
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = self.under.read(name, offset, shape)
         if name not in self.matrices:
             return block
-        down, up = self._pair(name)
+        (A, B), rank = self.adapters.pair(name), self.adapters.rank(name)
+        *experts, row, column = offset
+        *counts, rows, columns = shape
+        down = A.read((*experts, 0, column), (*counts, rank, columns))
+        up = B.read((*experts, row, 0), (*counts, rows, rank))
         wide = torch.promote_types(torch.promote_types(block.dtype, down.dtype), torch.float32)
-        *experts, rows, columns = (slice(first, first + n) for first, n in zip(offset, shape, strict=True))
-        down, up = down[(*experts, slice(None), columns)].to(wide), up[(*experts, rows)].to(wide)
-        return block.to(wide) + self.adapters.lora.alpha / self.adapters.rank(name) * (up @ down)
+        change = torch.matmul(up.to(wide), down.to(wide), out=empty(shape, wide))
+        return change.mul_(self.adapters.lora.alpha / rank).add_(block)
 
 
 # ---- opening
@@ -181,9 +184,9 @@ def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, 
         own = sorted(name for name in weights.tensors if not name.endswith(BIAS))[rank::ranks]
         total = 0
         for name in own:
-            shape = weights.tensors[name][0]
-            tensor = weights.read(name, (0,) * len(shape), shape)
-            total += base.number(name, tensor.to(held_dtype(name, compute)))
+            total += base.number_of(
+                name, weights.tensors[name][0], partial(weights.read, name), held_dtype(name, compute)
+            )
         return total
 
     if (digest := base.together(group, mine)) != adapters.digest:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.adapters import Adapters, in_block
+from titanmoe.checkpoint.blocks import reader_of, within
 from titanmoe.checkpoint.hf.config import read_json, written_as
 from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.peft_parts import rows_of, together
 from titanmoe.checkpoint.hf.peft_parts import split as split_parts
 from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
@@ -111,7 +112,7 @@ class _Reader:
         both = [self._whole(keys[leaf][0]) for leaf in "AB"]
         for name, pair in split_parts(*both, {name: rows_of(self.map, name) for name in group}).items():
             for adapter, tensor in zip(names.adapter_names(name), pair, strict=True):
-                self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, lambda x=tensor: x)
+                self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, reader_of(lambda x=tensor: x))
             self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
 
     def _apart(self, name: str) -> None:
@@ -121,18 +122,18 @@ class _Reader:
         first = self.files.tensors[keys["A"][0]]
         shapes = {"A": (first.shape[0], inputs), "B": (outputs, first.shape[0])}
         for leaf, adapter in zip("AB", names.adapter_names(name), strict=True):
-            make = partial(self._read_apart, name, keys[leaf], leaf)
-            self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, make)
+            read = partial(self._read_apart, name, keys[leaf], leaf)
+            self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, read)
         self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
 
-    def _read_apart(self, name: str, keys: list[str], leaf: str) -> Tensor:
-        tensors = [self._whole(key) for key in keys]
+    def _read_apart(self, name: str, keys: list[str], leaf: str, offset: Shape, shape: Shape) -> Tensor:
         home = self.map.places[name][0].home
         if self.map.places[name][0].expert is not None:
-            return torch.stack(tensors)
-        return (
-            tensors[0] if leaf == "A" or home.rotated is None else tensors[0][self.map.rows(home, 0, len(tensors[0]))]
-        )
+            chosen = keys[offset[0] : offset[0] + shape[0]]
+            return torch.stack([self.files.read(key, offset[1:], shape[1:]) for key in chosen])
+        if leaf == "A" or home.rotated is None:
+            return self.files.read(keys[0], offset, shape)
+        return self._whole(keys[0])[self.map.rows(home, offset[0], shape[0])][:, within(offset, shape)[1]]
 
     def _whole(self, key: str) -> Tensor:
         shape = self.files.tensors[key].shape
@@ -188,7 +189,7 @@ class _Reader:
                 for which, adapter in enumerate(names.adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
                     make = partial(self._read_stacked, keys, experts, rank, parameter, number, which)
-                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, make)
+                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, reader_of(make))
                 alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
                 self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.adapters import Adapters, in_block
+from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.hf.files import Tensors, write_file
-from titanmoe.checkpoint.hf.maps import HfPart, Map
+from titanmoe.checkpoint.hf.maps import HfPart, Map, Shape
 from titanmoe.checkpoint.hf.peft_parts import join as join_parts
 from titanmoe.checkpoint.hf.peft_parts import rows_of, together
 from titanmoe.checkpoint.hf.peft_stacked import Pair, join
@@ -64,9 +65,9 @@ class PeftFolder(NamedTuple):
         for name in files:
             write_file(folder / name, self.files[name], self.make)
 
-    def make(self, name: str) -> Tensor:
-        tensor = self.tensors[name].get()
-        return tensor if self.dtype is None else tensor.to(self.dtype)
+    def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        part = self.tensors[name].read(offset, shape)
+        return part if self.dtype is None else part.to(self.dtype)
 
     def complete(self, folder: Path) -> None:
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
@@ -204,7 +205,8 @@ def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, 
         for adapter in names.adapter_names(name):
             stored = adapters.tensors[adapter]
             key = f"{PREFIX}{module_of(part)}.lora_{adapter[-1]}.weight"
-            out[key] = LazyTensor(stored.shape[-2:], stored.dtype, lambda p=part, a=adapter: tensor(p, a))
+            make = partial(tensor, part, adapter)
+            out[key] = LazyTensor(stored.shape[-2:], stored.dtype, reader_of(make))
     return out
 
 
@@ -220,8 +222,8 @@ def _together(adapters: Adapters, map_: Map, group: list[str], whole: Whole) -> 
 
     path = f"{PREFIX}{module_of(place)}"
     return {
-        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, lambda: both()[0]),
-        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, lambda: both()[1]),
+        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, reader_of(lambda: both()[0])),
+        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, reader_of(lambda: both()[1])),
     }
 
 
@@ -243,6 +245,10 @@ def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str
     down, up = (adapters.tensors[adapter] for adapter in names.adapter_names(name))
     (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")
     return {
-        f"{path}.lora_A.weight": LazyTensor((experts * rank * times, inputs), down.dtype, lambda: pair().down),
-        f"{path}.lora_B.weight": LazyTensor((outputs * times, experts * rank * times), up.dtype, lambda: pair().up),
+        f"{path}.lora_A.weight": LazyTensor(
+            (experts * rank * times, inputs), down.dtype, reader_of(lambda: pair().down)
+        ),
+        f"{path}.lora_B.weight": LazyTensor(
+            (outputs * times, experts * rank * times), up.dtype, reader_of(lambda: pair().up)
+        ),
     }

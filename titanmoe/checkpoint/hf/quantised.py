@@ -33,7 +33,7 @@ class Dequantised:
         """How each quantised tensor is stored."""
         problems: list[str] = []
         stored = folder.tensors
-        for name, (file, shape, dtype) in stored.items():
+        for name, (file, shape, dtype, _) in stored.items():
             if name.endswith(SCALE) and stored.get(name.removesuffix(SCALE)):
                 continue
             if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in stored:

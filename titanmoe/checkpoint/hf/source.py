@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import COPIED, cut
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
@@ -43,11 +44,10 @@ class HuggingFaceSource:
         places = self.map.places[name]
         return self.weights.tensors[places[0].hf_name][1] if places else torch.float32
 
-    def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """A block of one of our tensors; dtype: by default as in the files."""
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        """A block of one of our tensors."""
         name = stored_name(name, self.model.tie_embeddings)
-        stored = self._dtype(name)
-        return self.map.read(name, offset, shape, stored, self.weights.read).to(dtype or stored)
+        return self.map.read(name, offset, shape, self._dtype(name), self.weights.read)
 
     def check(self) -> None:
         """ConfigError that lists every missing, unexpected and wrongly shaped tensor."""
@@ -157,9 +157,8 @@ class HuggingFaceSource:
         tensors = self.weights.tensors
         if tensors[a] != tensors[b]:
             return False
-        rows, dim = tensors[a][0]
-        step = max(1, (1 << 24) // dim)
-        blocks = [((first, 0), (min(step, rows - first), dim)) for first in range(0, rows, step)]
+        shape, dtype = tensors[a]
+        blocks = cut((0, 0), shape, dtype.itemsize, COPIED)
         return all(torch.equal(self.weights.read(a, *at), self.weights.read(b, *at)) for at in blocks)
 
 

@@ -18,12 +18,13 @@ the normalisation the weights of each token would have a different sum, which no
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.blocks import empty, fill_in_blocks
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
 from titanmoe.checkpoint.hf.source import HuggingFaceSource
@@ -73,13 +74,14 @@ class Upcycled:
         origin = self._origin(name)
         if origin == name:
             return self.dense.read(name, offset, shape)
-        out = torch.empty(shape, dtype=dtype)
+        out = empty(shape, dtype)
         hidden, down = self.model.expert_hidden, name.endswith(".w2")
         for row in range(shape[0]):
             start = (offset[0] + row) % self.granularity * hidden
             at = (offset[1], offset[2] + start) if down else (offset[1] + start, offset[2])
-            piece = self.dense.read(origin, at, shape[1:])
-            out[row] = piece * self.granularity if down else piece
+            fill_in_blocks(out[row], at, partial(self.dense.read, origin))
+            if down:
+                out[row] *= self.granularity
         return out
 
     def _router(self, name: str, offset: Shape, shape: Shape) -> Tensor:
