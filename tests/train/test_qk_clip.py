@@ -20,11 +20,7 @@ LIMIT = 0.05
 CLIP = {"optimizer.qk_clip": LIMIT, "optimizer.lr": 0.0, "model.init_std": 0.6}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped, with biases": {"model.num_kv_heads": 4, "model.qkv_bias": True},
-    "half of each head turned, and a key head for all": {
-        "model.num_kv_heads": 1,
-        "model.qkv_bias": True,
-        "model.rotary_dim": 2,
-    },
+    "half of each head turned, one key head": {"model.num_kv_heads": 1, "model.qkv_bias": True, "model.rotary_dim": 2},
     "latent": {"model.family": "deepseek_v3", "model.kv_lora_rank": 8, "model.q_lora_rank": 8, "model.mtp_depth": 1}
     | {"model.qk_nope_head_dim": 4, "model.qk_rope_head_dim": 2, "model.v_head_dim": 4, "model.head_dim": 6},
     "latent, plain queries": {"model.family": "deepseek_v3", "model.kv_lora_rank": 8, "model.q_lora_rank": 0}

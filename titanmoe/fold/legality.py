@@ -199,19 +199,18 @@ def _divides(degrees: Mapping[str, int], name: str, fields: Mapping[str, int]) -
     degree = degrees[name]
     for field, value in fields.items():
         if value > 0 and not fits(degree, value):
-            possible = sorted({n for other in fields.values() for n in divisors(other)})
             legal = [
                 n
-                for n in possible
-                if all(fits(n, other) for other in fields.values() if other > 0) and degrees.get("stage", n) % n == 0
+                for n in sorted({n for other in fields.values() for n in divisors(other)})
+                if all(fits(n, other) for other in fields.values()) and degrees.get("stage", n) % n == 0
             ]
             fix = choices(name, legal, degree)
             if field == "model.vocab_size":
                 fix += f", or pad the vocabulary to {value + -value % degree}"
-            remainder = f"{value} % {degree} = {value % degree}"
+            why = f"({value} % {degree} = {value % degree})"
             if isinstance(value, Repeated):
-                remainder += f"), and is no multiple of it ({degree} % {value} = {degree % value}"
-            yield f"{KEYS[name]} = {degree} does not divide {field} = {value} ({remainder}): use {fix}"
+                why += f", and is no multiple of it ({degree} % {value} = {degree % value})"
+            yield f"{KEYS[name]} = {degree} does not divide {field} = {value} {why}: use {fix}"
 
 
 def _not_a_multiple(field: str, value: int, numbers: str, unit: int) -> str:
