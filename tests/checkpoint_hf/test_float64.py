@@ -88,5 +88,5 @@ def test_logits_and_gradients(model_type: str, tmp_path: Path, monkeypatch: pyte
     read = lambda name, offset, shape: gradients[name][tuple(slice(o, o + n) for o, n in zip(offset, shape))]  # noqa: B905, E731
     for name in trained:
         shape = tuple(compared[name].shape)
-        ours = source.map.write(name, (0,) * len(shape), shape, torch.float64, read)
-        torch.testing.assert_close(ours, compared[name], rtol=1e-12, atol=1e-11)
+        written = source.map.write(name, (0,) * len(shape), shape, torch.float64, read)
+        torch.testing.assert_close(written, compared[name], rtol=1e-12, atol=1e-11)
