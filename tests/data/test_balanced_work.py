@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 
 from tests.support.case_features import MODELS
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Model, Own
 from titanmoe.data.balanced_work import DocumentWork, assign
 from titanmoe.models.count import forward_flops_per_token
+from titanmoe.models.families import family_of
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_document_of_a_whole_sequence_costs_what_the_model_costs(name):
     fields = {k.removeprefix("model."): v for k, v in MODELS[name].items() if k.startswith("model.")}
-    model = Model(**({"vocab_size": 48, "dim": 16, "num_layers": 2, "expert_hidden": 16} | fields))
+    fields = {"vocab_size": 48, "dim": 16, "num_layers": 2, "expert_hidden": 16} | fields
+    if "own" in fields:
+        fields["own"] = Own(family_of(fields["family"]).own | fields["own"])
+    model = Model(**fields)
     work, length = DocumentWork(model), 4096
     norms = 0.02  # counted there as matrix rows
     assert work(np.array([length])) == pytest.approx(length * forward_flops_per_token(model, length), rel=norms)

@@ -24,7 +24,11 @@ CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/r
 CALLS_CUDA |= {"moe/dispatchers/symm_mem.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
 CALLS_CUDA |= {"train/optimizers/offload.py", "train/out_of_memory.py"}
 CALLS_CUDA |= {"launcher/fit_ranks.py", "launcher/check_cluster.py"}
-CALLS_CUDA |= {"parallel/pipeline.py", "train/header.py"}  # kernels that are still to be loaded; the allocator's answer
+CALLS_CUDA |= {
+    "rank.py",
+    "parallel/pipeline.py",
+    "train/header.py",
+}  # kernels that are still to be loaded; the allocator's answer
 """Files that check for a real GPU because they call torch.cuda, not to choose which code runs."""
 NO_BACKWARD_ON_CPUS, PREPARES_THE_PROCESS = "parallel/flex.py", "train/runtime.py"
 

@@ -198,8 +198,17 @@ class _Decays(NamedTuple):
     """(..., C, C): whether a token is in the same document and not later."""
 
 
+def _running_sums(x_Cx: Tensor) -> Tensor:
+    """Over C: torch.cumsum of floats is not deterministic on GPUs."""
+    length, distance = x_Cx.shape[-2], 1
+    while distance < length:
+        x_Cx = x_Cx + F.pad(x_Cx[..., :-distance, :], (0, 0, distance, 0))
+        distance *= 2
+    return x_Cx
+
+
 def _decays(decay: Tensor, begins: Tensor) -> _Decays:
-    since, document = decay.cumsum(-2), begins.cumsum(-1).unsqueeze(-1)
+    since, document = _running_sums(decay), begins.cumsum(-1).unsqueeze(-1)
     end, last = since[..., -1:, :], document[..., -1:, :]
     return _Decays(
         since,

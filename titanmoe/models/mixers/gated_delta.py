@@ -43,7 +43,7 @@ class Heads(NamedTuple):
 
 
 def numbers_of_chunks(heads: Heads) -> float:
-    """What backward of titanmoe.ops.gated_delta holds at most, in chunks and float32, per position: within 3 % of what
+    """What backward of titanmoe.ops.gated_delta holds at most, in chunks and float32, per position: within 4 % of what
     is counted in bfloat16 for heads 64 to 256 wide. The kernels of fla-core hold and move less."""
     K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
     if heads.gate == "gla":

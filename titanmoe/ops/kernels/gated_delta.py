@@ -10,8 +10,6 @@ Shapes: as in titanmoe.ops.gated_delta.
 
 from __future__ import annotations
 
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.gla import chunk_gla
 from torch import Tensor
 
 NOTHING_LEFT = -100.0
@@ -30,6 +28,9 @@ def run(
     """Decays and states are in float32. A document is begun by a decay: the kernels' own way, places in a packed
     sequence, makes the host wait.
     """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gla import chunk_gla
+
     if begins_BS is not None:
         decay = decay.masked_fill(begins_BS.view(*begins_BS.shape, *(1,) * (decay.ndim - 2)), NOTHING_LEFT)
     states = dict(initial_state=state_BHkv, output_final_state=True)
