@@ -91,6 +91,14 @@ def test_what_is_not_followed_is_refused(change, text):
         interpret(OUTER | {"text_config": 7}, "config.json")
 
 
+def test_all_that_is_wrong_is_said_at_once():
+    wrong = {"tie_word_embeddings": True, "attn_output_gate": False, "hidden_size": None}
+    with pytest.raises(ConfigError) as refused:
+        interpret(OUTER | {"text_config": TEXT | wrong, "image_token_id": "x"}, "config.json")
+    text = "\n".join(refused.value.problems)
+    assert all(key in text for key in (*wrong, "image_token_id"))
+
+
 def stacked(tensors: dict[str, Tensor], block: str) -> dict[str, Tensor]:
     """The block's experts as one tensor of gates and ups, and one of downs."""
 

@@ -9,7 +9,9 @@ import torch
 
 from tests import parity, reference
 from tests.support import linear_family, reference_linear
+from titanmoe.checkpoint import state
 from titanmoe.config import ConfigError
+from titanmoe.config.fields import flat
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import derive
 from titanmoe.models import tensors
@@ -24,6 +26,7 @@ BASE = {"model.family": FAMILY, "model.own": OWN, "training.global_batch_size": 
 CP, PLACEMENT, KIND = "parallelism.cp", "parallelism.cp_placement", "parallelism.cp_kind"
 TP, PP, EP = "parallelism.tp", "parallelism.pp", "parallelism.experts.ep"
 MODE = "activation_checkpoint.mode"
+BOTH = {"model.family": "qwen3_next", "model.num_layers": 4, "model.kv_lora_rank": 8, "model.attention_gate": True}
 
 reference.OWN_LAYERS[FAMILY] = reference.OwnLayer(
     linear_family.is_linear, reference_linear.shapes, reference_linear.mix, reference_linear.BEGIN
@@ -67,6 +70,8 @@ def test_no_mapping_changes_a_number(name):
         (1, own(linear_value_heads=5), "(5 % 2 = 1): use linear_key_heads 1, 5"),
         (1, own(conv_width=0), "model.own.conv_width = 0 leaves nothing: use 1 or more"),
         (1, own(linear_gate="mamba"), 'model.own.linear_gate = "mamba" is no gate: use "delta" or "gla"'),
+        (1, {"model.sliding_window": 8}, "have linear attention: set sliding_window = 0"),
+        (1, BOTH, "attention_gate = true is for grouped-query attention, and model.kv_lora_rank = 8"),
         (1, {"data.share_prefixes": True}, f'the linear attention of model.family = "{FAMILY}" takes tokens one after'),
     ],
 )
@@ -74,6 +79,18 @@ def test_what_does_not_fit_is_refused(size, asked, says):
     with pytest.raises(ConfigError) as refused:
         parity.read(BASE | asked, size)
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        (BASE, ["model.full_attention_every is 0 and was 2 when the checkpoint was made"]),
+        ({"model.sliding_window": 8}, []),
+    ],
+)
+def test_which_blocks_attend_to_all_may_change_if_the_others_attend_too(asked, says):
+    before, after = (flat(parity.read(asked | {"model.full_attention_every": every}, 1)) for every in (2, 0))
+    assert [refusal.partition(":")[0] for refusal in state.refusals(before, after)] == says
 
 
 @pytest.mark.parametrize("gate", ["delta", "gla"])

@@ -21,6 +21,8 @@ from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config, MoE
 from titanmoe.fold.degrees import Fold
+from titanmoe.models.families import family_of
+from titanmoe.models.families.family import attention
 from titanmoe.models.tensors import stored_name
 from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.parallel.materialize import piece
@@ -78,17 +80,23 @@ def about_run(config: Config, fold: Fold) -> dict[str, Any]:
 
 FREE = (
     "hf", "change", "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale",
-    "num_groups", "top_groups", "sliding_window", "full_attention_every", "rotary_dim",
-    "media_tokens", "mtp_after_norm",
+    "num_groups", "top_groups", "sliding_window", "rotary_dim", "media_tokens", "mtp_after_norm",
 )  # fmt: skip
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
 ONLY = "adamw"
 """The optimizer of checkpoints from before there was a choice."""
 
 
-def _determines_shapes(path: str) -> bool:
+def is_free(name: str, family: str) -> bool:
+    """Of a field of [model]. Linear attention has other weights than attention; a window has none."""
+    if name == "full_attention_every":
+        return family_of(family).mixer is attention
+    return name in FREE or name.startswith("rope_")
+
+
+def _determines_shapes(path: str, family: str) -> bool:
     table, _, name = path.partition(".")
-    return table == "model" and name not in FREE and not name.startswith("rope_")
+    return table == "model" and not is_free(name, family)
 
 
 def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -98,7 +106,7 @@ def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
         for path in new
-        if _determines_shapes(path) and path in old and old[path] != new[path]
+        if _determines_shapes(path, new["model.family"]) and path in old and old[path] != new[path]
     ]
 
 

@@ -25,7 +25,7 @@ from titanmoe.models.families.later import LATER
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
-TEXT = "text_config"
+TEXT, TIED = "text_config", "tie_word_embeddings"
 # Keys that do not affect the logits, or that other code here reads.
 IGNORED_KEYS = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
@@ -121,7 +121,7 @@ def describe(folder: Path, dense: bool = False) -> ParsedConfig:
 
 def interpret(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     hf = _type_of(config, source, dense)
-    config = text_part(config, hf, source)
+    outer, config = config, text_part(config, hf, source)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
@@ -154,6 +154,8 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
         problems.append(f"{source} has {AUX_LOSS} = {config[AUX_LOSS]!r}, which is not a number")
     model = Model() if problems else _model(hf, values)
     problems = problems or [f"{source}: {violation.text}" for violation in _violations(model)]
+    if outer is not config and outer.get(TIED, config.get(TIED)) != config.get(TIED):
+        problems.append(f"{source} has another {TIED} than its {TEXT}: they must agree")
     if problems := problems + _unfollowed(hf, config, source):
         raise ConfigError(problems)
     return ParsedConfig(hf, replace(model, size=nearest_size(model)), config, sorted(config.keys() - known_keys(hf)))
@@ -179,9 +181,6 @@ def text_part(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str,
     text = config.get(TEXT)
     if not isinstance(text, dict):
         raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
-    both = {key for key in text.keys() & config.keys() & {"tie_word_embeddings"} if text[key] != config[key]}
-    if both:
-        raise ConfigError([f"{source} has another {key} than its {TEXT}: they must agree" for key in both])
     whole = {key: value for key, value in config.items() if key not in (TEXT, "vision_config")}
     return whole | text | {"model_type": hf.model_type}
 

@@ -17,7 +17,7 @@ from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
-from titanmoe.checkpoint.state import FREE
+from titanmoe.checkpoint.state import is_free
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
@@ -83,7 +83,7 @@ class HuggingFaceSource:
         problems = []
         for name in differences(self.model, file_model):
             listed = f"model.{name}" in changed_paths(self.model.change)
-            usable = name in FREE or name.startswith("rope_")
+            usable = is_free(name, self.model.family)
             if not (listed and usable):
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
                 ours, theirs = (value_of(model, name) for model in (self.model, file_model))

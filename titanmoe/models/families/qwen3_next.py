@@ -6,7 +6,7 @@ block of multi-token prediction, `mtp_depth = 1`, attends to the whole sequence 
 
 from titanmoe.config.schema import Model
 from titanmoe.models.families import huggingface as hf
-from titanmoe.models.families.family import Family
+from titanmoe.models.families.family import Family, attention
 from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA, Heads
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
 from titanmoe.models.mixers.rules import MixerRules
@@ -49,7 +49,7 @@ SIZES: dict[str, dict[str, object]] = {
 
 def mixer(model: Model, layer: int) -> MixerRules:
     every = model.full_attention_every
-    return GROUPED_QUERY if every and (layer + 1) % every == 0 else GATED_DELTA
+    return attention(model, layer) if every and (layer + 1) % every == 0 else GATED_DELTA
 
 
 # ---- which blocks are which

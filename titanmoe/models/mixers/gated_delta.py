@@ -152,6 +152,12 @@ class GatedDeltaRules(MixerRules):
         if gate not in GATES:
             known = " or ".join(f'"{name}"' for name in GATES)
             yield Violation((f"{OWN}.linear_gate",), f'{OWN}.linear_gate = "{gate}" is no gate: use {known}')
+        if window := config.model.sliding_window:
+            yield Violation(
+                ("model.sliding_window", "model.family"),
+                f"model.sliding_window = {window} is for blocks that do not attend to the whole sequence, and those of "
+                f'model.family = "{config.model.family}" have linear attention: set sliding_window = 0',
+            )
 
 
 GATED_DELTA = GatedDeltaRules()
