@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.hf.config import describe, interpret, to_config_json
+from titanmoe.checkpoint.hf.config import describe, interpret, to_config_json, written_as
+from titanmoe.checkpoint.hf.maps import Map
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Model
+from titanmoe.config.schema import Model, Own
 from titanmoe.models.families import preset
 
 NEXT = dict(
@@ -97,6 +99,26 @@ def test_all_that_is_wrong_is_said_at_once():
         interpret(OUTER | {"text_config": TEXT | wrong, "image_token_id": "x"}, "config.json")
     text = "\n".join(refused.value.problems)
     assert all(key in text for key in (*wrong, "image_token_id"))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            dict(num_layers=5, mtp_depth=1),
+            "here that block is like the last of model.num_layers = 5",
+        ),
+        (
+            dict(own=Own(preset("qwen3_next", "debug")["own"] | {"linear_gate": "gla"})),
+            'not model.own.linear_gate = "gla"',
+        ),
+    ],
+)
+def test_what_transformers_lacks_is_said_by_field(change, text):
+    model = replace(Model(**preset("qwen3_next", "debug")), **change)
+    with pytest.raises(ConfigError) as refused:
+        Map(model, written_as("qwen3_next"))
+    assert text in str(refused.value) and len(refused.value.problems) == 1
 
 
 def stacked(tensors: dict[str, Tensor], block: str) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from titanmoe.checkpoint.blocks import empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import mixers
-from titanmoe.models.families.huggingface import Home, HuggingFace
+from titanmoe.models.families.huggingface import Home, HuggingFace, Unrepresentable
 from titanmoe.models.transformer import Transformer
 
 Shape = tuple[int, ...]
@@ -66,6 +66,11 @@ class Map:
         """Hugging Face tensors that repeat another, by name."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
         if homeless:
+            for special in hf.special:
+                try:
+                    special.write(model)
+                except Unrepresentable as error:
+                    raise ConfigError([f"transformers' {hf.model_type} {error}"]) from None
             raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
         for place in (place for places in self.places.values() for place in places):
             self._add(place)

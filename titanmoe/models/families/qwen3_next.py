@@ -76,7 +76,14 @@ def _read_kinds(config: hf.Json) -> dict[str, object]:
 
 
 def _write_kinds(model: Model) -> dict[str, object]:
-    every = model.full_attention_every
+    every, layers = model.full_attention_every, model.num_layers
+    if Heads.of(model).gate != "delta":
+        raise hf.Unrepresentable('has the gated delta rule alone, and not model.own.linear_gate = "gla"')
+    if model.mtp_depth and mixer(model, layers - 1) is GATED_DELTA:
+        raise hf.Unrepresentable(
+            f"has {FULL} in its block of multi-token prediction, and here that block is like the last of "
+            f"model.num_layers = {layers}, linear attention: model.full_attention_every = {every} has to divide it"
+        )
     return {"layer_types": _kinds(every, model.num_layers)} | ({"full_attention_interval": every} if every else {})
 
 
