@@ -278,6 +278,8 @@ NASTY = {
     | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "heads of linear and gated attention by Muon": MODELS["qwen3_next"]
     | {"optimizer.name": "muon", "optimizer.by_head": True, "parallelism.tp": 2, "parallelism.experts.ep": 2},
+    "gated linear attention by Muon": MODELS["gla"]
+    | {"optimizer.name": "muon", "parallelism.tp": 2, "parallelism.experts.ep": 2},
     "all heads normalised together, half of each turned": MODELS["minimax_m2"]
     | {
         "parallelism.tp": 4,

@@ -71,7 +71,8 @@ def is_matrix(name: str, weight: Tensor, router: bool) -> bool:
         return router
     if weight.dim() < 2 or name.startswith(("embed.", "head.")) or name.endswith(("_bias", "bias", "norm.weight")):
         return False
-    return not name.endswith(("shared.gate.weight", ".wa.weight", ".wb.weight")) and ".conv_" not in name
+    gates = tuple(f".{gate}.weight" for gate in ("shared.gate", "wa", "wb", "wg_a", "wg_b"))
+    return not name.endswith(gates) and ".conv_" not in name
 
 
 def muon(
