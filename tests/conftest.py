@@ -91,6 +91,16 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """End an xdist worker whose GPU has failed, so that a new one runs the next tests: here all of them would fail."""
+    torch = sys.modules.get("torch")
+    if item.get_closest_marker("gpu") and "PYTEST_XDIST_WORKER" in os.environ and torch and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(1)
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
     if ranks := sys.modules.get("tests.world"):

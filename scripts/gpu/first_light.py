@@ -1,0 +1,415 @@
+"""Answer in minutes what a borrowed GPU is good for and what titanmoe does on it: one command, one table, one archive.
+
+    python scripts/gpu/first_light.py [--minutes 6] [--out DIR] [--only PART ...]
+    python scripts/gpu/first_light.py --pretend                    on CPUs, tiny, with three planted faults
+    python scripts/gpu/first_light.py --publish DIR/results.json   write the table into docs/benchmarks.md
+
+Each part is a process with a time limit, and those of one group run side by side. A part that fails, hangs or prints
+too much is a row of the table, and the next one runs. DIR holds results.json, table.md and first_light.tar.gz (logs and
+figures, under 5 MB), which are rewritten after every part. Packages that are missing are taken from the folder wheels/,
+which scripts/gpu/wheels.sh fills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from shlex import split
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from rows import words  # noqa: E402
+
+PAGE = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
+ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES = 5_000_000, 400_000, 3_000_000, 78
+DUMP_SECONDS = 5
+"""A part gets SIGABRT, at which faulthandler prints all stacks, this long before it is killed."""
+UNSUPPORTED = 77
+"""The exit status of a part which this machine cannot run."""
+
+
+@dataclass
+class Row:
+    """One result of a part."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+@dataclass
+class Part:
+    """A process to run.
+
+    Args:
+        command: what follows `python`; {json} is a file for its rows, {folder} a folder of its own.
+        limit: seconds.
+        read: makes rows of its log and of the text of its JSON file.
+        group: parts of one group, one after the other in the list, run side by side.
+        program: a program that runs it in place of `python`'s own start; where it is missing the part is unsupported.
+        figures: whether its rows belong in the table when nothing failed.
+    """
+
+    name: str
+    command: str
+    limit: float
+    read: Callable[[str, str], list[Row]]
+    group: str = ""
+    program: str = ""
+    figures: bool = False
+
+
+@dataclass
+class Result:
+    """What became of a part: "ok", "failed", "timed out", "unsupported" or "left out"."""
+
+    name: str
+    state: str
+    seconds: float = 0.0
+    note: str = ""
+    figures: bool = False
+    rows: list[Row] = field(default_factory=list)
+
+
+def read_rows(log: str, found: str) -> list[Row]:
+    """Return the rows that `rows.Rows` wrote."""
+    return [
+        Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
+        for row in json.loads(found or "[]")
+    ]
+
+
+def read_pytest(log: str, found: str) -> list[Row]:
+    """Return a row for each failed test, and one with pytest's last line."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
+    last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
+    rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
+    return [*rows, Row("all", bool(last) and not failed, last[-1] if last else "no summary of pytest")]
+
+
+def read_layers(log: str, found: str) -> list[Row]:
+    """Return a row of layers.py for each model, side and routing, and one for each of its goals."""
+    rows = []
+    for row in json.loads(found or "{}").get("rows", []):
+        name = f"{row['shape']} {row['side']}"
+        for routing in ("balanced", "learned"):
+            if routing in row:
+                of, share = row[routing], row[routing]["mfu"]
+                mfu = "" if share is None else f", MFU {share:.1%}"
+                peak = f", peak {row['peak_GiB']:.1f} GiB" if "peak_GiB" in row else ""
+                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}{peak}, {row['layers']} layers"
+                rows.append(Row(f"{name} {routing}", True, text))
+        for why in ("failed", "out_of_memory", "not compared"):
+            if why in row:
+                rows.append(Row(name, why == "not compared", f"{why}: {row[why]}"[:300]))
+        parts = [part for part in row.get("parts", []) if part["of_floor"]]
+        if parts:
+            text = ", ".join(f"{p['part']} {p['ms']:.2f} ms ({p['of_floor']:.0%})" for p in parts)
+            rows.append(Row(f"{name} parts (of their floor)", True, text))
+    return rows
+
+
+def read_lines(log: str, found: str) -> list[Row]:
+    """Return the first lines from trace_step.py's headline on as rows."""
+    lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
+    return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:14], 1)]
+
+
+def read_nothing(log: str, found: str) -> list[Row]:
+    return []
+
+
+def read_training(log: str, found: str) -> list[Row]:
+    """Return the last line of a run that names a step."""
+    steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
+    return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
+
+
+def read_sanitizer(log: str, found: str) -> list[Row]:
+    """Return compute-sanitizer's verdict and pytest's."""
+    verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
+    errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
+    text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
+    return [Row("memcheck", bool(verdicts) and verdicts[-1] == "0", text), *read_pytest(log, found)[-1:]]
+
+
+GPU_TESTS = (
+    "tests/test_gpu.py",
+    "tests/ops/test_kernels.py",
+    "tests/moe/test_symmetric_gpu.py",
+    "tests/comm/test_turns.py",
+)
+TRAIN = (
+    "train.py --config train_configs/debug.toml --job.dump_folder {folder} --parallelism.tp 1 "
+    "--parallelism.experts.ep 1 --training.mixed_precision_param bfloat16"
+)
+GPU = [
+    Part("ceilings", "scripts/gpu/ceilings.py --json {json}", 45, read_rows, figures=True),
+    Part("plain run", f"{TRAIN} --training.device cuda --training.steps 20", 120, read_training, "side by side"),
+    Part(
+        "GPU tests",
+        "-m pytest -m gpu -n 8 -q -p no:cacheprovider -o faulthandler_timeout=100 " + " ".join(GPU_TESTS),
+        150,
+        read_pytest,
+        "side by side",
+    ),
+    Part("the law", "scripts/gpu/law.py --json {json} --seconds 120", 150, read_rows, "side by side"),
+    Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 90, read_rows, "side by side", figures=True),
+    Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
+    Part(
+        "layers",
+        "scripts/bench/layers.py --shapes qwen3 gpt_oss --sides titanmoe torchtitan compiled fp8 --seconds 130 "
+        "--json {json}",
+        180,
+        read_layers,
+        figures=True,
+    ),
+    Part("attention", "scripts/gpu/attention_backends.py --json {json}", 100, read_rows, figures=True),
+    Part(
+        "memcheck",
+        "-m pytest -m gpu --one-of-each -q -p no:cacheprovider tests/ops/test_kernels.py",
+        120,
+        read_sanitizer,
+        program="compute-sanitizer --tool memcheck --target-processes all",
+        figures=True,
+    ),
+]
+PRETEND = [
+    Part("ceilings", "scripts/gpu/ceilings.py --device cpu --json {json}", 30, read_rows, figures=True),
+    Part("crash", "-c 'import titanmoe.no_such_module'", 20, read_nothing, "side by side"),
+    Part("hang", "-c 'import time; time.sleep(60)'", 8, read_nothing, "side by side"),
+    Part("noise", "-c 'for _ in range(60000): print(_, \"x\" * 80)'", 20, read_nothing, "side by side"),
+    Part("plain run", f"{TRAIN} --training.device cpu --training.steps 3", 60, read_training),
+    Part("GPU tests", "-m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py", 60, read_pytest),
+    Part("the law", "scripts/gpu/law.py --device cpu --only qwen3_moe mixtral --json {json}", 60, read_rows),
+    Part("symmetric memory", "scripts/gpu/symmetric.py --device cpu --json {json}", 60, read_rows, figures=True),
+    Part("a step", "scripts/bench/trace_step.py qwen3 --tiny", 60, read_lines, figures=True),
+    Part(
+        "layers",
+        "scripts/bench/layers.py --tiny --shapes qwen3 --sides titanmoe --steps 1 --times 1 --json {json}",
+        60,
+        read_layers,
+        figures=True,
+    ),
+    Part("attention", "scripts/gpu/attention_backends.py --device cpu --json {json}", 60, read_rows, figures=True),
+    Part("memcheck", "-c pass", 5, read_sanitizer, program="compute-sanitizer-of-no-machine"),
+]
+
+
+def run_part(part: Part, folder: Path, environment: dict[str, str], left: float) -> Result:
+    """Run one part for `left` seconds at most and return its result; its log and figures stay in `folder`."""
+
+    name = part.name.replace(" ", "-")
+    found, own = folder / f"{name}.json", folder / name
+    own.mkdir(parents=True, exist_ok=True)
+    program = [sys.executable, "-u", *split(part.command.format(json=found, folder=own))]
+    if part.program:
+        first, *options = split(part.program)
+        path = shutil.which(first, path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+        if path is None:
+            return Result(part.name, "unsupported", note=f"{first} is not installed")
+        program = [path, *options, *program]
+    begin, limit = time.monotonic(), min(part.limit, left)
+    process = subprocess.Popen(
+        program, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    reader = threading.Thread(target=keep_ends, args=(process.stdout, folder / f"{name}.log"), daemon=True)
+    reader.start()
+    state = ""
+    for signal_number, patience in ((signal.SIGABRT, max(1.0, limit - DUMP_SECONDS)), (signal.SIGKILL, DUMP_SECONDS)):
+        try:
+            process.wait(patience)
+            break
+        except subprocess.TimeoutExpired:
+            state = "timed out"
+            kill(process, signal_number)
+    kill(process, signal.SIGKILL)  # what it has left running
+    status = process.wait()
+    reader.join(5)
+    log = (folder / f"{name}.log").read_text(errors="replace") if (folder / f"{name}.log").exists() else ""
+    try:
+        rows, why = part.read(log, found.read_text() if found.exists() else ""), ""
+    except (ValueError, KeyError, TypeError) as error:  # it ended while it wrote, or wrote something else
+        rows, why = [], f"its results cannot be read: {error!r}"
+    failed = status != 0 or why or any(not row.ok for row in rows)
+    state = state or ("unsupported" if status == UNSUPPORTED else "failed" if failed else "ok")
+    last = [line.strip() for line in log.splitlines() if line.strip()][-1:]
+    note = why or (last[0][:200] if state in ("failed", "timed out", "unsupported") and last else "")
+    return Result(part.name, state, time.monotonic() - begin, note, part.figures, rows)
+
+
+def kill(process: subprocess.Popen, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def keep_ends(stream: IO[bytes], file: Path) -> None:
+    """Copy a stream to a file: all of it, or half of LOG_BYTES from its begin and from its end."""
+    half, size, end = LOG_BYTES // 2, 0, b""
+    with file.open("wb") as log:
+        while chunk := stream.read1(65536):
+            log.write(chunk[: max(0, half - size)])
+            log.flush()
+            end = (end + chunk[max(0, half - size) :])[-half:]
+            size += len(chunk)
+        if size > LOG_BYTES:
+            log.write(f"\n... {size - LOG_BYTES:,} bytes left out ...\n".encode())
+        log.write(end)
+
+
+def about_machine() -> dict[str, str]:
+    """Return card, driver, versions and date."""
+    code = (
+        "import importlib.metadata as m, json, platform, torch\n"
+        "version = lambda name: next((d.version for d in m.distributions(name=name)), 'none')\n"
+        "card = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU'\n"
+        "print(json.dumps({'card': card, 'torch': torch.__version__, 'CUDA': str(torch.version.cuda), "
+        "'Triton': version('triton'), 'numpy': version('numpy'), 'Python': platform.python_version()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    about = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"torch": done.stderr[-200:]}
+    try:
+        ask = ["nvidia-smi", "--query-gpu=driver_version,memory.total", "--format=csv,noheader"]
+        about["driver"] = subprocess.run(ask, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        about["driver"] = "none"
+    return about | {"date": time.strftime("%Y-%m-%d")}
+
+
+def table(report: dict[str, Any]) -> str:
+    """Return the report in Markdown: what failed first, then each part, then the figures."""
+    results = report["results"]
+    lines = [", ".join(f"{key} {value}" for key, value in report["about"].items()) + ".", f"`{report['command']}`", ""]
+    failed = [(r, row) for r in results for row in r["rows"] if not row["ok"]]
+    if failed:
+        lines += ["| failed | check | why |", "|---|---|---|"]
+        lines += [cells(r["name"], row["name"], row["text"]) for r, row in failed[:16]]
+        lines += [f"and {len(failed) - 16} more in the archive"] * (len(failed) > 16) + [""]
+    lines += ["| part | result | seconds | checks | |", "|---|---|---|---|---|"]
+    for r in sorted(results, key=lambda r: r["state"] == "ok"):
+        good = sum(row["ok"] for row in r["rows"])
+        lines.append(cells(r["name"], r["state"], f"{r['seconds']:.0f}", f"{good} of {len(r['rows'])}", r["note"]))
+    figures = [(r, row) for r in results if r["figures"] for row in r["rows"] if row["ok"]]
+    if figures:
+        lines += ["", "| part | what | figures |", "|---|---|---|"]
+        room = TABLE_LINES - len(lines)
+        lines += [cells(r["name"], row["name"], row["text"]) for r, row in figures[:room]]
+    return "\n".join(lines[: TABLE_LINES + 1]) + "\n"
+
+
+def cells(*texts: str) -> str:
+    return f"| {' | '.join(text.replace('|', '/').replace(chr(10), ' ') for text in texts)} |"
+
+
+def write(out: Path, folder: Path, report: dict[str, Any]) -> None:
+    """Write results, table and archive; files that are too large stay out of it, the largest first."""
+    (out / "results.json").write_text(json.dumps(report, indent=1))
+    (out / "table.md").write_text(table(report))
+    files = sorted((f for f in folder.rglob("*") if f.is_file() and keeps(f)), key=lambda f: f.stat().st_size)
+    while True:
+        with tarfile.open(out / "first_light.tar.gz", "w:gz") as archive:
+            for file in [out / "results.json", out / "table.md", *files]:
+                archive.add(file, Path("first_light", file.name if file.parent == out else file.relative_to(folder)))
+        if (out / "first_light.tar.gz").stat().st_size <= ARCHIVE_BYTES or not files:
+            return
+        files.pop()
+
+
+def keeps(file: Path) -> bool:
+    """Whether a file belongs in the archive: logs, figures and small traces, but nothing of a checkpoint."""
+    return "checkpoints" not in file.parts and file.stat().st_size <= KEPT_BYTES
+
+
+def groups(parts: list[Part]) -> Iterator[list[Part]]:
+    """Yield the parts that run together."""
+    for _, together in groupby(enumerate(parts), lambda pair: pair[1].group or pair[0]):
+        yield [part for _, part in together]
+
+
+def install_wheels(folder: Path) -> str:
+    """Install what lies in wheels/ into a folder and return that; "" if nothing does. A failure is told, not raised."""
+    wheels = [str(wheel) for wheel in (ROOT / "wheels").glob("*.whl")]
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(folder)]
+    command = [sys.executable, "-m", "pip", "install", "-q", *options, *wheels]
+    if wheels and (done := subprocess.run(command, capture_output=True, text=True)).returncode:
+        print(f"wheels/ cannot be installed: {done.stderr[-500:]}", flush=True)
+    return str(folder) if wheels else ""
+
+
+def publish(results: Path) -> None:
+    """Write the table of a report into docs/benchmarks.md, between its two marks."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    text = table(json.loads(results.read_text()))
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all parts; those at the end are left out")
+    parser.add_argument("--out", type=Path, default=Path("runs/first_light"))
+    parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
+    parser.add_argument("--pretend", action="store_true", help="on CPUs, tiny, with parts that crash, hang and babble")
+    parser.add_argument("--publish", type=Path, metavar="RESULTS", help="write their table into docs/benchmarks.md")
+    args = parser.parse_args(argv)
+    if args.publish:
+        publish(args.publish)
+        return 0
+    parts = PRETEND if args.pretend else GPU
+    if unknown := set(args.only or ()) - {part.name for part in parts}:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(part.name for part in parts)}")
+    parts = [part for part in parts if not args.only or part.name in args.only]
+    began = time.monotonic()
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="first_light_") as temporary:
+        folder = Path(temporary, "parts")
+        folder.mkdir()
+        site = install_wheels(Path(temporary, "site"))
+        path = os.pathsep.join(filter(None, [str(ROOT), site, os.environ.get("PYTHONPATH", "")]))
+        environment = os.environ | {
+            "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "4"
+        }  # fmt: skip
+        os.environ["PYTHONPATH"] = path
+        report = {
+            "about": about_machine(),
+            "command": " ".join(["python", "scripts/gpu/first_light.py", *sys.argv[1:]]),
+        }
+        report["results"] = []
+        for together in groups(parts):
+            left = args.minutes * 60 - (time.monotonic() - began)
+            if left < 2 * DUMP_SECONDS:
+                done = [Result(part.name, "left out", note="no time was left") for part in together]
+            else:
+                with ThreadPoolExecutor(len(together)) as pool:
+                    start = partial(run_part, folder=folder, environment=environment, left=left)
+                    done = list(pool.map(start, together))
+            for result in done:
+                print(f"{result.name}: {result.state}, {result.seconds:.0f} s. {result.note}", flush=True)
+            report["results"] += [asdict(result) for result in done]
+            report["seconds"] = round(time.monotonic() - began, 1)
+            write(args.out, folder, report)
+    print(table(report), flush=True)
+    print(f"took {report['seconds']:.0f} s; {args.out}/first_light.tar.gz has logs and figures")
+    return int(any(result["state"] not in ("ok", "unsupported") for result in report["results"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Rows of results that a part of `first_light.py` prints, and writes as one JSON list, rewritten after every row."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Rows:
+    """The results of one part. A check that raises is a failed row, and the next one runs.
+
+    Args:
+        file: where the JSON list goes; None only prints.
+        seconds: no check begins later than this many seconds after the first.
+    """
+
+    def __init__(self, file: Path | None, seconds: float = float("inf")):
+        self.file, self.rows, self.began, self.seconds = file, [], time.monotonic(), seconds
+
+    def check(self, name: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Run one check and record its figures. `run` returns them, with "note" as its words; it raises if it fails."""
+        begin = time.monotonic()
+        if begin - self.began > self.seconds:
+            return self.record(name, False, 0.0, {}, f"left out: {self.seconds:.0f} s were over")
+        try:
+            figures = run()
+            self.record(name, True, time.monotonic() - begin, figures, figures.pop("note", ""))
+        except Exception as error:
+            traceback.print_exc()
+            note = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+            self.record(name, False, time.monotonic() - begin, {}, note)
+
+    def record(self, name: str, ok: bool, seconds: float, figures: dict[str, Any], note: str) -> None:
+        self.rows.append({"name": name, "ok": ok, "seconds": round(seconds, 3), "figures": figures, "note": note})
+        print(f"{'ok    ' if ok else 'FAILED'} {name}: {words(figures)} {note} ({seconds:.1f} s)", flush=True)
+        if self.file:
+            self.file.write_text(json.dumps(self.rows, indent=1))
+
+    def status(self) -> int:
+        """Return the exit status: 1 if any row failed."""
+        return int(not all(row["ok"] for row in self.rows))
+
+
+def words(figures: dict[str, Any]) -> str:
+    """Return figures in one line."""
+    return ", ".join(f"{key} {short(value)}" for key, value in figures.items())
+
+
+def short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def median_seconds(run: Callable[[], Any], device: str, times: int = 20) -> float:
+    """Return the median seconds of a call: by events on a GPU, by the clock on a CPU; three calls warm up."""
+    import torch
+
+    for _ in range(3):
+        run()
+    if device != "cuda":
+        return sorted(elapsed(run) for _ in range(3))[1]
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for begin, end in pairs:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(begin.elapsed_time(end) / 1e3 for begin, end in pairs)[times // 2]
+
+
+def elapsed(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def both_ways(run: Callable[[], Any], inputs: Iterable[Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Return a call of `run` alone, and one of `run` with the gradients of `inputs`."""
+    import torch
+
+    leaves = list(inputs)
+    grad = torch.randn_like(run())
+
+    def backward_too() -> None:
+        torch.autograd.grad(run(), leaves, grad)
+
+    return run, backward_too
