@@ -16,14 +16,15 @@ from tests.support import processes
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts" / "gpu"))
 import first_light  # noqa: E402
+import read_results  # noqa: E402
 from first_light import Part, Result  # noqa: E402
 from rows import Rows  # noqa: E402
 
-PART = Part("part", "-c pass", 20, first_light.read_rows)
+PART = Part("part", "-c pass", 20, read_results.read_rows)
 
 
 def run(tmp_path: Path, code: str, limit: float = 20, **options) -> Result:
-    part = Part("part", f"-c {json.dumps(code)}", limit, options.pop("read", first_light.read_rows), **options)
+    part = Part("part", f"-c {json.dumps(code)}", limit, options.pop("read", read_results.read_rows), **options)
     return first_light.run_part(part, tmp_path, {"PYTHONFAULTHANDLER": "1"}, 60)
 
 
@@ -92,8 +93,22 @@ def test_no_check_begins_after_the_time_is_over() -> None:
     ],
 )  # fmt: skip
 def test_pytest_is_read(log: str, ok: list[bool], text: str) -> None:
-    rows = first_light.read_pytest(log, "")
+    rows = read_results.read_pytest(log, "")
     assert [row.ok for row in rows] == ok and rows[-1].text == text
+
+
+def test_nsight_compute_is_read() -> None:
+    log = """==PROF== Connected
+  _swiglu_backward (1024, 1, 1)x(128, 1, 1), Context 1, Stream 7, Device 0, CC 9.0
+    Section: GPU Speed Of Light Throughput
+    Memory Throughput                 %        91.20
+    Duration                         us       412.32
+    Achieved Occupancy                        %        48.10
+"""
+    (row,) = read_results.read_ncu(log, "")
+    expected = "memory throughput 91.20 %, duration 412.32 us, achieved occupancy 48.10 %, "
+    assert (row.name, row.ok, row.text) == ("_swiglu_backward", True, expected)
+    assert not read_results.read_ncu("==ERROR== no driver", "")[0].ok
 
 
 def test_the_archive_leaves_out_what_is_large(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -36,7 +35,17 @@ from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from rows import words  # noqa: E402
+from read_results import (  # noqa: E402
+    Row,
+    read_layers,
+    read_lines,
+    read_ncu,
+    read_nothing,
+    read_pytest,
+    read_rows,
+    read_sanitizer,
+    read_training,
+)
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
@@ -45,15 +54,6 @@ DUMP_SECONDS = 5
 """A part gets SIGABRT, at which faulthandler prints all stacks, this long before it is killed."""
 UNSUPPORTED = 77
 """The exit status of a part which this machine cannot run."""
-
-
-@dataclass
-class Row:
-    """One result of a part."""
-
-    name: str
-    ok: bool
-    text: str
 
 
 @dataclass
@@ -90,74 +90,14 @@ class Result:
     rows: list[Row] = field(default_factory=list)
 
 
-def read_rows(log: str, found: str) -> list[Row]:
-    """Return the rows that `rows.Rows` wrote."""
-    return [
-        Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
-        for row in json.loads(found or "[]")
-    ]
-
-
-def read_pytest(log: str, found: str) -> list[Row]:
-    """Return a row for each failed test, and one with pytest's last line."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
-    last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
-    rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
-    return [*rows, Row("all", bool(last) and not failed, last[-1] if last else "no summary of pytest")]
-
-
-def read_layers(log: str, found: str) -> list[Row]:
-    """Return a row of layers.py for each model, side and routing, and one for each of its goals."""
-    rows = []
-    for row in json.loads(found or "{}").get("rows", []):
-        name = f"{row['shape']} {row['side']}"
-        for routing in ("balanced", "learned"):
-            if routing in row:
-                of, share = row[routing], row[routing]["mfu"]
-                mfu = "" if share is None else f", MFU {share:.1%}"
-                peak = f", peak {row['peak_GiB']:.1f} GiB" if "peak_GiB" in row else ""
-                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}{peak}, {row['layers']} layers"
-                rows.append(Row(f"{name} {routing}", True, text))
-        for why in ("failed", "out_of_memory", "not compared"):
-            if why in row:
-                rows.append(Row(name, why == "not compared", f"{why}: {row[why]}"[:300]))
-        parts = [part for part in row.get("parts", []) if part["of_floor"]]
-        if parts:
-            text = ", ".join(f"{p['part']} {p['ms']:.2f} ms ({p['of_floor']:.0%})" for p in parts)
-            rows.append(Row(f"{name} parts (of their floor)", True, text))
-    return rows
-
-
-def read_lines(log: str, found: str) -> list[Row]:
-    """Return the first lines from trace_step.py's headline on as rows."""
-    lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
-    return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:14], 1)]
-
-
-def read_nothing(log: str, found: str) -> list[Row]:
-    return []
-
-
-def read_training(log: str, found: str) -> list[Row]:
-    """Return the last line of a run that names a step."""
-    steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
-    return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
-
-
-def read_sanitizer(log: str, found: str) -> list[Row]:
-    """Return compute-sanitizer's verdict and pytest's."""
-    verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
-    errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
-    text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
-    return [Row("memcheck", bool(verdicts) and verdicts[-1] == "0", text), *read_pytest(log, found)[-1:]]
-
-
 GPU_TESTS = (
     "tests/test_gpu.py",
     "tests/ops/test_kernels.py",
     "tests/moe/test_symmetric_gpu.py",
     "tests/comm/test_turns.py",
 )
+
+
 TRAIN = (
     "train.py --config train_configs/debug.toml --job.dump_folder {folder} --parallelism.tp 1 "
     "--parallelism.experts.ep 1 --training.mixed_precision_param bfloat16"
@@ -190,6 +130,15 @@ GPU = [
         120,
         read_sanitizer,
         program="compute-sanitizer --tool memcheck --target-processes all",
+        figures=True,
+    ),
+    Part(
+        "profile",
+        "scripts/bench/layers.py --one qwen3 titanmoe 1 8 --steps 1 --times 1",
+        60,
+        read_ncu,
+        program="ncu --clock-control none --launch-count 6 -k regex:swiglu|_sum --section SpeedOfLight "
+        "--section Occupancy",
         figures=True,
     ),
 ]

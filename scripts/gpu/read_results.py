@@ -1,0 +1,93 @@
+"""Turn what a part of first_light.py printed and wrote into rows of its table."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from rows import words
+
+FIGURE = re.compile(r"^\s+(Duration|Memory Throughput|Achieved Occupancy)\s+(\S+)\s+([\d.,]+)")
+
+
+@dataclass
+class Row:
+    """One result of a part."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+def read_rows(log: str, found: str) -> list[Row]:
+    """Return the rows that `rows.Rows` wrote."""
+    return [
+        Row(row["name"], row["ok"], f"{words(row['figures'])} {row['note']}".strip())
+        for row in json.loads(found or "[]")
+    ]
+
+
+def read_pytest(log: str, found: str) -> list[Row]:
+    """Return a row for each failed test, and one with pytest's last line."""
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)(?: - (.*))?$", log, re.MULTILINE)
+    last = re.findall(r"^=*\s*(\d+ (?:passed|failed|skipped|error|deselected).*? in .*?s)", log, re.MULTILINE)
+    rows = [Row(name.rpartition("/")[2], False, why[:200]) for name, why in failed]
+    return [*rows, Row("all", bool(last) and not failed, last[-1] if last else "no summary of pytest")]
+
+
+def read_layers(log: str, found: str) -> list[Row]:
+    """Return a row of layers.py for each model, side and routing, and one for each of its goals."""
+    rows = []
+    for row in json.loads(found or "{}").get("rows", []):
+        name = f"{row['shape']} {row['side']}"
+        for routing in ("balanced", "learned"):
+            if routing in row:
+                of, share = row[routing], row[routing]["mfu"]
+                mfu = "" if share is None else f", MFU {share:.1%}"
+                peak = f", peak {row['peak_GiB']:.1f} GiB" if "peak_GiB" in row else ""
+                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}{peak}, {row['layers']} layers"
+                rows.append(Row(f"{name} {routing}", True, text))
+        for why in ("failed", "out_of_memory", "not compared"):
+            if why in row:
+                rows.append(Row(name, why == "not compared", f"{why}: {row[why]}"[:300]))
+        parts = [part for part in row.get("parts", []) if part["of_floor"]]
+        if parts:
+            text = ", ".join(f"{p['part']} {p['ms']:.2f} ms ({p['of_floor']:.0%})" for p in parts)
+            rows.append(Row(f"{name} parts (of their floor)", True, text))
+    return rows
+
+
+def read_lines(log: str, found: str) -> list[Row]:
+    """Return the first lines from trace_step.py's headline on as rows."""
+    lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
+    return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:14], 1)]
+
+
+def read_nothing(log: str, found: str) -> list[Row]:
+    return []
+
+
+def read_training(log: str, found: str) -> list[Row]:
+    """Return the last line of a run that names a step."""
+    steps = re.findall(r"^.*\bstep \d+/.*$", log, re.MULTILINE)
+    return [Row("last step", bool(steps), steps[-1].strip()[:160] if steps else "no step was reported")]
+
+
+def read_sanitizer(log: str, found: str) -> list[Row]:
+    """Return compute-sanitizer's verdict and pytest's."""
+    verdicts = re.findall(r"ERROR SUMMARY: (\d+) errors?", log)
+    errors = re.findall(r"^========= (Invalid .*|.*Race.*)$", log, re.MULTILINE)[:3]
+    text = f"{verdicts[-1]} errors {'; '.join(errors)}" if verdicts else "it gave no verdict"
+    return [Row("memcheck", bool(verdicts) and verdicts[-1] == "0", text), *read_pytest(log, found)[-1:]]
+
+
+def read_ncu(log: str, found: str) -> list[Row]:
+    """Return a row for each kernel that Nsight Compute profiled."""
+    rows: list[Row] = []
+    for line in log.splitlines():
+        if kernel := re.match(r"^  (\w+) \(.*Context \d+", line):
+            rows.append(Row(kernel[1], True, ""))
+        elif rows and (figure := FIGURE.match(line)):
+            rows[-1].text += f"{figure[1].lower()} {figure[3]} {figure[2]}, "
+    return rows or [Row("kernels", False, "none was profiled")]
