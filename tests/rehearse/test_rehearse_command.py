@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.cli import main
+from titanmoe.rehearse import roles
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -63,6 +64,12 @@ def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
     assert rehearse("--ranks", "2", "--all-ranks", *SMALL, "--parallelism.experts.ep", "2") == 0
     assert "All of them need the same memory." in capsys.readouterr().out
+
+
+def test_eight_ranks_are_rehearsed_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles.os, "cpu_count", lambda: 2)
+    assert 8 // roles.MIN_RANKS_PER_PROCESS >= 2
+    assert rehearse("--ranks", "8", "--all-ranks", *SMALL, "--training.global_batch_size", "16") == 0
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -62,6 +62,11 @@ class Rules:
         yield from ()
 
 
+def single_name(value: Any) -> list[str]:
+    """Return the one name that the field's value is. A function of the module, because worker processes unpickle it."""
+    return [value]
+
+
 @dataclass(frozen=True)
 class Kind:
     field: str
@@ -71,7 +76,7 @@ class Kind:
     rules: type[Rules] = Rules
     members: tuple[str, ...] = ()
     """What an implementation has to have."""
-    names: Callable[[Any], list[str]] = lambda value: [value]
+    names: Callable[[Any], list[str]] = single_name
     """Those in a value of the field; PartError if it cannot be read."""
 
     def rules_of(self, value: Any) -> list[Rules]:

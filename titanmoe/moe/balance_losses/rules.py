@@ -89,6 +89,11 @@ def entries(lines: list[str]) -> list[Entry]:
     return found
 
 
+def entry_names(lines: list[str]) -> list[str]:
+    """Return the names of the losses that the lines of `[moe] balance_losses` list."""
+    return [entry.name for entry in entries(lines)]
+
+
 BALANCE_LOSSES = Kind(
     FIELD,
     {  # in the order in which they are reported
@@ -99,7 +104,7 @@ BALANCE_LOSSES = Kind(
     },
     BalanceRules,
     ("begin_step",),
-    lambda lines: [entry.name for entry in entries(lines)],
+    entry_names,
 )
 
 
