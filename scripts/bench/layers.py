@@ -52,8 +52,10 @@ class Shape(NamedTuple):
 SHAPES = {
     # As on one of 4 ep ranks, with both experts of a token; of 8, with all 8 of a token. With all experts on one GPU,
     # AdamW and copies of weights would be a large part of a step of Qwen3.
-    "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(6, 8), (6, 4), (3, 4)], 0.55),
-    "qwen3": Shape("family=qwen3_moe size=30b_a3b num_experts=16", [(12, 8), (12, 4), (6, 4)], 0.40),
+    "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(4, 8), (4, 4), (2, 4)], 0.55),
+    "qwen3": Shape("family=qwen3_moe size=30b_a3b num_experts=16", [(6, 8), (6, 4), (3, 4)], 0.40),
+    # As on one of 4 ep ranks: 8 of 32 experts, including all 4 of a token. Every other layer has a window.
+    "gpt_oss": Shape("family=gpt_oss size=20b num_experts=8", [(4, 8), (4, 4), (2, 4)]),
     "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(2, 8), (2, 4), (1, 4)]),
     # As on one of 8 ep ranks: 32 of 256 experts, including all 8 of a token.
     "deepseek": Shape(
@@ -129,6 +131,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     from torch import Tensor
 
     from titanmoe.config.blocks import turned_width
+    from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.mixers.rules import elements
@@ -186,7 +189,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = [
         (
             "attention",
-            both(lambda: block.attention(x_BLD, rope, None), [x_BLD, *attention]),
+            both(lambda: block.attention(x_BLD, rope, CAUSAL), [x_BLD, *attention]),
             projections + 3 * T * mixer.flops(model, 0, L),
             0,
             peak,

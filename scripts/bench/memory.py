@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.live_bytes import Live
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
+from titanmoe.mask import CAUSAL
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
@@ -110,7 +111,7 @@ def latent_attention(rounds: int) -> Iterator[Row]:
     modes = {mode: attention(mode) for mode in ("none", "selective")}
     known = [x_BSD, *rope, *(p for made in modes.values() for p in made.parameters())]
     variants = {
-        f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, None)
+        f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, CAUSAL)
         for mode, made in modes.items()
     }
     yield from compare(variants, rounds, lambda variant: kept(variant, known) / (samples * length))
@@ -121,12 +122,12 @@ def loss(rounds: int) -> Iterator[Row]:
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
     label_T = torch.randint(vocabulary, (tokens,))
-    variants = {"loss_chunks = 0": lambda: cross_entropy(F.linear(x_TD, weight_VD), label_T, NO_GROUP)}
+    variants = {"loss_chunks = 0": lambda: cross_entropy(F.linear(x_TD, weight_VD), label_T, NO_GROUP)[0]}
     for requested in (4, -1, 16, 64):
         n = chunk_count(tokens, vocabulary, 4, requested)
         variants[f"loss_chunks = {requested}" + f" ({n})" * (requested == -1)] = lambda n=n: chunked_cross_entropy(
             x_TD, weight_VD, label_T, NO_GROUP, n
-        )
+        )[0]
 
     def peak(variant: Variant) -> float:
         x_TD.grad = weight_VD.grad = None

@@ -30,6 +30,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
+from titanmoe.mask import CAUSAL
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import as_on
 from titanmoe.ops.kernels import installed, interpreted
@@ -190,7 +191,7 @@ def parts(config: Config, backend: Backend) -> dict[str, Callable[[], Any]]:
     angles = [torch.empty(1, length, 1, width) for _ in range(2)]
     weight_R1, count_e = torch.empty(rows, 1, requires_grad=True), torch.empty(shape.num_experts, dtype=torch.int64)
     calls = {
-        "attention": lambda: block.attention(x_D(1, length), tuple(angles), None),
+        "attention": lambda: block.attention(x_D(1, length), tuple(angles), CAUSAL),
         "experts": lambda: block.moe.experts.graph(x_D(rows), weight_R1, count_e),
         "head": lambda: model.head(x_D(1, length), torch.empty(1, length, dtype=torch.int64)),
     }
