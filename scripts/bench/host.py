@@ -95,7 +95,7 @@ def small_kernels() -> Iterator[None]:
                 for x in args:
                     if isinstance(x, Tensor) and not x.is_floating_point():
                         x.data.zero_()  # without a new version: autograd may have kept it
-                if kernel.__name__ == "_assign":
+                if kernel.__name__ == "_assign_rows":
                     args[4].data.fill_(args[5] // args[4].numel())
                 launch(kernel, *args, grid=grid, warmup=True, **options)
 

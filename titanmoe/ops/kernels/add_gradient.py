@@ -18,8 +18,8 @@ ROWS, TILE = 64, 128
 
 
 @triton.jit
-def _add(grad, x, ends, total, of_grad, of_x, of_part, of_expert, N, D, F, WIDE: tl.constexpr, ADD: tl.constexpr,
-         ROWS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
+def _add_gradient(grad, x, ends, total, of_grad, of_x, of_part, of_expert, N, D, F, WIDE: tl.constexpr,
+                  ADD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
     expert = tl.program_id(1)
     across = tl.cdiv(D, TILE)
     n = tl.program_id(0) // across * TILE + tl.arange(0, TILE)
@@ -46,7 +46,7 @@ def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tens
     H, e, F, D = total_HeFD.shape
     grad_RN, x_RD = (x if x.stride(1) == 1 else x.contiguous() for x in (grad_RN, x_RD))
     tiles = triton.cdiv(H * F, TILE) * triton.cdiv(D, TILE)
-    _add[(tiles, e)](
+    _add_gradient[(tiles, e)](
         grad_RN, x_RD, ends_e, total_HeFD, grad_RN.stride(0), x_RD.stride(0), *total_HeFD.stride()[:2], H * F, D, F,
         WIDE=wide(grad_RN.dtype), ADD=add, ROWS=ROWS, TILE=TILE, num_warps=8, num_stages=3,
     )  # fmt: skip

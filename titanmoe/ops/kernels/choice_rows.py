@@ -23,7 +23,7 @@ PIECE = 1024
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])
-def _count(chosen, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def _count_choices(chosen, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
     block = tl.program_id(0)
     n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
     expert = tl.load(chosen + n, mask=n < N, other=E)
@@ -32,7 +32,7 @@ def _count(chosen, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, ROWS: tl.
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])
-def _assign(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, HELD: tl.constexpr,
+def _assign_rows(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, HELD: tl.constexpr,
            ETP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
@@ -64,7 +64,7 @@ def _assign(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.
 
 
 @triton.jit
-def _regroup(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
+def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
     piece = tl.program_id(0)
     expert, sender = piece % EXPERTS, piece // EXPERTS
     j = tl.arange(0, P)
@@ -95,7 +95,7 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
     programs = blocks(N, experts)
     count = torch.empty(experts, programs, dtype=torch.int32, device=chosen_N.device)
     if N:
-        _count[(programs,)](chosen_N.contiguous(), count, N, programs, **tile(experts), num_warps=8)
+        _count_choices[(programs,)](chosen_N.contiguous(), count, N, programs, **tile(experts), num_warps=8)
     return count
 
 
@@ -112,7 +112,7 @@ def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: i
     count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
     programs = blocks(N, experts)
     if N:
-        _assign[(programs,)](
+        _assign_rows[(programs,)](
             chosen_N.contiguous(), ends, entry, slot, count, N, programs, **tile(experts), HELD=experts // ep, ETP=etp,
             num_warps=8,
         )  # fmt: skip
@@ -131,7 +131,7 @@ def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     order, inverse = (torch.empty(rows, dtype=torch.int64, device=count_Ge.device) for _ in range(2))
     J = count_Ge.numel()
     if rows:
-        _regroup[(J,)](
+        _regroup_rows[(J,)](
             count_Ge.contiguous(), order, inverse, J=J, EXPERTS=count_Ge.shape[1], P=triton.next_power_of_2(J),
             PIECE=PIECE, num_warps=4,
         )  # fmt: skip

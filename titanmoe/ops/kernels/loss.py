@@ -23,8 +23,8 @@ TILE = 4096
 
 
 @triton.jit(do_not_specialize=["begin"])
-def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WIDE: tl.constexpr,
-             COLUMNS: tl.constexpr):  # fmt: skip
+def _loss_forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WIDE: tl.constexpr,
+                  COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     row = logits + t * V
     m, s = tl.load(top + t), tl.load(total + t)
@@ -42,8 +42,8 @@ def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WID
 
 
 @triton.jit(do_not_specialize=["begin"])
-def _backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE: tl.constexpr,
-              COLUMNS: tl.constexpr):  # fmt: skip
+def _loss_backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE: tl.constexpr,
+                   COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     row = logits + t * V
     place, lse, factor = tl.load(label + t) - begin, tl.load(log_total + t), tl.load(scale + t)
@@ -66,7 +66,7 @@ def loss_slice(
     logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
 ) -> None:
     """Adds a slice, whose first column is number `begin`, to the three running numbers of each token."""
-    _launch(_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
+    _launch(_loss_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
 
 
 @loss_slice.register_fake
@@ -77,7 +77,7 @@ def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
 @kernel("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
 def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
     """A slice's logits become their gradients."""
-    _launch(_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
+    _launch(_loss_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
 
 
 @loss_slice_backward.register_fake

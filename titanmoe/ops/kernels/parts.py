@@ -19,7 +19,7 @@ TILE = 1024
 
 
 @triton.jit(do_not_specialize=["N"])
-def _parts(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
+def _router_parts(x, out, N, C, BACKWARDS: tl.constexpr, TILE: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = i < N
     value = tl.load(x + i, mask=inside, other=0.0)
@@ -42,7 +42,7 @@ def bfloat16_parts(x_RC: Tensor, backwards: bool) -> Tensor:
     (R, C), N = x_RC.shape, x_RC.numel()
     out = x_RC.new_empty(R, 4, C, dtype=torch.bfloat16)
     if N:
-        _parts[(triton.cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
+        _router_parts[(triton.cdiv(N, TILE),)](x_RC, out, N, C, BACKWARDS=backwards, TILE=TILE, num_warps=4)
     return out
 
 

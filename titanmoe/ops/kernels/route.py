@@ -71,10 +71,10 @@ def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count, T, E: tl.constexpr,
-             P: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-             TOP: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, FORCED: tl.constexpr,
-             ROWS: tl.constexpr):  # fmt: skip
+def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, count, T, E: tl.constexpr,
+                   P: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr,
+                   GP: tl.constexpr, TOP: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, FORCED: tl.constexpr,
+                   ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = t < T
     e, k = tl.arange(0, P)[None, :], tl.arange(0, KP)[None, :]
@@ -131,9 +131,9 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
 
 
 @triton.jit(do_not_specialize=["T"])
-def _backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E: tl.constexpr, P: tl.constexpr,
-              SCALE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, OF_SCORES: tl.constexpr,
-              OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _route_backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E: tl.constexpr, P: tl.constexpr,
+                    SCALE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr,
+                    OF_SCORES: tl.constexpr, OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = t < T
     e = tl.arange(0, P)[None, :]
@@ -194,7 +194,7 @@ def route(
     weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
     shape = _tile(E)
     if T:
-        _forward[(triton.cdiv(T, shape["ROWS"]),)](
+        _route_forward[(triton.cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
             SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
             TOP=top_groups, MODE=scoring, NORM=norm, FORCED=forced, num_warps=1,
@@ -224,7 +224,7 @@ def route_backward(
     T, K = chosen_TK.shape
     out, shape = torch.empty_like(scores_TE), _tile(scores_TE.shape[1])
     if T:
-        _backward[(triton.cdiv(T, shape["ROWS"]),)](
+        _route_backward[(triton.cdiv(T, shape["ROWS"]),)](
             out if grad_scores_TE is None else grad_scores_TE.contiguous(),
             out if grad_weights_TK is None else grad_weights_TK.contiguous(),
             logits_TE, scores_TE, chosen_TK, out, T, **shape,

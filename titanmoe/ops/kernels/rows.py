@@ -25,9 +25,9 @@ SPACE = 16
 
 
 @triton.jit(do_not_specialize=["R", "N"])
-def _fetch(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.constexpr, OF_X: tl.constexpr,
-           OF_OUT: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_WEIGHT_OUT: tl.constexpr, ROWS: tl.constexpr,
-           COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
+def _fetch_rows(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.constexpr, OF_X: tl.constexpr,
+                OF_OUT: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_WEIGHT_OUT: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = row < R
     entry = tl.load(index + row, mask=written, other=0)
@@ -44,9 +44,9 @@ def _fetch(x, index, out, weight, weight_out, R, N, D: tl.constexpr, K: tl.const
 
 
 @triton.jit(do_not_specialize=["T", "R"])
-def _sum(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: tl.constexpr, K: tl.constexpr,
-         OF_Y: tl.constexpr, OF_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-         WEIGHTED: tl.constexpr):  # fmt: skip
+def _sum_rows(y, slot, out, weight_grad, weight_out, T, R, D: tl.constexpr, J: tl.constexpr, K: tl.constexpr,
+              OF_Y: tl.constexpr, OF_WEIGHT: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+              COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = token < T
     for first in range(0, D, COLUMNS):
@@ -73,7 +73,7 @@ def _launch_fetch(x: Tensor, index_R: Tensor, weight: Tensor, K: int, out: Tenso
     R, (N, D) = index_R.numel(), x.shape
     rows, columns = tile(D, TILE)
     if R:
-        _fetch[(triton.cdiv(R, rows),)](
+        _fetch_rows[(triton.cdiv(R, rows),)](
             x, index_R, out, weight, weight_out, R, N, D=D, K=K,
             OF_X=x.stride(0), OF_OUT=out.stride(0), OF_WEIGHT=weight.stride(0), OF_WEIGHT_OUT=weight_out.stride(0),
             ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,
@@ -89,7 +89,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     weight_grad = weight_grad if weighted else out
     rows, columns = tile(D, TILE)
     if T:
-        _sum[(triton.cdiv(T, rows),)](
+        _sum_rows[(triton.cdiv(T, rows),)](
             y, slot, out, weight_grad, weight_out, T, R, D=D, J=J, K=K,
             OF_Y=y.stride(0), OF_WEIGHT=weight_grad.stride(0), WIDE=wide(y.dtype),
             ROWS=rows, COLUMNS=columns, WEIGHTED=weighted, num_warps=8,

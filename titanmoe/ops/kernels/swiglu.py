@@ -44,8 +44,8 @@ def _activate(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R"])
-def _forward(gate, up, weight, out, R, F: tl.constexpr, OF_GATE: tl.constexpr, OF_UP: tl.constexpr, WIDE: tl.constexpr,
-             CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+def _swiglu_forward(gate, up, weight, out, R, F: tl.constexpr, OF_GATE: tl.constexpr, OF_UP: tl.constexpr,
+                    WIDE: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
     for first in range(0, F, COLUMNS):
@@ -59,9 +59,9 @@ def _forward(gate, up, weight, out, R, F: tl.constexpr, OF_GATE: tl.constexpr, O
 
 
 @triton.jit(do_not_specialize=["R"])
-def _backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: tl.constexpr, OF_GATE: tl.constexpr,
-              OF_UP: tl.constexpr, WIDE: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
-              COLUMNS: tl.constexpr):  # fmt: skip
+def _swiglu_backward(grad, gate, up, weight, out, grad_both, grad_weight, R, F: tl.constexpr, OF_GATE: tl.constexpr,
+                     OF_UP: tl.constexpr, WIDE: tl.constexpr, CLAMPED: tl.constexpr, ROWS: tl.constexpr,
+                     COLUMNS: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
     total = tl.zeros([ROWS], dtype=WIDE)
@@ -93,7 +93,7 @@ def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: 
     (R, F), out = gate_RF.shape, gate_RF.new_empty(gate_RF.shape)
     rows, columns = tile(F, TILE)
     if R:
-        _forward[(triton.cdiv(R, rows),)](
+        _swiglu_forward[(triton.cdiv(R, rows),)](
             gate_RF, up_RF, weight_R1, out, R,
             F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
@@ -116,7 +116,7 @@ def weighted_swiglu_backward(
     outputs = gate_RF.new_empty(R, F), gate_RF.new_empty(R, 2 * F), torch.empty_like(weight_R1)
     rows, columns = tile(F, TILE)
     if R:
-        _backward[(triton.cdiv(R, rows),)](
+        _swiglu_backward[(triton.cdiv(R, rows),)](
             grad_RF, gate_RF, up_RF, weight_R1, *outputs, R,
             F=F, OF_GATE=gate_RF.stride(0), OF_UP=up_RF.stride(0), WIDE=wide(gate_RF.dtype), CLAMPED=clamped,
             ROWS=rows, COLUMNS=columns, num_warps=4,
