@@ -3,10 +3,12 @@
     python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
     python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: checks that it runs, measures nothing
 
-SHAPES are published models with as many layers as fit on one GPU of 139 GiB next to float32 weights, gradients and
-both AdamW moments; if one does not fit, the next of its attempts (layers, samples per microbatch) is used, and the
-output says which. A step is 32,768 tokens in sequences of 4,096, computed in bf16, dropless, without recomputation; its
-time is that of Trainer.train_step: data, forward, backward, clipping, AdamW and the report.
+SHAPES are published models with as few layers as one process can start, time and take apart in half a minute on an
+H100, and which fit on its 79.6 GiB with 6 GiB to spare next to float32 weights, gradients and both AdamW moments, by
+rehearsal. The head's fraction of the FLOPs, which is larger than in the whole model, is printed. If a shape does not
+fit, the next of its attempts (layers, samples per microbatch) is used, and the output says which. A step is 32,768
+tokens in sequences of 4,096, computed in bf16, dropless, without recomputation; its time is that of Trainer.train_step:
+data, forward, backward, clipping, AdamW and the report.
 
     MFU = tokens per second * FLOPs per token / peak
     FLOPs per token = 3 * (2 * active parameters but the embedding + causal attention), titanmoe/models/count.py
@@ -18,23 +20,37 @@ and one product per expert instead of the grouped one; "torchtitan" is TorchTita
 "torchtitan-eager". Routing: learned, or forced to be balanced.
 
 A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
-backward, each tensor read or written once. On one device nothing is sent: "dispatch" is finding each choice's row.
+backward, each tensor read or written once; rates are those of titanmoe/plan/hardware. On one device nothing is sent:
+"dispatch" is finding each choice's row.
+
+Each side of a shape is a process of its own with a time limit. Every figure is printed as soon as it is there, so that
+one that crashes or hangs loses nothing but what it had not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
 import platform
+import queue
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from titanmoe.plan.devices import Device
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
@@ -52,15 +68,13 @@ class Shape(NamedTuple):
 SHAPES = {
     # As on one of 4 ep ranks, with both experts of a token; of 8, with all 8 of a token. With all experts on one GPU,
     # AdamW and copies of weights would be a large part of a step of Qwen3.
-    "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(4, 8), (4, 4), (2, 4)], 0.55),
+    "mixtral": Shape("family=mixtral size=8x7b num_experts=2", [(3, 8), (3, 4), (2, 4)], 0.55),
     "qwen3": Shape("family=qwen3_moe size=30b_a3b num_experts=16", [(6, 8), (6, 4), (3, 4)], 0.40),
     # As on one of 4 ep ranks: 8 of 32 experts, including all 4 of a token. Every other layer has a window.
     "gpt_oss": Shape("family=gpt_oss size=20b num_experts=8", [(4, 8), (4, 4), (2, 4)]),
-    "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(2, 8), (2, 4), (1, 4)]),
+    "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(1, 4), (1, 2)]),
     # As on one of 8 ep ranks: 32 of 256 experts, including all 8 of a token.
-    "deepseek": Shape(
-        "family=deepseek_v3 size=671b num_experts=32 num_dense_layers=0 mtp_depth=0", [(2, 8), (2, 4), (1, 4)]
-    ),
+    "deepseek": Shape("family=deepseek_v3 size=671b num_experts=32 num_dense_layers=0 mtp_depth=0", [(1, 4), (1, 2)]),
 }
 SIDES = {
     "titanmoe": [],
@@ -75,9 +89,6 @@ PEER_GOAL, PEER_SECONDS = 1.2, 90
 """titanmoe's tokens per second over the peer's; the time limit for one model of the peer."""
 ROUTINGS = ("balanced", "learned")
 SEQ_LEN, SAMPLES = 4096, 8
-FP32_TFLOPS = {"H200": 67.0}
-BANDWIDTH = {"H200": 4.8e12}
-"""Bytes per second, and TFLOP/s without tensor cores, from the manufacturer's data sheet."""
 TINY = (
     "dim=64 num_heads=4 num_kv_heads=4 head_dim=16 expert_hidden=32 vocab_size=256 num_experts=8 top_k=2 num_groups=1"
 )
@@ -93,7 +104,9 @@ def recipe(name: str, side: str, layers: int, batch: int, tiny: bool, further: l
     if tiny:
         words += TINY.split() + TINY_ONLY.get(name, "").split() + ["top_groups=1"]
         seq_len = 32
-    options = [f"--model.{word}" for word in words] + SIDES[side]
+    # CPUs have no products in 8 bits.
+    of_side = ["--moe.expert_dtype", "fp8_emulated"] if tiny and side == "fp8" else SIDES[side]
+    options = [f"--model.{word}" for word in words] + of_side
     options += [f"--training.{word}" for word in (f"seq_len={seq_len}", f"local_batch_size={batch}")]
     options += [f"--training.global_batch_size={SAMPLES}", "--training.steps=1000000", "--data.source=synthetic"]
     return options + [f"--{word}" for word in further]
@@ -118,40 +131,84 @@ def seconds(work: Callable[[], Any], device: Any, times: int) -> float:
     return (time.perf_counter() - began) / times
 
 
-def known(table: dict[str, float], device: Any) -> float | None:
+def gpu_name(device: Any) -> str:
+    """Return what the driver calls the GPU; "" for a CPU."""
     import torch
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    return next((value for key, value in table.items() if key in name), None)
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[dict[str, Any]]:
-    """Forward and backward of each part of the first layer, alone, and of the head with the loss."""
+def rates(device: Any) -> Device | None:
+    """Return the figures of titanmoe/plan/hardware for this GPU; None for a CPU or a GPU without such a file."""
+    from titanmoe.plan.devices import known_device
+
+    return known_device(gpu_name(device))
+
+
+class RehearsedPeak:
+    """The peak of memory that `titanmoe rehearse` counts for a run on one rank, by a process beside this one."""
+
+    def __init__(self, options: list[str], hardware: str):
+        self.file = Path(tempfile.mkdtemp()) / "rehearsal.json"
+        command = [sys.executable, "-m", "titanmoe", "rehearse", "--ranks", "1", "--hardware", hardware]
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*command, "--json", str(self.file), *options], cwd=HERE.parents[2], env=environment,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def result(self, seconds: float = 60) -> dict[str, Any]:
+        """Return {"rehearsed_GiB": ...}, or {"not rehearsed": why}."""
+        try:
+            _, errors = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return {"not rehearsed": f"it took longer than {seconds:.0f} s"}
+        if self.process.returncode:
+            return {"not rehearsed": (errors.strip().splitlines() or ["it failed"])[-1]}
+        return {"rehearsed_GiB": json.loads(self.file.read_text())["ranks"][0]["memory"]["peak"] / 2**30}
+
+
+def rehearsed_as(device: Any) -> str:
+    """Return the hardware to rehearse: the GPU's, an H100's for a GPU that has no rehearsal, or "cpu"."""
+    from titanmoe.rehearse.hardware import HARDWARE
+
+    name = found.name if (found := rates(device)) else ""
+    return name if name in HARDWARE else "h100" if device.type == "cuda" else "cpu"
+
+
+def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
+    """Time forward and backward of each part of the first layer, alone, and of the head with the loss."""
     import torch
     from torch import Tensor
 
-    from titanmoe.config.blocks import turned_width
+    from titanmoe.comm.collectives import NO_GROUP
+    from titanmoe.config.blocks import routes_by_parts, turned_width, window
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.mixers.rules import elements
-    from titanmoe.models.transformer import Block
-    from titanmoe.models.vocabulary import Head
+    from titanmoe.models.transformer import Transformer
     from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens
+    from titanmoe.parallel.attend import context_parallel
+    from titanmoe.parallel.context import placement
     from titanmoe.tokens import Tokens
 
-    model, mixer, kernels = config.model, mixers(config.model)[0], config.moe.kernels
+    model, kernels = config.model, config.moe.kernels
+    # The second layer's attention too, if it sees further than the first.
+    numbers = [0, 1] if model.num_layers > 1 and window(model, 0) != window(model, 1) else [0]
     B, L, D, E, K = SAMPLES, config.training.seq_len, model.dim, model.num_experts, model.top_k
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
     with torch.device(device):
-        block = Block(model, mixer, config.moe, config.training.seed, 0, 1, torch.bfloat16)
-        chunks, vocabulary = config.training.loss_chunks, model.vocab_size
-        head = Head(vocabulary, D, model.norm_eps, chunks, torch.bfloat16, kernels)
-        for weight in (*block.parameters(), *head.parameters()):
+        transformer = Transformer(config, 1, torch.bfloat16, layers=numbers)
+        vocabulary, head, blocks = model.vocab_size, transformer.head, list(transformer.blocks().values())
+        for weight in transformer.parameters():
             torch.nn.init.normal_(weight, std=0.02)
-        for buffer in block.buffers():
+        for buffer in transformer.buffers():
             buffer.zero_()
+        context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
+        block = blocks[0]
         x_BLD = torch.randn(B, L, D, dtype=torch.bfloat16).requires_grad_()
         index = torch.arange(T)
         labels_BL = (index % vocabulary).view(B, L)
@@ -182,18 +239,19 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     entry, slot, count_E = assign_all_rows(chosen_TK, E, 1, 1, kernels)
     rows, row_weights, sent = copy_rows(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
-    experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
+    experts = list(moe.experts.parameters())
     through = 2 * (T + R) * D * size
-    projections = 3 * 2 * T * elements(mixer.matrices(model))
-    fp32 = known(FP32_TFLOPS, device)
-    parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = [
-        (
-            "attention",
-            both(lambda: block.attention(x_BLD, rope, CAUSAL), [x_BLD, *attention]),
-            projections + 3 * T * mixer.flops(model, 0, L),
-            0,
-            peak,
-        ),
+    gpu = rates(device)
+    # Products of bfloat16 parts are three times as many.
+    by_parts = device.type == "cuda" and routes_by_parts(config)
+    router_times, router_peak = (3, peak) if by_parts else (1, gpu and gpu.peak_float32)
+    parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = []
+    for number, layer in zip(numbers, blocks, strict=True):
+        mixer = mixers(model)[number]
+        flops = 3 * 2 * T * elements(mixer.matrices(model)) + 3 * T * mixer.flops(model, number, L)
+        work = both(partial(layer.attention, x_BLD, rope, CAUSAL), [x_BLD, *layer.attention.parameters()])
+        parts.append((f"attention {number}" if number else "attention", work, flops, 0, peak))
+    parts += [
         (
             "norms",
             both(lambda: block.ffn_norm(block.attention_norm(x_BLD)), [x_BLD, block.ffn_norm.weight]),
@@ -204,9 +262,9 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
         (
             "router",
             both(lambda: route()[0], [x_TD, moe.router.weight]),
-            3 * 2 * T * D * E,
+            router_times * 3 * 2 * T * D * E,
             (3 * T * D * size + 6 * T * E * 4),
-            fp32 and fp32 * 1e12,
+            router_peak,
         ),
         ("dispatch", lambda: assign_all_rows(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
         (
@@ -235,18 +293,20 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     if moe.shared is not None:
         work = both(lambda: moe.shared(x_BLD), [x_BLD, *moe.shared.parameters()])
         parts.append(("shared", work, 3 * 3 * 2 * T * D * model.shared_hidden, 0, peak))
-    bandwidth, found = known(BANDWIDTH, device), []
     for name, work, flops, moved, rate in parts:
         took = seconds(work, device, times)
-        floors = [flops / rate if rate else 0.0, moved / bandwidth if bandwidth else 0.0]
-        floor = max(floors) or None
-        found.append({"part": name, "ms": took * 1e3, "flops": flops, "bytes": moved})
-        found[-1] |= {"floor_ms": floor and floor * 1e3, "of_floor": floor and floor / took}
-    return found
+        floor = max(flops / rate if rate else 0.0, moved / gpu.bandwidth if gpu else 0.0) or None
+        found = {"part": name, "ms": took * 1e3, "flops": flops, "bytes": moved}
+        yield found | {"floor_ms": floor and floor * 1e3, "of_floor": floor and floor / took}
+
+
+def tell(**figures: Any) -> None:
+    """Print figures of this process's row for the process that started it."""
+    print(json.dumps(figures), flush=True)
 
 
 def one(args: argparse.Namespace) -> None:
-    """One model on one side; a JSON line of its figures is the last thing printed."""
+    """Measure one model on one side; each figure is a line of JSON."""
     import torch
 
     from titanmoe.models.count import flops_per_token, parameters
@@ -255,45 +315,76 @@ def one(args: argparse.Namespace) -> None:
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start, stop
 
+    faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # shows where it hangs
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
-    config = read(recipe(name, side, layers, batch, args.tiny, args.set), 1, PARTS)
+    options = recipe(name, side, layers, batch, args.tiny, args.set)
+    config = read(options, 1, PARTS)
     peer = side in PEERS
     runtime = None if peer else start(config)
     device, count = runtime.device if runtime else alone(), parameters(config.model)
     flops = flops_per_token(config.model, config.training.seq_len)
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
-    peak = args.peak_tflops * 1e12 or peak_flops(device_name, "bfloat16")
-    out: dict[str, Any] = {"shape": name, "side": side, "layers": layers, "samples": batch, "device": device_name}
+    device_name = gpu_name(device) or platform.processor() or "cpu"
+    gpu = rates(device)
+    peak = args.peak_tflops * 1e12 or (gpu.peak_bfloat16 if gpu else peak_flops(device_name, "bfloat16"))
     tokens = SAMPLES * config.training.seq_len
-    out |= {"parameters": count.total, "active": count.active, "flops_per_token": flops, "tokens_per_step": tokens}
+    tell(device=device_name, parameters=count.total, active=count.active, flops_per_token=flops)
+    tell(tokens_per_step=tokens, head=6 * config.model.dim * config.model.vocab_size / flops)
+    rehearsed = None if peer else RehearsedPeak(options, rehearsed_as(device))
     try:
-        if side == "titanmoe":
-            out["parts"] = breakdown(config, device, peak, args.times)
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-        trainer = Side(config, device.type, graphs=side == "torchtitan") if peer else Ours(config, runtime)
-        for routing in ROUTINGS:
-            trainer.route(routing == "balanced")
-            took = seconds(trainer.step, device, args.steps)
-            out[routing] = {"s": took, "tokens_per_s": tokens / took, "imbalance": None}
-            out[routing]["mfu"] = tokens / took * flops / peak if peak else None
-            if not peer:
-                out[routing]["imbalance"] = trainer.report["imbalance"]
-        if device.type == "cuda":
-            out["peak_GiB"] = torch.cuda.max_memory_reserved(device) / 2**30
-            out["segments grow"] = any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+        steps(name, side, config, runtime, device, args, tokens * flops / peak if peak else None)
+        if rehearsed:
+            tell(**rehearsed.result())
     except torch.OutOfMemoryError as error:
-        out["out_of_memory"] = str(error).partition("\n")[0]
+        tell(out_of_memory=str(error).partition("\n")[0])
     except NotCompared as error:
-        out["not compared"] = str(error)
+        tell(**{"not compared": str(error)})
     except Exception as error:
-        if not peer:
-            raise
-        out["failed"] = reason(error)
-    print(json.dumps(out), flush=True)
+        traceback.print_exc()
+        tell(failed=reason(error))
+    else:
+        if side == "titanmoe" and args.times:
+            parts(config, device, peak, args.times)
+    tell(end=True)
     stop()
+
+
+def steps(
+    name: str, side: str, config: Any, runtime: Any, device: Any, args: argparse.Namespace, at_peak: float | None
+) -> None:
+    """Time whole steps of each routing. at_peak: the seconds that a step would take at the device's peak."""
+    import torch
+
+    graphs = side == "torchtitan"
+    trainer = Side(config, device.type, graphs) if side in PEERS else Ours(config, runtime)
+    if side in PEERS and trainer.note:
+        tell(note=trainer.note)
+    tokens = SAMPLES * config.training.seq_len
+    for routing in ROUTINGS:
+        trainer.route(routing == "balanced")
+        took = seconds(trainer.step, device, args.steps)
+        imbalance = None if side in PEERS else trainer.report["imbalance"]
+        mfu = at_peak and at_peak / took
+        tell(**{routing: {"s": took, "tokens_per_s": tokens / took, "mfu": mfu, "imbalance": imbalance}})
+    if device.type == "cuda":
+        tell(allocated_GiB=torch.cuda.max_memory_allocated(device) / 2**30)
+        segments = torch.cuda.memory_snapshot()
+        grow = any(segment.get("is_expandable") for segment in segments)
+        tell(**{"peak_GiB": torch.cuda.max_memory_reserved(device) / 2**30, "segments grow": grow})
+
+
+def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
+    """Time the parts of a layer, after the trainer has given its memory back."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    try:
+        for found in breakdown(config, device, peak, times):
+            tell(part=found)
+    except Exception as error:
+        traceback.print_exc()
+        tell(**{"parts failed": reason(error)})
 
 
 def alone() -> Any:
@@ -321,69 +412,117 @@ class Ours:
         self.report = self.trainer.train_step()
 
 
-def measure(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    answer = first_that_fits(name, side, args)
-    if side == "torchtitan" and "failed" in answer:
-        print(f"{name} torchtitan: with CUDA graphs: {answer['failed']}", flush=True)
-        answer = first_that_fits(name, "torchtitan-eager", args)
-    if side in PEERS and (why := answer.get("failed") or answer.get("out_of_memory")):
-        return {"shape": name, "side": answer["side"], "not compared": why}
-    return answer
+def measure(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict[str, Any]:
+    """Measure a shape on a side; TorchTitan's without CUDA graphs if it fails with them."""
+    row = first_that_fits(name, side, args, told)
+    if side == "torchtitan" and "failed" in row and "balanced" not in row:
+        row = first_that_fits(name, "torchtitan-eager", args, told)
+    if side in PEERS and (why := row.get("failed") or row.get("out_of_memory")):
+        row["not compared"] = why
+    return row
 
 
-def first_that_fits(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The first attempt that fits, in a process of its own."""
-    attempts = [(1, SAMPLES)] if args.tiny else SHAPES[name].attempts
-    answer: dict[str, Any] = {}
+def lines_of(command: list[str], limit: float) -> Iterator[str]:
+    """Yield what a command prints, line by line; raise TimeoutError and kill it if it takes longer than the limit."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    # Not read here: a process that it started may hold its output open after it has ended.
+    threading.Thread(target=lambda: [lines.put(line) for line in process.stdout or ()], daemon=True).start()
+    end, ended = time.monotonic() + limit, False
+    try:
+        while not (ended and lines.empty()):
+            try:
+                yield lines.get(timeout=0.2).rstrip("\n")
+            except queue.Empty:
+                ended = process.poll() is not None
+            if time.monotonic() > end:
+                raise TimeoutError(f"it took longer than {limit:.0f} s")
+        if process.returncode:
+            raise ChildProcessError(f"exit status {process.returncode}; its error is above")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callable[[dict, dict], None]) -> dict:
+    """Measure the first attempt that fits, in a process of its own. told: gets the row and what is new in it."""
+    attempts = [(2 if name == "gpt_oss" else 1, SAMPLES)] if args.tiny else SHAPES[name].attempts
+    limit = min(args.limit, PEER_SECONDS) if side in PEERS else args.limit
+    row: dict[str, Any] = {}
     for layers, batch in attempts:
         command = [sys.executable, str(HERE), "--one", name, side, str(layers), str(batch)]
         command += ["--steps", str(args.steps), "--times", str(args.times), "--peak-tflops", str(args.peak_tflops)]
-        command += ["--tiny"] * args.tiny + ["--set", *args.set]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        limit = PEER_SECONDS if side in PEERS else None
+        command += ["--limit", str(limit), *["--tiny"] * args.tiny, "--set", *args.set]
+        row = {"shape": name, "side": side, "layers": layers, "samples": batch}
         try:
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit)
-        except subprocess.TimeoutExpired:
-            return {"shape": name, "side": side, "not compared": f"it took longer than {limit} s"}
-        lines = run.stdout.strip().splitlines()
-        if run.returncode or not lines:
-            return {"shape": name, "side": side, "failed": f"exit status {run.returncode}; its error is above"}
-        answer = json.loads(lines[-1])
-        if "out_of_memory" not in answer:
-            return answer
+            for line in lines_of(command, limit):
+                new = figures(line)
+                if new.pop("end", False):
+                    break  # it may hang when it lets go of its device
+                if part := new.pop("part", None):
+                    row.setdefault("parts", []).append(part)
+                    told(row, {"part": part})
+                row |= new
+                told(row, new)
+        except (TimeoutError, ChildProcessError) as error:
+            row["failed"] = str(error)
+            told(row, {"failed": str(error)})
+        if "out_of_memory" not in row:
+            return row
         print(f"{name} {side}: {layers} layers, {batch} samples at a time do not fit", flush=True)
-    return answer
+    return row
+
+
+def figures(line: str) -> dict[str, Any]:
+    """Return the figures of a line that `tell` printed; {} after printing any other line."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        found = None
+    if isinstance(found, dict):
+        return found
+    print(line, flush=True)
+    return {}
 
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def show(row: dict[str, Any]) -> None:
-    if "not compared" in row:
-        print(f"{row['shape']:<9} {row['side']}: not compared: {row['not compared']}", flush=True)
-        return
+def gib(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f} GiB"
+
+
+def show(row: dict[str, Any], new: dict[str, Any]) -> None:
+    """Print what is new in a row."""
     head = f"{row['shape']:<9} {row['side']:<16}"
-    if "failed" in row or "out_of_memory" in row:
-        print(head, row.get("failed") or row["out_of_memory"], flush=True)
-        return
+    for key in ("note", "not compared", "failed", "out_of_memory", "parts failed"):
+        if key in new:
+            print(f"{head} {key.replace('_', ' ')}: {new[key]}", flush=True)
     goal = SHAPES[row["shape"]].goal
-    for routing in ROUTINGS:
-        of = row[routing]
+    for routing in (routing for routing in ROUTINGS if routing in new):
+        of = new[routing]
         imbalance = "-" if of["imbalance"] is None else f"{of['imbalance']:.2f}"
         print(
             f"{head} {routing:<9} {row['layers']:>6} {row['samples']:>7} {row['parameters'] / 1e9:7.2f}B "
-            f"{row['active'] / 1e9:6.2f}B {of['s'] * 1e3:9.1f} {of['tokens_per_s']:9.0f} {percent(of['mfu']):>6} "
-            f"{percent(goal):>6} {imbalance:>9}",
+            f"{row['active'] / 1e9:6.2f}B {percent(row['head']):>6} {of['s'] * 1e3:9.1f} {of['tokens_per_s']:9.0f} "
+            f"{percent(of['mfu']):>6} {percent(goal):>6} {imbalance:>9}",
             flush=True,
         )
-    if "segments grow" in row:
-        print(
-            f"    peak {row['peak_GiB']:.1f} GiB; memory segments {'grow' if row['segments grow'] else 'do NOT grow'}"
-        )
-    for part in row.get("parts", []):
+    if "segments grow" in new:
+        grow = "grow" if new["segments grow"] else "do NOT grow"
+        print(f"    peak {gib(row['allocated_GiB'])} allocated, {gib(row['peak_GiB'])} reserved; segments {grow}")
+    if "rehearsed_GiB" in new or "not rehearsed" in new:
+        why = f" ({new['not rehearsed']})" if "not rehearsed" in new else ""
+        rehearsed, allocated = gib(new.get("rehearsed_GiB")), gib(row.get("allocated_GiB"))
+        print(f"    titanmoe rehearse counts {rehearsed}{why}; allocated {allocated}", flush=True)
+    if part := new.get("part"):
         floor = "-" if part["floor_ms"] is None else f"{part['floor_ms']:.3f}"
-        print(f"    {part['part']:<10} {part['ms']:9.3f} ms   floor {floor:>8} ms   {percent(part['of_floor']):>6}")
+        print(
+            f"    {part['part']:<12} {part['ms']:9.3f} ms   floor {floor:>8} ms   {percent(part['of_floor']):>6}",
+            flush=True,
+        )
 
 
 def versions() -> dict[str, str]:
@@ -405,7 +544,8 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows:
             if row["side"] in PEERS:
                 continue
-            if shape.goal and row["shape"] == name and "balanced" in row and row["balanced"]["mfu"] is not None:
+            measured = all(routing in row and row[routing]["mfu"] is not None for routing in ROUTINGS)
+            if shape.goal and row["shape"] == name and measured:
                 reached = ", ".join(f"{routing} {percent(row[routing]['mfu'])}" for routing in ROUTINGS)
                 met = all(row[routing]["mfu"] >= shape.goal for routing in ROUTINGS)
                 verdict = "met" if met else "not met"
@@ -422,7 +562,8 @@ def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
         for row in rows:
             same = all(row.get(key) == peer.get(key) for key in ("shape", "layers", "samples"))
             ours = row["side"] not in {*PEERS, "plain"}
-            if peer["side"] in PEERS and ours and same and "balanced" in peer and "balanced" in row:
+            measured = all(routing in x for routing in ROUTINGS for x in (peer, row))
+            if peer["side"] in PEERS and ours and same and measured:
                 ratios = {routing: peer[routing]["s"] / row[routing]["s"] for routing in ROUTINGS}
                 reached = ", ".join(f"{routing} {ratio:.2f}" for routing, ratio in ratios.items())
                 verdict = "met" if min(ratios.values()) >= PEER_GOAL else "not met"
@@ -438,10 +579,11 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["titanmoe", "plain"])
     parser.add_argument("--steps", type=int, default=5, help="timed steps per routing, after two untimed ones")
-    parser.add_argument("--times", type=int, default=10, help="timed calls of each part of a layer")
+    parser.add_argument("--times", type=int, default=10, help="timed calls of each part of a layer; 0: no parts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more models after this time")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one model on one side, then it is killed")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device in bf16; 0: known GPUs'")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, 8 bits emulated, for a machine without a GPU")
     parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
@@ -453,23 +595,31 @@ def main() -> None:
     about["against"] = "titanmoe's own plain path" + " and TorchTitan" * bool(PEERS.intersection(args.sides))
     about["command"] = " ".join(["python", "scripts/bench/layers.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n")
-    head = "routing   layers samples  params  active   ms/step  tokens/s    MFU   goal imbalance"
-    print(f"{'shape':<9} {'side':<16} {head}")
-    rows, left_out = [], []
+    head = "routing   layers samples  params  active   head   ms/step  tokens/s    MFU   goal imbalance"
+    print(f"{'shape':<9} {'side':<16} {head}", flush=True)
+    rows: list[dict[str, Any]] = []
+    left_out = []
+
+    def told(row: dict[str, Any], new: dict[str, Any]) -> None:
+        show(row, new)
+        if args.json:
+            args.json.write_text(json.dumps(about | {"rows": [*rows, row]}, indent=1))
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its process ends too
     for side in args.sides:
         for name in args.shapes:
             if time.monotonic() - began > args.seconds:
                 left_out.append(f"{name} {side}")
                 continue
-            rows.append(measure(name, side, args))
-            show(rows[-1])
+            rows.append(measure(name, side, args, told))
             if args.json:
                 args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
     for line in verdicts(rows):
         print(line)
     if left_out:
         print(f"left out, because {args.seconds:.0f} s were over: {', '.join(left_out)}")
-    if any("failed" in row or "out_of_memory" in row for row in rows):
+    wrong = ("failed", "out_of_memory", "parts failed")
+    if any(key in row for row in rows for key in wrong if row["side"] not in PEERS):
         raise SystemExit(1)
 
 

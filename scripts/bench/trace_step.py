@@ -1,12 +1,14 @@
 #!/usr/bin/env python
 """Where a step's time on the GPU goes, as text: one traced step of a model of layers.py.
 
-    python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 4] [--side compiled] [--keep trace.json.gz]
+    python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 8] [--side compiled] [--keep trace.json.gz]
 
-Prints the step's time and how much of it the GPU worked; how long it stood idle after the host had waited for it (the
-one sync of a dropless MoE layer); kernels launched, in all and per layer; the share of norms, rotation and other
-regions; and the 15 kernels that took longest, each with the part of the roofline that its operation's shapes allow: the
-longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, over what it took.
+Prints the step's time without and with the profiler and how much of it the GPU worked; how long it stood idle after the
+host had waited for it (the one sync of a dropless MoE layer); kernels launched, in all and per layer; the time of
+products, attention, swiglu, router, loss and other groups; and the 15 kernels that took longest, each with the part of
+the roofline that its operation's shapes allow: the longer of its FLOPs at the device's peak and its bytes at the
+device's bandwidth (titanmoe/plan/hardware), over what it took. Last comes the step's peak of memory beside what
+`titanmoe rehearse` counts for the same run.
 """
 
 from __future__ import annotations
@@ -16,28 +18,39 @@ import gzip
 import json
 import math
 import re
+import shutil
 import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+import layers  # noqa: E402
 
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
 WIDTH = {"double": 8, "float": 4, "int": 4, "long int": 8, "c10::BFloat16": 2, "c10::Half": 2, "bool": 1}
 PRODUCTS = ("mm", "bmm", "linear", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
+KEEP_MIB = 3
+"""A trace that is larger, compressed, is not kept."""
 GROUPS = {
-    "matrix products": r"gemm|cutlass|nvjet|wgmma|cublas|grouped",
-    "attention": r"flash|fmha|attention|flex",
-    "norms": r"norm|rsqrt|mean",
-    "rotation (RoPE)": r"rope|rotat|CatArray|complex",
-    "routed rows": r"to_rows|to_tokens|reorder|scatter|gather|index|sort|cumsum|histogram",
-    "optimizer": r"adam|multi_tensor|foreach",
     "messages": r"nccl",
+    "attention": r"flash|fmha|attention|flex|sdpa",  # before products: cuDNN's kernels have wgmma in their names
+    "optimizer": r"adam|multi_tensor|foreach",
+    "8 bits": r"^_quantise",
+    "matrix products": r"gemm|cutlass|nvjet|wgmma|cublas|grouped|^_add_gradient|aten::(mm|bmm|addmm|_scaled_mm) *$",
+    "swiglu": r"swiglu|silu",
+    "router": r"^_route|^_score_spread|topk|sigmoid",
+    "loss": r"^_loss|loss_slice|cross_entropy|log_softmax|nll",
+    "norms": r"norm|rsqrt|mean",
+    "rotation (RoPE)": r"rope|rotat|CatArray|complex|^_(join|split|copy_heads)$|^_(join|split|copy_heads) ",
+    "embedding": r"embedding",
+    "routed rows": r"^_(fetch|sum|assign|regroup)_rows|^_count_choices|^_put|to_rows|to_tokens|reorder"
+    r"|scatter|gather|index|sort|cumsum|histogram",
+    "copies": r"memcpy|memset|copy",
 }
 """Kinds of kernels, by a pattern of their names; the first match counts, and without one it is 'other'."""
 
@@ -60,7 +73,8 @@ class Summary:
     waits: int
     kernels: list[Kernel]
     layers: int
-    shares: dict[str, float] = field(default_factory=dict)
+    groups: dict[str, list[Kernel]] = field(default_factory=dict)
+    """The kernels of each kind."""
     attention: list[str] = field(default_factory=list)
     """The kernels that it ran in."""
 
@@ -73,26 +87,43 @@ class Summary:
             f"{count} kernels, {count / self.layers:.0f} per layer",
             "attention ran in " + (", ".join(name[:70] for name in self.attention) or "no kernel with such a name"),
             "",
-            *(f"{share:7.1%}  {name}" for name, share in sorted(self.shares.items(), key=lambda item: -item[1])),
+            f"{'ms':>9} {'share':>6} {'calls':>6} {'roofline':>9}  group",
+            *(self.line(name, kernels) for name, kernels in longest_first(self.groups)),
             "",
             f"{'ms':>9} {'share':>6} {'calls':>6} {'roofline':>9}  kernel (operation)",
         ]
         return out + self.longest(most)
+
+    def line(self, name: str, kernels: list[Kernel]) -> str:
+        """Return the row of a table for some of the step's kernels. The roofline is that of those with a floor."""
+        time = sum(kernel.time for kernel in kernels)
+        with_floor = [kernel for kernel in kernels if kernel.floor]
+        floor = sum(kernel.floor for kernel in with_floor)
+        part = f"{floor / sum(kernel.time for kernel in with_floor):.0%}" if with_floor else "-"
+        return f"{time / 1e3:9.3f} {time / self.busy:6.1%} {len(kernels):6} {part:>9}  {name}"
 
     def longest(self, most: int) -> list[str]:
         rows: dict[tuple[str, str], list[Kernel]] = defaultdict(list)
         for kernel in self.kernels:
             rows[kernel.name, kernel.operation].append(kernel)
         out = []
-        for (name, operation), all_of in sorted(rows.items(), key=lambda row: -sum(k.time for k in row[1]))[:most]:
-            time, floor = sum(k.time for k in all_of), sum(k.floor for k in all_of)
-            part = f"{floor / time:.0%}" if floor else "-"
+        for (name, operation), kernels in longest_first(rows)[:most]:
             short = name if len(name) <= 70 else f"{name[:67]}..."
-            out.append(
-                f"{time / 1e3:9.3f} {time / self.busy:6.1%} {len(all_of):6} {part:>9}  {short}"
-                + f" ({operation})" * bool(operation)
-            )
+            out.append(self.line(short + f" ({operation})" * bool(operation), kernels))
         return out
+
+
+Key = TypeVar("Key")
+
+
+def longest_first(kernels: dict[Key, list[Kernel]]) -> list[tuple[Key, list[Kernel]]]:
+    return sorted(kernels.items(), key=lambda item: -sum(kernel.time for kernel in item[1]))
+
+
+def group_of(kernel: str, operation: str) -> str:
+    """Return the group of a kernel, by its name and that of the operation which launched it."""
+    words = f"{kernel} {operation}"
+    return next((name for name, fits in GROUPS.items() if re.search(fits, words, re.IGNORECASE)), "other")
 
 
 def elements(dims: Any) -> int:
@@ -119,7 +150,7 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     """peak: FLOP/s, bandwidth: bytes per second. events: of one step, as torch's profiler exports them."""
     events = [e for e in events if e.get("ph") == "X"]
     operations = {
-        e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "External id" in e["args"]
+        e["args"]["External id"]: e for e in events if e.get("cat") == "cpu_op" and "External id" in e.get("args", {})
     }
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not on_gpu:
@@ -134,8 +165,8 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
                 kernel.floor = floor(operation, peak, bandwidth)
                 counted.add(number)
         kernels.append(kernel)
-    begin = min(min(e["ts"] for e in events), kernels[0].begin)
-    end = max(e["ts"] + e["dur"] for e in events)
+    work = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")] + on_gpu
+    begin, end = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
 
     spans, busy, reached = [], 0.0, -math.inf
     for kernel in kernels:  # several streams may work at once
@@ -148,62 +179,78 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     over = [e["ts"] + e["dur"] for e in waits]
     idle = sum(stop - start for start, stop in spans if any(start <= moment <= stop for moment in over))
 
-    shares: dict[str, float] = defaultdict(float)
-    attention = set()
-    total = sum(kernel.time for kernel in kernels)
+    groups: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
-        words = f"{kernel.name} {kernel.operation}"
-        group = next((name for name, fits in GROUPS.items() if re.search(fits, words, re.IGNORECASE)), "other")
-        shares[group] += kernel.time / total
-        if group == "attention":
-            attention.add(kernel.name)
-    return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(shares), sorted(attention))
+        groups[group_of(kernel.name, kernel.operation)].append(kernel)
+    attention = sorted({kernel.name for kernel in groups.get("attention", [])})
+    return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(groups), attention)
 
 
-def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float]:
-    """Trains three steps and traces the last; returns the config, and the device's peak and bandwidth."""
-    import layers
+def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, list[str]]:
+    """Train some steps and trace the last. Return the config, the device's peak and bandwidth, and lines on the time of
+    a step without the profiler and on memory.
+    """
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, schedule
 
     from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
-    from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start
 
-    config = read(
-        layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, []), 1, PARTS
-    )
+    recipe = layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, [])
+    config = read(recipe, 1, PARTS)
     runtime = start(config)
+    device, on_gpu = runtime.device, runtime.device.type == "cuda"
+    rehearsed = layers.RehearsedPeak(recipe, layers.rehearsed_as(device))
     ours = layers.Ours(config, runtime)
-    for _ in range(2):
-        ours.step()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if runtime.device.type == "cuda" else [])]
-    with profile(activities=kinds, record_shapes=True) as trace:
-        ours.step()
-        layers.synchronize(runtime.device)
-    trace.export_chrome_trace(str(file))
-    name = torch.cuda.get_device_name() if runtime.device.type == "cuda" else "cpu"
-    peak, bandwidth = peak_flops(name, "bfloat16"), layers.known(layers.BANDWIDTH, runtime.device)
-    return config, peak or math.inf, bandwidth or math.inf
+    ours.step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    lines = [f"step without the profiler: {layers.seconds(ours.step, device, options.steps) * 1e3:.2f} ms"]
+    allocated = torch.cuda.max_memory_allocated(device) / 2**30 if on_gpu else None
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(
+        activities=kinds,
+        schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+        on_trace_ready=lambda trace: trace.export_chrome_trace(str(file)),
+        record_shapes=True,
+    ) as trace:
+        for _ in range(2):
+            ours.step()
+            layers.synchronize(device)
+            trace.step()
+    counted = rehearsed.result()
+    why = f" ({counted['not rehearsed']})" if "not rehearsed" in counted else ""
+    lines.append(f"peak of memory: {layers.gib(allocated)} allocated, titanmoe rehearse counts "
+                 f"{layers.gib(counted.get('rehearsed_GiB'))}{why}")  # fmt: skip
+    gpu = layers.rates(device)
+    return config, gpu.peak_bfloat16 if gpu else math.inf, gpu.bandwidth if gpu else math.inf, lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", nargs="?", default="qwen3", choices=["mixtral", "qwen3", "qwen2", "deepseek"])
-    parser.add_argument("--side", default="titanmoe", choices=["titanmoe", "compiled", "fp8", "plain"])
+    parser.add_argument("shape", nargs="?", default="qwen3", choices=layers.SHAPES)
+    parser.add_argument("--side", default="titanmoe", choices=[x for x in layers.SIDES if x not in layers.PEERS])
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=4, help="per microbatch")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs on a GPU")
+    parser.add_argument("--samples", type=int, default=8, help="per microbatch")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps without the profiler")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs; also without a GPU")
     parser.add_argument("--keep", type=Path, help="keep the trace in this file, for https://ui.perfetto.dev")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        file = options.keep or Path(folder, "trace.json.gz")
-        config, peak, bandwidth = traced(options, file)
+        file = Path(folder, "trace.json.gz")
+        config, peak, bandwidth, lines = traced(options, file)
+        print(f"{options.shape}, {options.layers} layers, {options.side}", *lines, sep="\n", flush=True)
         with gzip.open(file, "rt") as text:
-            found = summary(json.load(text)["traceEvents"], config.model.num_layers, peak, bandwidth)
-    print(f"{options.shape}, {options.layers} layers, {options.side}")
-    print("\n".join(found.lines()))
+            events = json.load(text)["traceEvents"]
+        if options.keep and file.stat().st_size < KEEP_MIB * 2**20:
+            shutil.copy(file, options.keep)
+        elif options.keep:
+            print(f"the trace has {file.stat().st_size / 2**20:.1f} MiB and is not kept: {KEEP_MIB} are the most")
+    if options.tiny and not any(event.get("cat") == "kernel" for event in events):
+        print("no GPU, so no kernels")
+        return 0
+    print("\n".join(summary(events, config.model.num_layers, peak, bandwidth).lines()))
     return 0
 
 

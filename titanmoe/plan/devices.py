@@ -98,8 +98,14 @@ def names() -> list[str]:
 
 def device_like(gpu: str) -> Device:
     """The shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; an H100 for any other."""
+    return known_device(gpu) or read_device("h100")
+
+
+def known_device(gpu: str) -> Device | None:
+    """Return the shipped device that a GPU's own name contains, such as "NVIDIA H100 80GB HBM3"; None if none is."""
     longest_first = sorted(names(), key=len, reverse=True)
-    return read_device(next((name for name in longest_first if name.upper() in gpu.upper()), "h100"))
+    found = next((name for name in longest_first if name.upper() in gpu.upper()), None)
+    return found and read_device(found)
 
 
 def read_device(name: str) -> Device:
