@@ -614,8 +614,8 @@ def main() -> None:
             rows.append(measure(name, side, args, told))
             if args.json:
                 args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
-    for line in verdicts(rows):
-        print(line)
+    if not args.tiny:
+        print(*verdicts(rows), sep="\n")
     if left_out:
         print(f"left out, because {args.seconds:.0f} s were over: {', '.join(left_out)}")
     wrong = ("failed", "out_of_memory", "parts failed")

@@ -27,6 +27,8 @@ Changed from outside, and why:
   * Attention only uses kernels that keep no scores: without one, it refuses rather than measuring something else.
   * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
     tokens it has.
+  * Before torch 2.13, FSDP shards the last norm and the head each for themselves: together, as it asks for, the chunked
+    loss frees the norm's weight before its backward ("data is not allocated yet", seen on 2.11). The row says so.
   * Warnings are not shown.
 and on CPUs also:
   * No accelerator means "cpu"; by default it would mean "cuda".
@@ -100,7 +102,8 @@ def _import(device: str) -> None:
 
         torch._utils._get_available_device_type = lambda: "cpu"
     try:
-        import torchtitan.trainer  # noqa: F401
+        import torchtitan.distributed.fsdp
+        import torchtitan.trainer
         from torch.nn.attention import SDPBackend
         from torchtitan.components import metrics
         from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -117,8 +120,28 @@ def _import(device: str) -> None:
         kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     ScaledDotProductAttention.sdpa_backends = kernels
     _balance_shards(TokenChoiceTopKRouter)
+    if before_2_13():
+        _shard_one_by_one(torchtitan.distributed.fsdp)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+
+
+def before_2_13() -> bool:
+    import torch
+
+    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
+def _shard_one_by_one(fsdp: types.ModuleType) -> None:
+    """Give every module of a list that is sharded together an FSDP unit of its own."""
+    fully_shard = fsdp.fully_shard
+
+    def wrapped(modules: Any, **settings: Any) -> Any:
+        if isinstance(modules, list):
+            return [fully_shard(module, **settings) for module in modules]
+        return fully_shard(modules, **settings)
+
+    fsdp.fully_shard = wrapped
 
 
 def _pad_values(attention: Any) -> None:
@@ -251,6 +274,7 @@ class Side:
         if device == "cpu":
             spec.parallelize_fn = _plain_sums(spec.parallelize_fn)
         tokenizer, loader = _no_tokenizer(), _random_tokens(config.model.vocab_size)
+        self.note = "norm and head are FSDP units of their own, for this torch" if before_2_13() else ""
         self.folder = tempfile.TemporaryDirectory()
         self.graphs = graphs
         self.trainer = Trainer.Config(
