@@ -186,7 +186,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cp", type=int, default=8)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args(argv)
+    if args.tiny:
+        args.lengths, args.cp, args.window = [1024], 2, 64
     model = Model(**preset("qwen3_moe", "30b_a3b"))
     rows = [row for n in args.lengths for name in args.masks for row in rows_of(name, n, args.cp, args.window, model)]
     print(table(rows))

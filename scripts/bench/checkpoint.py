@@ -46,8 +46,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
     parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
     model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
+    if args.tiny:
+        args.rounds = 1
+        model += ["--model.dim=64", "--model.num_layers=1", "--model.vocab_size=256", "--model.expert_hidden=32"]
     if args.config:
         model = ["--config", args.config]
     config = read([*model, "--checkpoint.keep_last=1"], world_size(), PARTS)

@@ -1,6 +1,7 @@
 """How many chunks to cut the routed rows of a recipe into, from the measured times of messages and products.
 
     torchrun --nproc-per-node 8 scripts/bench/chunks.py --config RECIPE.toml [--table.field value ...]
+    python scripts/bench/chunks.py --tiny      the smallest sizes on one CPU rank: checks that it runs, measures nothing
 
 Run it where the recipe will run, on as many ranks. It prints moe.overlap_chunks and what it was chosen from.
 
@@ -39,6 +40,9 @@ from titanmoe.train.runtime import start as start_process
 MOST = 8
 SHARES = (8, 4, 2, 1)
 """Messages and products are timed with the rows divided by each of these."""
+TINY = ["--config", str(Path(__file__).resolve().parents[2] / "train_configs/debug.toml"), "--training.device=cpu"]
+TINY += ["--parallelism.tp=1", "--parallelism.experts.ep=1", "--training.seq_len=32", "--training.local_batch_size=2"]
+TINY += ["--training.global_batch_size=2"]
 ROUNDS, CALLS = 3, 4
 
 
@@ -173,7 +177,7 @@ def routed_rows(config: Config, meshes: Meshes) -> int:
 
 
 def main() -> int:
-    config = read(sys.argv[1:], world_size(), PARTS)
+    config = read(TINY if sys.argv[1:] == ["--tiny"] else sys.argv[1:], world_size(), PARTS)
     runtime = start_process(config)
     meshes = make_meshes(
         derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device

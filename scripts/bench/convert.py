@@ -136,14 +136,17 @@ def growth(*conversions: tuple[object, ...]) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("family")
-    parser.add_argument("size")
+    parser.add_argument("family", nargs="?", default="qwen3_moe")
+    parser.add_argument("size", nargs="?", default="30b_a3b")
     parser.add_argument("--layers", type=int, default=1, help="with experts")
     parser.add_argument("--experts", type=int, help="fewer than the family has")
     parser.add_argument("--vocab", type=int, help="a smaller vocabulary than the family has")
     parser.add_argument("--low-precision", action="store_true", help="experts in FP8 or MXFP4")
     parser.add_argument("--folder", type=Path, help="where there is room")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.family, args.size, args.experts, args.vocab = "qwen3_moe", "debug", 8, 64
     model = Model(**preset(args.family, args.size))
     model = replace(model, num_layers=args.layers, num_dense_layers=0, mtp_depth=0)
     if args.vocab:
@@ -163,6 +166,8 @@ def main() -> None:
             "--to-hf": ("--to-hf", folder / "ours", folder / "out", "--overwrite"),
             "--to-hf, adapters": ("--to-hf", folder / "adapters", folder / "out", "--overwrite"),
         }
+        if args.tiny:
+            commands = {"--from-hf": commands["--from-hf"]}
         for what, command in commands.items():
             began = time.perf_counter()
             (grown,) = growth(command)

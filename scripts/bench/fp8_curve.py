@@ -41,7 +41,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="also write every loss here")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    smallest = ["--training.seq_len=16", "--training.local_batch_size=1", "--training.global_batch_size=1"]
+    if args.tiny:
+        args.steps = 4
     import torch
 
     from titanmoe.parts import PARTS
@@ -53,7 +57,7 @@ def main() -> None:
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.platform()}
     about["command"] = " ".join(["python", "scripts/bench/fp8_curve.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)
-    further = [f"--training.steps={args.steps}", f"--training.device={args.device}"]
+    further = [f"--training.steps={args.steps}", f"--training.device={args.device}", *(smallest if args.tiny else [])]
     configs = {name: read([*BASE, *options, *further], 1, PARTS) for name, options in RUNS.items()}
     runtime, curves = start(configs["float32"]), {}
     for name, config in configs.items():

@@ -184,12 +184,12 @@ class Steps:
         return forward, backward
 
 
-def seconds(runs: dict[int, Steps]) -> tuple[float, ...]:
+def seconds(runs: dict[int, Steps], rounds: int) -> tuple[float, ...]:
     """Of a layer, forward and backward."""
     spans: dict[int, tuple[list[float], list[float]]] = {n: ([], []) for n in runs}
     gc.collect()
     gc.disable()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for n, run in runs.items():
             for all_of, some in zip(spans[n], run.run(), strict=True):
                 all_of.extend(some)
@@ -251,7 +251,7 @@ def serve(args: argparse.Namespace) -> None:
         microbatches = runs[LAYERS[0]].training.loader.microbatches
         print(json.dumps([device_seconds(whole, world), whole.model.num_layers, microbatches]), flush=True)
         for _ in sys.stdin:
-            print(json.dumps(seconds(runs)), flush=True)
+            print(json.dumps(seconds(runs, 1 if args.tiny else ROUNDS)), flush=True)
 
 
 def main() -> None:
@@ -262,12 +262,15 @@ def main() -> None:
     parser.add_argument("--profile", type=int, default=0, help="show that many functions by their own time instead")
     parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.turns, args.recipe = 1, str(HERE.parents[2] / "train_configs/debug.toml")
     if args.profile and args.root is None:
         args.root = HERE.parents[2]
     if args.root is not None:
         return serve(args)
-    words = [args.recipe, *(["--set", *args.set] if args.set else [])]
+    words = [args.recipe, *(["--set", *args.set] if args.set else []), *["--tiny"] * args.tiny]
     roots = {"titanmoe": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
     sides = {name: Side(root, words) for name, root in roots.items()}
     turns = {name: [] for name in sides}

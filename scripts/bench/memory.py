@@ -47,16 +47,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.rounds = 1
+    scale = 8 if args.tiny else 1
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tables = {}
     for name, unit, make in (
-        ("experts: 64, top 8, model 768, hidden 256", "kept, bytes per token", experts),
+        (f"experts: 64, top 8, model {768 // scale}, hidden 256", "kept, bytes per token", experts),
         ("latent attention: DeepSeek-V3, 16 heads", "kept, bytes per token", latent_attention),
-        ("loss: 1024 tokens, vocabulary 131072, model 256", "peak, MiB", loss),
+        (f"loss: {1024 // scale} tokens, vocabulary {131072 // scale}, model 256", "peak, MiB", loss),
     ):
-        tables[name] = rows = list(make(args.rounds))
+        tables[name] = rows = list(make(args.rounds, scale))
         print(f"\n{name}\n{'':<44}{unit:>22}{'of the first':>14}{'time':>8}")
         for row in rows:
             share = row["bytes"] / rows[0]["bytes"]
@@ -66,11 +70,11 @@ def main() -> None:
         args.json.write_text(json.dumps(tables | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))
 
 
-def experts(rounds: int) -> Iterator[Row]:
-    tokens, top_k = 512, 8
-    made = init(Experts(Model(num_experts=64, dim=768, expert_hidden=256), MoE(), torch.float32))
+def experts(rounds: int, scale: int) -> Iterator[Row]:
+    tokens, top_k, dim = 512 // scale, 8, 768 // scale
+    made = init(Experts(Model(num_experts=64, dim=dim, expert_hidden=256), MoE(), torch.float32))
     count_e = torch.full((64,), tokens * top_k // 64)
-    x_RD = torch.randn(tokens * top_k, 768, requires_grad=True)
+    x_RD = torch.randn(tokens * top_k, dim, requires_grad=True)
     weight_R1 = torch.rand(tokens * top_k, 1, requires_grad=True)
 
     def halves() -> tuple[Tensor, Tensor]:
@@ -94,11 +98,12 @@ def experts(rounds: int) -> Iterator[Row]:
     )
 
 
-def latent_attention(rounds: int) -> Iterator[Row]:
-    samples, length = 1, 512
+def latent_attention(rounds: int, scale: int) -> Iterator[Row]:
+    samples, length = 1, 512 // scale
     model = Model(
-        dim=2048, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536, head_dim=192,
-        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_experts=1, top_k=1, expert_hidden=8,
+        dim=2048 // scale, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536,
+        head_dim=192, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_experts=1, top_k=1,
+        expert_hidden=8,
     )  # fmt: skip
     x_BSD = torch.randn(samples, length, model.dim, requires_grad=True)
     rope = rope_angles(torch.arange(length).expand(samples, length), model, model.qk_rope_head_dim, torch.float32)
@@ -117,8 +122,8 @@ def latent_attention(rounds: int) -> Iterator[Row]:
     yield from compare(variants, rounds, lambda variant: kept(variant, known) / (samples * length))
 
 
-def loss(rounds: int) -> Iterator[Row]:
-    tokens, dim, vocabulary = 1024, 256, 131072
+def loss(rounds: int, scale: int) -> Iterator[Row]:
+    tokens, dim, vocabulary = 1024 // scale, 256, 131072 // scale
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
     label_T = torch.randint(vocabulary, (tokens,))

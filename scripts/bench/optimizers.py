@@ -1,6 +1,7 @@
 """AdamW and Muon on the debug corpus, each tuned by the same sweep: tokens until the loss reaches a target.
 
     python scripts/bench/optimizers.py            run what docs/optimizers.jsonl lacks, then write table and plot
+    python scripts/bench/optimizers.py --tiny     one run of two steps: checks that it runs, writes nothing
 
 5 rates x 3 seeds for each optimizer: train_configs/debug.toml on one CPU rank, 60 steps of 2,048 tokens, a minute each.
 The loss of a step is the mean over it and the four before. An optimizer's best rate is the one with the fewest tokens
@@ -37,10 +38,18 @@ def read() -> list[dict]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
 
 
-def losses(optimizer: str, rate: float, seed: int) -> list[float]:
+def losses(optimizer: str, rate: float, seed: int, *further: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         own = f"--optimizer.name {optimizer} --optimizer.lr {rate} --training.seed {seed} --job.dump_folder {folder}"
-        command = [sys.executable, "train.py", "--config", "train_configs/debug.toml", *COMMON.split(), *own.split()]
+        command = [
+            sys.executable,
+            "train.py",
+            "--config",
+            "train_configs/debug.toml",
+            *COMMON.split(),
+            *own.split(),
+            *further,
+        ]
         subprocess.run([*command, "--job.name", "run"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     return [round(json.loads(line)["loss"], 4) for line in lines]
@@ -108,6 +117,21 @@ def write(rows: list[dict]) -> None:
     PAGE.write_text(f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{rest.partition(END)[2]}")
 
 
+def check() -> None:
+    """Run two steps of the first optimizer, and make table and plot as if all runs had been like it. Writes nothing."""
+    short = ["--training.steps", "2", "--training.seq_len", "16", "--training.global_batch_size", "1"]
+    loss = losses(OPTIMIZERS[0], RATES[0], SEEDS[0], *short, "--training.local_batch_size", "1")
+    runs = product(OPTIMIZERS, RATES, SEEDS)
+    rows = [
+        {"optimizer": optimizer, "lr": rate, "seed": seed, "loss": loss * (STEPS // 2)}
+        for optimizer, rate, seed in runs
+    ]
+    print(table(rows), len(plot(rows)))
+
+
 if __name__ == "__main__":
-    run()
-    write(read())
+    if sys.argv[1:] == ["--tiny"]:
+        check()
+    else:
+        run()
+        write(read())

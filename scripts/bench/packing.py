@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--sigma", type=float, default=1.3)
     parser.add_argument("--family", default="mixtral")
     parser.add_argument("--size", default="8x7b")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     asked = parser.parse_args()
+    steps = 1 if asked.tiny else STEPS
     draw, model = np.random.default_rng(0), Model(**preset(asked.family, asked.size))
     lengths = np.maximum(2, draw.lognormal(np.log(asked.median), asked.sigma, 100_000).astype(np.int64))
     documents = MemoryDocuments("long-tailed", np.zeros(0, np.int64), np.append(0, np.cumsum(lengths)))
@@ -54,10 +56,10 @@ def main() -> None:
         print("microbatches  data ranks  samples   rank: in turn  by work   microbatch: in turn  by work")
         for microbatches, ranks, size in SHARES:
             count, found = microbatches * ranks * size, np.zeros((2, 2))
-            for _ in range(STEPS):
+            for _ in range(steps):
                 work_N = np.array([work(length_P) for length_P in packer.lengths(packer.take(count))])
-                found[0] += uneven(work_N.reshape(microbatches, ranks, size)) / STEPS
-                found[1] += uneven(work_N[assign(work_N, microbatches, ranks, size)]) / STEPS
+                found[0] += uneven(work_N.reshape(microbatches, ranks, size)) / steps
+                found[1] += uneven(work_N[assign(work_N, microbatches, ranks, size)]) / steps
             (rank, microbatch), (rank_even, microbatch_even) = found
             print(
                 f"{microbatches:>12}  {ranks:>10}  {size:>7}   {rank:>13.3f}  {rank_even:>7.3f}"

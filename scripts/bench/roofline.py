@@ -183,7 +183,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer, in one sequence (default 4096)")
     parser.add_argument("--torchtitan", action="store_true", help="TorchTitan's layers too, where it has the model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.models, args.tokens = ["qwen3"], 128
     head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside")
     head += ("MFU H100", "MFU H200", "usual H100", "usual H200")
     body, tables, report = [head], [], {}

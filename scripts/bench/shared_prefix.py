@@ -101,7 +101,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.text, args.pairs, args.steps = 16, 1, 1
     if args.way:
         return one(args.way, args.text, args.pairs, args.steps)
     print("| | tokens | labels | first loss | CPU time of a step | memory |\n|---|---|---|---|---|---|")

@@ -255,7 +255,12 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
     parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
+    if args.tiny:
+        args.models, args.cases, args.rounds, args.steps, args.warmup = ["ds"], ["1x2"], 1, 1, 1
+        args.set = ["training.seq_len=16", "model.num_layers=2", "model.num_heads=2", *args.set]
+        args.set += ["model.num_kv_heads=2", "model.vocab_size=64"]
     if args.torchtitan:
         from torchtitan_side import NotCompared, check
 

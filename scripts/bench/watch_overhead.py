@@ -57,8 +57,12 @@ class Timed(Observer):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, metavar="N")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes: checks that it runs, measures nothing")
     args = parser.parse_args()
-    config = read(CONFIG, world_size(), PARTS)
+    if args.tiny:
+        args.steps = 2
+    alone = ["--parallelism.tp=1", "--parallelism.experts.ep=1"]
+    config = read([*CONFIG, *(alone if world_size() == 1 else [])], world_size(), PARTS)
     runtime = start(config)
     training = build_training(config, runtime, checks=checks)
     trainer, watch = Trainer(training), Watch(config.training, config.checkpoint, training)
