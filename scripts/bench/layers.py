@@ -46,6 +46,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -500,6 +502,8 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
     for key in ("note", "not compared", "failed", "out_of_memory", "parts failed"):
         if key in new:
             print(f"{head} {key.replace('_', ' ')}: {new[key]}", flush=True)
+    if "device" in new:
+        print(f"{head} on {new['device']}", flush=True)
     goal = SHAPES[row["shape"]].goal
     for routing in (routing for routing in ROUTINGS if routing in new):
         of = new[routing]
@@ -526,15 +530,8 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    code = (
-        "import json, platform, torch, importlib.util as u; "
-        "t = __import__('triton').__version__ if u.find_spec('triton') else 'none'; "
-        "d = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(); "
-        "print(json.dumps({'torch': torch.__version__, 'triton': t, 'cuda': str(torch.version.cuda), 'device': d}))"
-    )
-    return json.loads(
-        subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
-    )
+    """Return the installed versions. torch is not imported, which takes seconds."""
+    return {name: version(name) if find_spec(name) else "none" for name in ("torch", "triton")}
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:

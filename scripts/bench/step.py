@@ -152,12 +152,12 @@ def serve(root: str, options: list[str]) -> None:
     stop()
 
 
-def matrix_peak(dtype: str) -> float:
+def matrix_peak(dtype: str, size: int = 2048) -> float:
     """FLOPs per CPU-second of one thread, the best of several products."""
     import torch
 
     torch.set_num_threads(1)
-    size, best = 2048, float("inf")
+    best = float("inf")
     a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in "ab")
     for _ in range(4):
         used = time.thread_time()
@@ -168,6 +168,7 @@ def matrix_peak(dtype: str) -> float:
 
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     ranks, threads, _ = CASES[case]
+    threads = 1 if args.tiny else threads
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
     dtype = next((word.partition("=")[2] for word in args.set if "mixed_precision_param=" in word), "bfloat16")
     here = HERE.parents[2]
@@ -195,7 +196,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
     try:
         for _ in range(args.rounds):
-            peaks.append(matrix_peak(dtype))
+            peaks.append(matrix_peak(dtype, 64 if args.tiny else 2048))
             for side in list(sides):
                 if side not in worlds and not begin(side):
                     del sides[side]
