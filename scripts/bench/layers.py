@@ -329,7 +329,9 @@ def one(args: argparse.Namespace) -> None:
     gpu = rates(device)
     peak = args.peak_tflops * 1e12 or (gpu.peak_bfloat16 if gpu else peak_flops(device_name, "bfloat16"))
     tokens = SAMPLES * config.training.seq_len
-    tell(device=device_name, parameters=count.total, active=count.active, flops_per_token=flops)
+    tell(
+        device=device_name, torch=torch.__version__, parameters=count.total, active=count.active, flops_per_token=flops
+    )
     tell(tokens_per_step=tokens, head=6 * config.model.dim * config.model.vocab_size / flops)
     rehearsed = None if peer else RehearsedPeak(options, rehearsed_as(device))
     try:
@@ -503,7 +505,7 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
         if key in new:
             print(f"{head} {key.replace('_', ' ')}: {new[key]}", flush=True)
     if "device" in new:
-        print(f"{head} on {new['device']}", flush=True)
+        print(f"{head} on {new['device']}, torch {new['torch']}", flush=True)
     goal = SHAPES[row["shape"]].goal
     for routing in (routing for routing in ROUTINGS if routing in new):
         of = new[routing]
