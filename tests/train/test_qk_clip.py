@@ -102,6 +102,9 @@ def replayed(changes: dict[str, Any]) -> None:
         assert before > 2 * LIMIT and LIMIT * (1 - 1e-9) < after <= LIMIT * (1 + 1e-12), layer
 
 
+ROUNDING = 1 + 1e-12
+"""Room for float64: the two measures sum the same products in different orders, and a row with one key has nothing else
+between its largest logit and its bound."""
 BOUND = {"optimizer.qk_clip": 3.0, "optimizer.qk_clip_measure": "bound", "optimizer.lr": 0.0, "model.init_std": 1.5}
 
 
@@ -114,8 +117,8 @@ def test_the_bound_is_that_of_every_kernel_and_the_largest_is_below_the_limit(mo
     (reports, weights), ((largest, _), _) = (world.run(1, clipped, how | MODELS[model])[0] for how in (BOUND, exact))
     names = [name for name in largest if name.endswith("max_logit")]
     for name in names:
-        assert 3.0 < largest[name] <= reports[0][name] <= largest[name] + keys, name
-    assert reports[1]["layers.0.max_logit"] <= 3.0 + keys
+        assert 3.0 < largest[name] <= reports[0][name] * ROUNDING and reports[0][name] <= largest[name] + keys, name
+    assert reports[1]["layers.0.max_logit"] <= (3.0 + keys) * ROUNDING
     mapping = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.cp_kind": kind}
     folded, whole = world.run(4, clipped, BOUND | MODELS[model] | mapping)[0]
     for alone, there in zip(reports, folded, strict=True):
