@@ -68,7 +68,14 @@ class Mask(NamedTuple):
 
     def to(self, move: Callable[[Tensor], Tensor]) -> Mask:
         until, depth = (x if x is None else move(x) for x in (self.until_BL, self.depth_BL))
-        return self._replace(until_BL=until, depth_BL=depth)
+        return Mask(until, depth, self.window, self.on_host)
+
+    def with_window(self, window: int) -> Mask:
+        """Return the mask with another window.
+
+        Not by `_replace`: where a graph breaks, torch 2.11 rebuilds its result without its fields.
+        """
+        return Mask(self.until_BL, self.depth_BL, window, self.on_host)
 
     def halves(self) -> tuple[Mask, Mask]:
         """Of the first half of the samples, and of the other."""
@@ -78,13 +85,15 @@ class Mask(NamedTuple):
         return first, second
 
     def seen(self, samples: slice, queries: slice, keys: slice, device: torch.device) -> Tensor:
-        """(B or 1, queries, keys)."""
+        """Return (B or 1, queries, keys): which of these keys each of these queries sees.
+
+        Args:
+            samples: slice(None) for all of them.
+        """
         count = 1 if self.until_BL is None else len(self.until_BL)
-        ranges = (
-            samples.indices(count) if count > 1 else (0, 1),
-            queries.indices(queries.stop),
-            keys.indices(keys.stop),
-        )
+        first, end = (0, count) if count == 1 or samples.stop is None else (samples.start, samples.stop)
+        # Not slice.indices, which torch 2.11 cannot trace.
+        ranges = (first, end), (queries.start, queries.stop), (keys.start, keys.stop)
         b, q, k = (torch.arange(*each, device=device) for each in ranges)
         return sees(self.until_BL, self.depth_BL, self.window, b.view(-1, 1, 1), q.view(1, -1, 1), k)
 

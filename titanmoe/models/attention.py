@@ -105,7 +105,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         sinks_H = None if self.sinks is None else local(self.sinks)
         q, k = rotate_both(q, k, rope, self.kernels)
-        out_BSX = self.attend(q, k, v, mask._replace(window=self.window), sinks_H).flatten(2)
+        out_BSX = self.attend(q, k, v, mask.with_window(self.window), sinks_H).flatten(2)
         if self.wg is not None:
             out_BSX = out_BSX * torch.sigmoid(gate_BSX)
         y_BsD = scatter_sum(self.wo.without_bias(out_BSX), 1, self.tp)

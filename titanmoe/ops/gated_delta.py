@@ -58,7 +58,8 @@ class ChunkedRun(NamedTuple):
         identity = torch.eye(k, k + v, dtype=_wide(self.v_BSHv, self.decay), device=self.v_BSHv.device)
         identity = identity.expand(B, H, -1, -1)
         if by_fla(kernels, self.v_BSHv):
-            after = self._replace(v_BSHv=F.pad(self.v_BSHv, (k, 0))).run(identity)[1]
+            q, key, v_BSHv, *others = self
+            after = ChunkedRun(q, key, F.pad(v_BSHv, (k, 0)), *others).run(identity)[1]
         else:
             after = _again_in_backward(_state_after, identity, *tokens)
         return after[..., :k], after[..., k:]
