@@ -36,6 +36,13 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernel, "find_spec", lambda name: name)
 
 
+@pytest.fixture
+def with_flash_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend the oldest torch that has FlashAttention 3 and 4, whatever is installed: older ones lack them."""
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(attention_kernel.TORCH))
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", lambda name: None, raising=False)
+
+
 @pytest.mark.parametrize(
     "hardware, widths, deterministic, without_packages, with_packages",
     [
@@ -56,6 +63,7 @@ def test_auto_takes_the_newest_that_can_run(
     deterministic: bool,
     without_packages: str,
     with_packages: str,
+    with_flash_3: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with as_on(hardware):
@@ -84,7 +92,7 @@ def test_what_a_gpu_lacks(
         assert missing(kernel, 192) == lack
 
 
-def test_what_no_gpu_of_this_kind_has() -> None:
+def test_what_no_gpu_of_this_kind_has(with_flash_3: None) -> None:
     assert missing("cudnn", 128) == "it runs on GPUs, and there is none"
     with as_on(A100):
         assert missing("fa3", 128) == "it does not run on GPUs of compute capability 8.x"
