@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from tests import parity, world
 from tests.support.case_features import DISPATCHERS, MODELS, TRAINED
 from tests.support.masks import mask_of, tree
-from titanmoe.comm.collectives import NO_GROUP
+from titanmoe.comm.collectives import NO_GROUP, Group, gather, scatter_sum
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.config.world_size import recipe_ranks
@@ -191,6 +192,26 @@ def test_inductor_keeps_the_numbers() -> None:
     parity.check(2, changes, timeout=600, steps=1)
 
 
+def compiled_collectives() -> None:
+    """On a rank: gradients through each collective, compiled and not."""
+    group = Group.of(dist.group.WORLD)
+    torch.manual_seed(group.rank)
+    for collective in (gather, scatter_sum):
+        for dim in (0, 1):
+            x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
+            compiled = torch.compile(lambda x, dim=dim, how=collective: how(x * 2, dim, group), backend="aot_eager")
+            outs = compiled(x), collective(x * 2, dim, group)
+            torch.testing.assert_close(*outs)
+            grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in outs]
+            assert grads[1].abs().max() > 0.1
+            torch.testing.assert_close(*grads)
+    torch._dynamo.reset()
+
+
+def test_compiled_collectives_have_their_gradients() -> None:
+    world.run(2, compiled_collectives)
+
+
 def test_few_graphs_are_called_in_a_block() -> None:
     """Each call takes the host some 50 microseconds: as long as five norms, which on GPUs are one kernel each."""
     config = Config(model=replace(Model(**preset("deepseek_v3", "debug")), num_layers=2))
@@ -214,12 +235,17 @@ def test_documents_leave_the_graph_and_windows_do_not() -> None:
     attention = model.layers["0"].attention
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    x_BSD = torch.randn(1, 26, config.model.dim, dtype=torch.float64)
+    x_BSD = torch.randn(1, 26, config.model.dim, dtype=torch.float64, requires_grad=True)
     rope = rope_angles(torch.arange(26).unsqueeze(0), config.model, config.model.head_dim, torch.float64)
     made, documents = [], [mask_of(torch.arange(26).unsqueeze(0) // n) for n in (5, 7)]
     for mask in (CAUSAL, tree(), *documents):
         counters.clear()
-        torch.testing.assert_close(mode(x_BSD, rope, mask), attention(x_BSD, rope, mask), rtol=1e-12, atol=1e-12)
+        outs = [how(x_BSD, rope, mask) for how in (mode, attention)]
+        torch.testing.assert_close(*outs, rtol=1e-12, atol=1e-12)
+        inputs = x_BSD, attention.wk.weight
+        torch.testing.assert_close(
+            *(torch.autograd.grad(out.sin().sum(), inputs) for out in outs), rtol=1e-9, atol=1e-9
+        )
         made.append((sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]))
     torch._dynamo.reset()
     assert made[0] == (0, 1) and made[1][0] and made[3] == (0, 0), made
@@ -250,7 +276,9 @@ def test_models_of_other_sizes_in_one_process() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU_RECIPES = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if "debug" not in path.stem)
+RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
+GPU_RECIPES = [path for path in RECIPES if "debug" not in path.stem and not path.stem.startswith("sft")]
+"""Without fine-tuning, which needs shards, and trains the model of another recipe."""
 FIRST = ("deepseek_671b", "qwen3_30b_a3b")
 """The others take the same parts."""
 
@@ -260,7 +288,7 @@ def small(config: Config) -> Config:
     model = config.model
     narrow = dict(dim=64, expert_hidden=32, num_heads=4, num_experts=8, top_k=2, num_layers=2, vocab_size=64)
     narrow |= dict(num_kv_heads=2, head_dim=16, mtp_depth=0, num_dense_layers=0, dense_hidden=64)
-    for name, width in dict(shared_hidden=32, sliding_window=8, num_groups=4, top_groups=2).items():
+    for name, width in dict(shared_hidden=32, sliding_window=8, num_groups=4, top_groups=2, rotary_dim=8).items():
         narrow[name] = min(width, getattr(model, name))
     if model.kv_lora_rank:
         narrow |= dict(num_kv_heads=4, head_dim=24, kv_lora_rank=16, q_lora_rank=min(model.q_lora_rank, 24))
@@ -296,6 +324,6 @@ def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
                 moe.router.expert_bias[favourite : favourite + config.model.top_k] = 1e6
         model(index.view(2, 16) % 64, tokens, index.view(2, 16) % 64).sum().backward()
         made.append(counters["stats"]["unique_graphs"])
-    assert made == made[:1] * 4 and made[0] > 3, made
+    assert made == made[:1] * 4 and made[0] >= 3, made  # attention, experts, the head's norm
     assert not counters["graph_break"], counters["graph_break"]
     torch._dynamo.reset()

@@ -133,11 +133,15 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
 def _move_pieces(x: Tensor, old: int, new: int, pieces: int) -> Tensor:
     """The equal pieces that lie along dim `old`, along dim `new`: a copy, unless all dims from one to the other have a
     single element in each piece, as the samples of a microbatch of one."""
+    if old == new:
+        # Not `x.contiguous()` of what is contiguous: torch 2.11 drops the gradient of a compiled autograd.Function
+        # whose result comes from an operation that returned its own input.
+        return x if x.is_contiguous() else x.contiguous()
     first, last = sorted((old, new))
     shape = list(x.shape)
     shape[old] //= pieces
-    if first == last or math.prod(shape[first:last]) != 1:
-        return x.contiguous() if first == last else torch.cat(x.chunk(pieces, old), new)
+    if math.prod(shape[first:last]) != 1:
+        return torch.cat(x.chunk(pieces, old), new)
     shape[new] *= pieces
     return x.contiguous().view(shape)
 

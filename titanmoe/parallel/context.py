@@ -124,6 +124,15 @@ def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     return out, lse if sinks is None else lse.copy_(sinks.view(-1, 1))
 
 
+def _cast(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return out in this dtype, for a forward to return.
+
+    Where there is nothing to cast, out itself and not `out.to(dtype)`: torch 2.11 drops the gradient of a compiled
+    autograd.Function whose result comes from an operation that returned its own input.
+    """
+    return out if out.dtype == dtype else out.to(dtype)
+
+
 def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
     """The softmax's backward for the sink's logit s: share * (0 - grad . out), where share = exp(s - lse)."""
     if sinks is None:
@@ -142,7 +151,7 @@ class _Gathered(torch.autograd.Function):
         _forward_pairs(q, k, v, ctx.pairs, mask, out, lse)
         if tell_lse is not None:
             tell_lse(lse)
-        out = out.to(q.dtype)
+        out = _cast(out, q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         return out
 
@@ -185,7 +194,7 @@ class _Ring(torch.autograd.Function):
                 kv = wait(next_kv, group)
         if tell_lse is not None:
             tell_lse(lse)
-        out = out.to(q.dtype)
+        out = _cast(out, q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.placement, ctx.group, ctx.mask = placement, group, mask
         return out
