@@ -47,7 +47,9 @@ def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
 
 def plain_quantise(x: Tensor) -> Quantised:
     wide = x.to(torch.float32)
-    scale = wide.abs().amax(-1) / LARGEST
+    largest = wide.abs().amax(-1)
+    # By a tensor: on CUDA torch divides by a number through its reciprocal, and some scales are then a bit off.
+    scale = largest / torch.full_like(largest, LARGEST)
     scale = scale.where(scale > 0, 1.0)
     # The division may round to more than the largest number, which becomes NaN in e4m3.
     q = (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
