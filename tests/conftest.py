@@ -71,7 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     yield  # -m is applied
     if config.getoption("--one-of-each"):
-        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = reversed(first.values())
     items.sort(key=lambda item: turn(item.nodeid))
 
 

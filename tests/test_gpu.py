@@ -1,4 +1,8 @@
-"""What a GPU does differently from a CPU, on a single one: python -m pytest -m gpu."""
+"""What a GPU does differently from a CPU, on a single one: python -m pytest -m gpu.
+
+Of each test the first case is what runs by default on Hopper, because `--one-of-each` takes no other. What might leave
+the device unusable to the tests after it, products of no rows, comes last.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +48,12 @@ def test_the_debug_recipe_learns(tmp_path: Path) -> None:
     assert log[-1]["loss"] < log[0]["loss"] - 0.5
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 0, 136], [0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [0, 0, 0, 136]])
 def test_grouped_product_equals_the_loop(counts: list[int]) -> None:
+    grouped_equals_loop(counts)
+
+
+def grouped_equals_loop(counts: list[int]) -> None:
     count = torch.tensor(counts, device="cuda")
     x = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -75,7 +83,7 @@ def test_compiled_experts_of_a_rank_without_a_row() -> None:
             assert grad.isfinite().all() and (grad[empty] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mask", ["causal", "full", "documents"])
 @pytest.mark.parametrize("value_width", [32, 16])
 def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, value_width: int) -> None:
@@ -99,9 +107,9 @@ def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, val
         torch.testing.assert_close(got, expected, **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [0, 16])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [16, 0])
+@pytest.mark.parametrize("documents", [True, False])
 def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, window: int, documents: bool) -> None:
     """128 positions; the window splits them into chunks of 64."""
     q, k, v = (torch.randn(2, 128, heads, 32, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
@@ -116,8 +124,17 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
         torch.testing.assert_close(mine, expected, **close)
 
 
-@pytest.mark.parametrize(("kernels", "compiled"), [("auto", False), ("torch", False), ("auto", True)])
-def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str) -> None:
+    fits_a_cuda_graph(kernels, compiled=False)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_layer_with_padded_bins_fits_a_cuda_graph() -> None:
+    fits_a_cuda_graph("auto", compiled=True)
+
+
+def fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
     """Forward and backward are captured once; replayed with other tokens they give the same as uncaptured."""
     model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
@@ -157,8 +174,12 @@ def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str, compiled: bool
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [64, 64, 64, 64], [0, 0, 0, 3], [0, 0, 0, 0]])
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [64, 64, 64, 64], [0, 0, 0, 3]])
 def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
+    in_8_bits_equal_formula(counts)
+
+
+def in_8_bits_equal_formula(counts: list[int]) -> None:
     if reason := fp8.missing(True):
         pytest.skip(reason)
     count = torch.tensor(counts, device="cuda")
@@ -187,12 +208,12 @@ def compiled() -> Iterator[None]:
 @pytest.mark.parametrize(
     "dtype, window, documents, with_sinks",
     [  # each is compiled, forward and backward
-        (torch.float32, 0, True, False),
-        (torch.float32, 100, True, True),
         (torch.bfloat16, 0, True, False),
+        (torch.bfloat16, 100, True, True),
         (torch.bfloat16, 100, False, False),
         (torch.bfloat16, 0, False, True),
-        (torch.bfloat16, 100, True, True),
+        (torch.float32, 0, True, False),
+        (torch.float32, 100, True, True),
     ],
 )
 def test_flex_attention_is_the_plain_one(dtype: torch.dtype, window: int, documents: bool, with_sinks: bool) -> None:
@@ -235,9 +256,9 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     attention_kernel.use("cudnn")
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "fa3", "fa4", "cudnn"], indirect=True)
+@pytest.mark.parametrize("kernel", ["cudnn", "fa2", "fa3", "fa4"], indirect=True)
 @pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
 def test_a_block_takes_fewer_key_heads(heads: int, causal: bool, kernel: None) -> None:
     """40 positions: the kernels' tiles are wider."""
     for dtype, width in ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32)):  # width of values
@@ -270,3 +291,11 @@ def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:
     assert log[-1]["step_time_s"] * 0.5 < whole < log[-1]["step_time_s"] * 1.5
     files = {file.name for file in next(tmp_path.rglob("profile")).iterdir()}
     assert files == {"step-4-rank-0.json.gz", "step-4-rank-0.txt", "step-4-rank-0.pickle"}
+
+
+def test_grouped_products_of_no_rows() -> None:
+    grouped_equals_loop([0, 0, 0, 0])
+
+
+def test_products_of_no_rows_in_8_bits() -> None:
+    in_8_bits_equal_formula([0, 0, 0, 0])
