@@ -14,6 +14,7 @@ from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.fold.attention_backend import pick_backend
+from titanmoe.ops.device import Hardware, as_on
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.attend import attend
@@ -38,6 +39,8 @@ def test_on_a_gpu(asked: str, kind: str, cp: int, causal: str, masked: str, sink
     cases = (False, False), (True, False), (False, True)
     assert [pick_backend(asked, kind, cp, "cuda", False, *case)[0] for case in cases] == [causal, masked, sinks]
     assert pick_backend(asked, kind, cp, "cuda", True, True, True)[0] == "plain"
+    narrow = [pick_backend(asked, kind, cp, "cuda", False, *case, narrow=True)[0] for case in cases]
+    assert narrow == [picked if picked == "ring" else "plain" for picked in (causal, masked, sinks)]
 
 
 @pytest.mark.parametrize("kind, cp", [("ring", 1), ("ring", 4), ("ulysses", 4), ("allgather", 4)])
@@ -88,6 +91,36 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP) == chosen
     )
+
+
+@pytest.mark.parametrize("width, value, chosen", [(8, 8, "plain"), (16, 8, "plain"), (16, 16, "flex")])
+def test_narrow_heads_do_not_go_to_flex_on_gpus(
+    width: int, value: int, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group, flex: "flex")
+    monkeypatch.setattr(room, "_plain", lambda *given, **layout: "plain")
+    q, k, v, masks = *(torch.zeros(1, 4, 2, w) for w in (width, width, value)), Masks(Placement(1, False), 0)
+    with as_on(Hardware("cuda", (9, 0))):
+        how = dict(backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP)
+        assert attend(q, k, v, mask_of(None, 2), **how) == chosen
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [0, 7])
+def test_float64_on_gpus_is_plain(window: int, documents: bool) -> None:
+    """Its operations, here on a CPU, give the numbers of the kernels for CPUs; no kernel for GPUs has float64."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 40, 4, 8), (2, 40, 2, 8), (2, 40, 2, 6)
+    inputs = [torch.randn(shape, dtype=torch.float64, generator=draw).requires_grad_() for shape in shapes]
+    inputs.append(torch.randn(4, dtype=torch.float64, generator=draw).requires_grad_())
+    document = torch.stack([torch.arange(40) // n for n in (9, 25)]) if documents else None
+    results = []
+    for hardware in (Hardware("cpu"), Hardware("cuda", (9, 0))):
+        with as_on(hardware):
+            out = alone(*inputs[:3], mask_of(document, window), inputs[3])
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 class KernelsOfGpus(TorchDispatchMode):

@@ -12,14 +12,25 @@ Backend = Literal["plain", "ring", "flex"]
 Kernel = Literal["fa2", "fa3", "fa4", "cudnn"]
 WIDEST = {"fa3": 256, "fa4": 128}
 """Heads of FlashAttention: of 3 by its README; of 4 its backward on GPUs that are not Blackwell's."""
+FLEX_NARROWEST = 16
+"""Narrowest heads of flex_attention's kernel (torch 2.11, _inductor/kernel/flex/flex_attention.py)."""
 
 
 def pick_backend(
-    setting: str, kind: str, cp: int, device: str, float64: bool, masked: bool, sinks: bool, ring_lacks: str = ""
+    setting: str,
+    kind: str,
+    cp: int,
+    device: str,
+    float64: bool,
+    masked: bool,
+    sinks: bool,
+    ring_lacks: str = "",
+    narrow: bool = False,
 ) -> tuple[Backend, str]:
     """The backend, and why torch's cannot be used if it is plain.
 
-    masked: there are documents or a window. ring_lacks: why this torch's ring cannot run, if it cannot.
+    masked: there are documents or a window. ring_lacks: why this torch's ring cannot run, if it cannot. narrow: heads
+    are narrower than FLEX_NARROWEST.
     """
     if setting == "plain":
         return "plain", "it was asked for"
@@ -36,6 +47,8 @@ def pick_backend(
     if float64:
         return "plain", "torch's attention on GPUs has no float64"
     if masked or sinks or (cp > 1 and kind == "allgather"):
+        if narrow:
+            return "plain", f"flex_attention has no heads narrower than {FLEX_NARROWEST}"
         return "flex", ""
     return "plain", ""  # causal alone: that is torch's scaled_dot_product_attention
 
@@ -75,8 +88,10 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     device, float64 = "cpu" if training.device == "cpu" else "cuda", training.mixed_precision_param == "float64"
     apart = config.data.packing != "stream" or bool(config.validation.answers.paths)
     masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
+    narrow = min(head_widths(model)) < FLEX_NARROWEST
     picked = [
-        pick_backend("torch", options.cp_kind, cp, device, float64, mask, model.attention_sinks) for mask in masked
+        pick_backend("torch", options.cp_kind, cp, device, float64, mask, model.attention_sinks, narrow=narrow)
+        for mask in masked
     ]
     for why in sorted({why for _, why in picked if why}):
         other = "" if cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
-from titanmoe.fold.attention_backend import head_widths, pick_backend
+from titanmoe.fold.attention_backend import FLEX_NARROWEST, head_widths, pick_backend
 from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.runs import Runs
 from titanmoe.models.transformer import Transformer
@@ -39,7 +39,8 @@ def attend(
 ) -> Tensor:
     masked, sinks = mask.until_BL is not None or mask.window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
-    implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks)
+    narrow = min(q_BSHh.shape[-1], v_BSGh.shape[-1]) < FLEX_NARROWEST
+    implementation, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks, narrow)
     if backend == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
     layout = {"placement": placement, "group": group}

@@ -1,8 +1,8 @@
 """Attention of a block of queries to a block of keys, with the log-sum-exp by which blocks merge; and its gradients,
 given the final output and log-sum-exp.
 
-On GPUs 16-bit numbers without a mask go to the kernel that `titanmoe.parallel.attention_kernel` has chosen, all else to
-the memory-efficient one.
+On GPUs 16-bit numbers without a mask go to the kernel that `titanmoe.parallel.attention_kernel` has chosen, float64,
+which no kernel takes, to plain operations, and all else to the memory-efficient kernel.
 
 All tensors are (B, H, c, .): B samples, H heads, of which keys may have fewer, c positions of a block.
 """
@@ -24,18 +24,34 @@ from titanmoe.ops.cpu import flash_attention
 _aten = torch.ops.aten
 
 
-def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """In plain operations."""
+def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
     scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(
             ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
         )
-    if bias is not None:
-        scores = scores + bias
+    return scores if bias is None else scores + bias
+
+
+def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output and the log-sum-exp of each query, by plain operations. There are as many key heads as query
+    heads."""
+    scores = _scores(q, k, bias, causal)
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
     return (weights @ promote(v)).to(q.dtype), lse
+
+
+def backward_reference(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v by plain operations, in float32 at least, given the final output and
+    log-sum-exp. There are as many key heads as query heads.
+
+    With p = exp(scores - lse):  dv = p' dout,  dscores = p (dout v' - sum(dout out)).
+    """
+    grad, k, v = promote(grad), promote(k), promote(v)
+    weights = torch.exp(_scores(q, k, bias, causal) - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+    dscores = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    return dscores @ k, dscores.mT @ promote(q), weights.mT @ grad
 
 
 @torch.compiler.assume_constant_result
@@ -43,8 +59,10 @@ def _cudnn_is_chosen() -> bool:
     return torch.backends.cuda.cudnn_sdp_enabled()  # compiled code cannot trace it
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Literal["cudnn", "flash", "efficient"]:
+def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Literal["cudnn", "flash", "efficient", "plain"]:
     query, value = q.shape[-1], v.shape[-1]
+    if q.dtype == torch.float64:
+        return "plain"
     if bias is not None or q.dtype not in (torch.bfloat16, torch.float16):
         return "efficient"
     # The operation itself checks nothing. torch refuses it single keys (sdp_utils.cpp, check_cudnn_tensor_shapes).
@@ -54,7 +72,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Literal["cu
 
 
 def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """Repeats key heads: the memory-efficient kernel needs as many as there are query heads."""
+    """Repeats key heads, for what needs as many as there are query heads."""
     return [x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
@@ -76,6 +94,8 @@ def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) 
         out, lse = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)[:2]
         return out, lse.reshape(out.shape[:3])  # (B, H, c, 1)
     k, v = _repeated(q.shape[1], k, v)
+    if kernel == "plain":
+        return block_reference(q, k, v, bias, causal)
     aligned = _aligned(bias, q.shape[1])
     out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
     return out, lse[..., : q.shape[2]]  # padded to the kernel's tile
@@ -107,6 +127,9 @@ def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Ten
         return _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused
         )
+    if kernel == "plain":
+        dq, dk, dv = backward_reference(grad, q, *_repeated(q.shape[1], k, v), bias, out, lse, causal)
+        return dq, *(x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to whole tiles, as forward returned it
