@@ -1,0 +1,332 @@
+"""Compare training on a GPU with training on a CPU: steps of tiny models from the same weights and data.
+
+    python scripts/gpu/law.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--seconds S] [--tiny]
+
+It prints a line per check as soon as it is done, and exits with status 1 if any failed. `--only` takes names of checks
+or their first words. With `--device cpu` both sides run on CPUs, which tries the script. With `--device pretend` the
+second side runs a GPU's code there, with kernels that Triton interprets: slowly, and without processes of its own.
+
+    init            initial weights and random bits
+    float64 FAMILY  two steps: loss, norm, gradients (DESIGN 2.1's error) and weights within 1e-10
+    float32 FAMILY  one step: loss, norm and gradients within 1e-4, and the same experts chosen
+    bf16 FAMILY     one step with even routing: the GPU's error against float64 is at most 3 times the CPU's
+    others          optimizers, objectives, recomputation, dispatch, linear attention: as float64
+    resume          train.py's losses after a checkpoint; deterministic: the same to the bit; generate: its text
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tiny_models import (
+    CPU,
+    DTYPES,
+    FEATURES,
+    MAIN,
+    MIXED,
+    OTHERS,
+    ROOT,
+    WITH_DOCUMENTS,
+    Changes,
+    Run,
+    Side,
+    config_of,
+    host,
+    run,
+    trainer_of,
+)
+
+from tests import parity
+from tests.support.parity_errors import error, number, relative, tolerance
+from tests.support.tolerances import unit
+from titanmoe.ops import counter_rng, gated_delta
+from titanmoe.ops.device import Hardware
+
+PROCESS_SECONDS = 150
+MARGIN, SEEDS = 1e-4, 40
+"""Least margin of a choice of experts in float32, and how many seeds are tried for it."""
+
+
+@dataclass
+class Result:
+    error: float
+    allowed: float
+    figures: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+
+def differences(got: Run, want: Run, with_weights: bool) -> dict[str, float]:
+    out = {"choices": math.inf if len(got.chosen) != len(want.chosen) else 0.0}
+    out["choices"] += sum(float((a != b).sum()) for a, b in zip(got.chosen, want.chosen, strict=False))
+    for name in ("loss", "norm"):
+        out[name] = max(map(relative, getattr(got, name), getattr(want, name)))
+    out["grads"] = error(got.grads, want.grads)[0]
+    return out | ({"weights": error(got.weights, want.weights)[0]} if with_weights else {})
+
+
+def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, documents: bool = False) -> Result:
+    """The largest difference, relative as the law says. In float32 no choice of an expert is left to rounding."""
+    changes = dict.fromkeys(DTYPES, dtype) | changes
+    for seed in range(SEEDS):
+        changes["training.seed"] = seed
+        want = run(family, changes, CPU, steps, documents)
+        if want.margin > MARGIN or want.config.training.dtype == "float64":
+            break
+    else:
+        raise ValueError(f"no margin above {MARGIN} with {SEEDS} seeds")
+    got = run(family, changes, side, steps, documents, like=want)
+    errors = differences(got, want, with_weights=steps > 1 and want.config.training.dtype == "float64")
+    figures = {**errors, "margin": want.margin, "seed": seed, "worst gradient": error(got.grads, want.grads)[1]}
+    return Result(max(errors.values()), tolerance(want.config), figures)
+
+
+def bf16(family: str, side: Side, changes: Changes | None = None, times: float = 3.0) -> Result:
+    """The ratio of the two devices' errors, of the loss or the gradient where it is largest.
+
+    An error is |x - x64| / |x64| in the 2-norm, x64 from float64 on the CPU; one below 4 roundings, 4 u, counts as
+    these. The devices round at other places, but as often; `times` is what that may make of it.
+    """
+    even = {"moe.force_balance": True} | (changes or {})
+    want = run(family, even, CPU)
+    on_cpu, on_gpu = (run(family, even | MIXED, where, like=want) for where in (CPU, side))
+    floor, errors = 4 * unit(torch.bfloat16), {}
+    largest = max(float(x.norm()) / x.numel() ** 0.5 for x in want.grads.values())
+    for name, x in want.grads.items():
+        scale = max(float(x.norm()), 1e-2 * largest * x.numel() ** 0.5)
+        errors[name] = tuple(number(float((each.grads[name].double() - x).norm()) / scale) for each in (on_gpu, on_cpu))
+    errors["loss"] = relative(on_gpu.loss[0], want.loss[0]), relative(on_cpu.loss[0], want.loss[0])
+    ratios = {name: mine / max(other, floor) for name, (mine, other) in errors.items()}
+    worst = max(ratios, key=ratios.__getitem__)
+    figures = {"loss": errors["loss"], "worst": worst, "its errors": errors[worst]}
+    figures["largest error"] = max(mine for mine, _ in errors.values())
+    figures["median error"] = sorted(errors.values())[len(errors) // 2]
+    return Result(ratios[worst], times, figures, f"times the CPU's error; {worst}")
+
+
+def by_fla(side: Side) -> Result:
+    """Linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
+    if not (gated_delta.FLA and side.device.type == "cuda"):
+        return Result(0.0, 0.0, note="fla-core is not installed, or this is no GPU: nothing was run")
+    return bf16("qwen3_next", side, times=6.0)
+
+
+def init(side: Side) -> Result:
+    """Largest relative difference; random bits, uniform numbers and float32 weights have none."""
+    index, key = torch.arange(-(1 << 40), 1 << 40, 12345678901), counter_rng.key("law")
+    pairs = {
+        f"counter_rng.{make.__name__}": [make(key, index.to(where.device)).cpu() for where in (CPU, side)]
+        for make in (counter_rng.bits, counter_rng.uniform, counter_rng.normal)
+    }
+    worst, rounded = 0.0, []
+    for dtype in ("float32", "float64"):
+        for family in MAIN:
+            sides = []
+            for where in (CPU, side):
+                made = trainer_of(config_of(family, dict.fromkeys(DTYPES, dtype), where), where)
+                sides.append(host(made.training.parameters))
+            pairs |= {f"{dtype} {family} {name}": [side[name] for side in sides] for name in sides[0]}
+    for name, (want, got) in pairs.items():
+        if torch.equal(want, got):
+            continue
+        rounded.append(name)
+        off = float(((got - want).double().abs() / want.double().abs().clamp(min=1e-300)).max())
+        in_roundings = off / torch.finfo(want.dtype).eps if want.is_floating_point() else math.inf
+        # cos and log of float64 may err by a bit or two; a float32 weight made from them is the same.
+        worst = max(worst, in_roundings if name.startswith("float64") or name.endswith("A_log") else math.inf)
+    unequal = [name for name in rounded if not name.startswith("float64")]
+    figures = {"tensors": len(pairs), "not equal": len(rounded), "float32 not equal": unequal}
+    return Result(worst, 64.0, figures, "in roundings, of float64")
+
+
+# ---- what needs processes of its own
+
+
+def outputs(commands: list[list[str]]) -> list[str]:
+    """Run commands side by side; return what each printed. Raises with the end of an error's text."""
+    started = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    try:
+        texts = [process.communicate(timeout=PROCESS_SECONDS) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for process, (_, err) in zip(started, texts, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"exit status {process.returncode}: {err.strip()[-2000:]}")
+    return [out for out, _ in texts]
+
+
+def training(folder: Path, side: Side, *more: str) -> list[str]:
+    options = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "data.source": "synthetic", "validation.interval": 0}
+    options |= {"validation.held_out": 0, "training.steps": 4, "training.seq_len": 64, "training.global_batch_size": 4}
+    options |= {"checkpoint.interval": 2, "checkpoint.keep_last": 0, "metrics.tensorboard": False, "job.name": "run"}
+    options |= {"job.dump_folder": folder, "training.device": side.device.type}
+    return [sys.executable, "train.py", "--config", "train_configs/debug.toml", *parity.arguments(options), *more]
+
+
+def losses(folder: Path) -> list[float]:
+    text = next(folder.rglob("metrics.jsonl")).read_text()
+    return [json.loads(line)["loss"] for line in text.splitlines()]
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="law")
+
+
+def resumed(side: Side, name: str, *more: str) -> Result:
+    """The losses of steps 3 and 4, in one go and from the checkpoint of step 2."""
+    whole, rest = (Path(scratch().name) / name / part for part in ("whole", "rest"))
+    outputs([training(whole, side, *more)])
+    checkpoint = next(whole.rglob("step-00000002"))
+    outputs([training(rest, side, *more, "--checkpoint.load", str(checkpoint))])
+    want, got = losses(whole), losses(rest)
+    if (len(want), len(got)) != (4, 2):
+        raise RuntimeError(f"4 steps reported {len(want)} losses, and 2 more {len(got)}")
+    allowed = 0.0 if "--training.deterministic" in more else 1e-6
+    return Result(max(map(relative, got, want[2:])), allowed, {"losses": want, "resumed": got})
+
+
+def generated(side: Side) -> Result:
+    """The number of likeliest tokens that differ between the devices, in float32."""
+    folder = Path(scratch().name) / "resume" / "whole"
+    if not folder.exists():
+        outputs([training(folder, side)])
+    checkpoint = next(folder.rglob("step-00000004"))
+    options = ["--temperature", "0", "--max-tokens", "32", "--dtype", "float32", "--json"]
+    prompts = ["--prompt", "def law(", "--prompt", "the same"]
+    command = [sys.executable, "-m", "titanmoe", "generate", "--checkpoint", str(checkpoint), *options, *prompts]
+    one, other = outputs([[*command, "--device", where.device.type] for where in (CPU, side)])
+    texts = [[json.loads(line) for line in out.splitlines()] for out in (one, other)]
+    wrong = sum(a != b for a, b in zip(*texts, strict=True))
+    return Result(float(wrong), 0.0, {"prompts": len(texts[0])}, "" if not wrong else f"{texts}"[:500])
+
+
+def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """Names and checks, the most important ones first."""
+    main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
+    yield "init", functools.partial(init, side)
+    for family in (*main, *others):
+        yield f"float64 {family}", functools.partial(exact, family, side, "float64", {}, 2)
+    for part, families in (("main", main), ("others", others)):
+        for family in families:
+            yield f"float32 {family}", functools.partial(exact, family, side, "float32", {}, 1)
+        for family in families:
+            yield f"bf16 {family}", functools.partial(bf16, family, side)
+        if part == "others":
+            return
+        for name, (family, changes) in FEATURES.items():
+            documents = name.startswith(WITH_DOCUMENTS)
+            yield name, functools.partial(exact, family, side, "float64", changes, 2, documents)
+        yield "fla", functools.partial(by_fla, side)
+        if side.pretended:
+            return
+        yield "resume", functools.partial(resumed, side, "resume", "--training.mixed_precision_param", "float32")
+        yield "generate", functools.partial(generated, side)
+        if not tiny:
+            narrow = ("--training.mixed_precision_param", "bfloat16", "--training.deterministic", "true")
+            yield "deterministic", functools.partial(resumed, side, "deterministic", *narrow)
+
+
+def last_frame(trace: Any) -> str:
+    """The last frame of titanmoe's that an error passed."""
+    ours = [
+        f for f in traceback.extract_tb(trace) if "titanmoe" in Path(f.filename).parts and "tests" not in f.filename
+    ]
+    return f" at {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+
+
+def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        result = check()
+        ok, note = result.error <= result.allowed, result.note
+        figures = {"error": result.error, "allowed": result.allowed, **result.figures}
+    except Exception as caught:
+        traceback.print_exc()
+        sys.stderr.flush()
+        text = " ".join(str(caught).split())[:300]
+        ok, note, figures = False, f"{type(caught).__name__}: {text}{last_frame(caught.__traceback__)}", {}
+    seconds = round(time.monotonic() - began, 2)
+    return {"name": name, "ok": ok, "seconds": seconds, "figures": figures, "note": note}
+
+
+def is_broken(side: Side) -> bool:
+    """Whether an error has made the device unusable for this process."""
+    try:
+        torch.ones(1, device=side.device).add(1).item()
+    except Exception:
+        return True
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
+    parser.add_argument("--json", type=Path, help="file for the results, rewritten after every check")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks by name or first word")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no check after so many")
+    parser.add_argument("--tiny", action="store_true", help="only two families")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU: --device cpu tries the script")
+    began = float(os.environ.setdefault("LAW_BEGAN", str(time.time())))
+    done: list[dict[str, Any]] = json.loads(os.environ.get("LAW_DONE", "[]"))
+    torch.set_num_threads(1)
+    side, backend = CPU, "gloo"
+    if args.device == "pretend":
+        os.environ["TRITON_INTERPRET"] = "1"
+        side = Side(CPU.device, Hardware("cuda", (9, 0)))
+    elif args.device == "cuda":
+        side, backend = Side(torch.device("cuda", 0)), "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    every = dict(checks(side, args.tiny))
+    wanted = [name for name in every if not args.only or {name, name.partition(" ")[0]} & set(args.only)]
+    if unknown := [name for name in args.only if not any(name in (n, n.partition(" ")[0]) for n in every)]:
+        parser.error(f"no check is called {', '.join(unknown)}; there are {', '.join(every)}")
+    left_out = []
+    for name in wanted:
+        if any(one["name"] == name for one in done):
+            continue
+        if time.time() - began > args.seconds:
+            left_out.append(name)
+            continue
+        done.append(one := attempt(name, every[name]))
+        verdict, seconds = "ok" if one["ok"] else "FAILED", one["seconds"]
+        worst = f"{one['figures']['error']:9.2e} of {one['figures']['allowed']:.1e}" if one["figures"] else ""
+        print(f"{name:<26} {verdict:<6} {worst:<20} {seconds:6.1f} s  {one['note']}", flush=True)
+        if args.json:
+            new = args.json.with_suffix(".new")
+            new.write_text(json.dumps(done, indent=1))
+            new.replace(args.json)
+        if not one["ok"] and is_broken(side):  # go on in a new process image, whose GPU is sound
+            print("the GPU cannot be used any more: starting again", flush=True)
+            os.environ["LAW_DONE"] = json.dumps(done)
+            os.execv(sys.executable, [sys.executable, *sys.argv])
+    if left_out:
+        print(f"left out after {args.seconds:g} s: {', '.join(left_out)}", flush=True)
+    failed = [one["name"] for one in done if not one["ok"]]
+    print(f"{len(done)} checks, {len(failed)} failed{': ' if failed else ''}{', '.join(failed)}", flush=True)
+    dist.destroy_process_group()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

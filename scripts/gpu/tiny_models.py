@@ -1,0 +1,220 @@
+"""Tiny models of every family, and their first steps on a device: what scripts/gpu/law.py compares."""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from tests import parity  # noqa: E402
+from titanmoe.models.families import FAMILIES  # noqa: E402
+from titanmoe.observe import Observer, listening  # noqa: E402
+from titanmoe.ops.device import Hardware, as_on  # noqa: E402
+from titanmoe.parallel.materialize import piece  # noqa: E402
+from titanmoe.parts import PARTS  # noqa: E402
+from titanmoe.train.launch import read  # noqa: E402
+from titanmoe.train.runtime import Runtime  # noqa: E402
+
+Changes = dict[str, Any]
+
+# Widths that kernels of GPUs take: whole units of 16 bytes, and heads of 16, the narrowest of flex_attention. All
+# families have the same ones, so that few kernels are compiled more than once.
+BASE: Changes = {
+    "model.size": "debug",
+    "model.vocab_size": 96,
+    "model.dim": 32,
+    "model.num_layers": 2,
+    "model.num_heads": 4,
+    "model.num_kv_heads": 2,
+    "model.head_dim": 16,
+    "model.num_experts": 8,
+    "model.top_k": 2,
+    "model.expert_hidden": 32,
+    "model.init_std": 0.2,
+    "training.seq_len": 32,
+    "training.local_batch_size": 2,
+    "training.global_batch_size": 4,
+    "training.steps": 10,
+    "optimizer.lr": 0.01,
+    "optimizer.eps": 1e-4,  # AdamW turns the rounding of gradients far below eps into whole steps
+    "optimizer.max_grad_norm": 0.5,
+    "lr_schedule.warmup_steps": 1,
+    "moe.overlap_chunks": 1,
+    "metrics.tensorboard": False,
+    "checkpoint.enable": False,
+    "validation.interval": 0,
+}
+SHARED = {"model.shared_hidden": 32}
+DENSE = {"model.num_dense_layers": 1, "model.dense_hidden": 32}
+LATENT = DENSE | {
+    "model.num_kv_heads": 4,
+    "model.kv_lora_rank": 16,
+    "model.q_lora_rank": 16,
+    "model.head_dim": 32,
+    "model.qk_nope_head_dim": 16,
+    "model.qk_rope_head_dim": 16,
+    "model.v_head_dim": 16,
+    "model.shared_hidden": 32,
+}
+LINEAR = SHARED | {
+    "model.rotary_dim": 8,
+    "model.full_attention_every": 2,
+    "model.own.linear_key_heads": 2,
+    "model.own.linear_value_heads": 4,
+    "model.own.linear_key_dim": 16,
+    "model.own.linear_value_dim": 16,
+}
+WIDTHS: dict[str, Changes] = {
+    "qwen2_moe": SHARED | DENSE,
+    "deepseek_v3": LATENT,
+    "kimi_k2": LATENT,
+    "glm4_moe_lite": LATENT,
+    "gpt_oss": {"model.sliding_window": 8, "model.full_attention_every": 2},
+    "minimax_m2": {"model.rotary_dim": 8},
+    "glm4_moe": SHARED | DENSE | {"model.rotary_dim": 8},
+    "qwen3_next": LINEAR,
+    "qwen3_5_moe": LINEAR,
+}
+MAIN = ("mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
+"""The families that between them have every kind of layer."""
+OTHERS = tuple(name for name in FAMILIES.table if name not in MAIN)
+DTYPES = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+SINGLE = dict.fromkeys(DTYPES, "float32")
+MIXED = dict(zip(DTYPES, ("float32", "bfloat16", "float32"), strict=True))
+DPO = {
+    "training.objective": "dpo",
+    "data.source": "files",
+    "data.paths": ["pairs.jsonl"],
+    "data.format": "preference",
+}
+PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
+BALANCED = {"moe.aux_loss": 0.02, "moe.aux_loss_sequence": 0.02, "moe.aux_loss_global": 0.02, "moe.z_loss": 0.01}
+MUON = {"optimizer.name": "muon"}
+ROUNDED = {"optimizer.moments_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
+FEATURES: dict[str, tuple[str, Changes]] = {
+    "muon": ("mixtral", MUON),
+    "muon by head, QK-clip": (
+        "deepseek_v3",
+        {"optimizer.name": "muon", "optimizer.by_head": True, "optimizer.qk_clip": 0.3},
+    ),
+    "QK-clip by the bound": ("mixtral", {"optimizer.qk_clip": 4.0, "optimizer.qk_clip_measure": "bound"}),
+    "lora": ("mixtral", {"lora.rank": 8, "lora.experts_rank": 4}),
+    "dpo": ("mixtral", DPO),
+    "offload": ("mixtral", {"optimizer.offload": True}),
+    "muon, offload": ("mixtral", MUON | {"optimizer.offload": True}),
+    "recompute full": ("mixtral", {"activation_checkpoint.mode": "full"}),
+    "recompute full_but_rows": ("mixtral", {"activation_checkpoint.mode": "full_but_rows"}),
+    "recompute moe": ("mixtral", {"activation_checkpoint.mode": "moe"}),
+    "recompute selective": ("deepseek_v3", {"activation_checkpoint.mode": "selective"}),
+    "recompute linear": ("qwen3_next", {"activation_checkpoint.mode": "selective"}),
+    "halves": ("mixtral", {"moe.overlap_halves": True}),
+    "chunks": ("mixtral", {"moe.overlap_chunks": 3}),
+    "gla": ("qwen3_next", {"model.own.linear_gate": "gla"}),
+    "documents": ("mixtral", {}),
+    "documents, windows": ("gpt_oss", {}),
+    "documents, linear": ("qwen3_next", {}),
+    "capacity, padded": ("mixtral", PADDED),
+    "capacity of samples": ("mixtral", {"moe.capacity_factor": 1.0, "moe.capacity_scope": "full_sequence"}),
+    "balance losses": ("mixtral", BALANCED | {"moe.bias_update_rate": 0.05, "moe.jitter": 0.1}),
+    "loss in slices": ("mixtral", {"training.loss_chunks": 5}),
+    "several tokens": ("mixtral", {"model.mtp_depth": 1}),
+    "tied embedding": ("mixtral", {"model.tie_embeddings": True}),
+    "accumulated": ("mixtral", {"moe.accumulate_weight_gradients": True}),
+    "rounded moments": ("mixtral", SINGLE | ROUNDED),
+}
+WITH_DOCUMENTS = ("dpo", "documents")
+
+
+@dataclass
+class Run:
+    """Some steps of one model on one device; all tensors are on the CPU."""
+
+    initial: dict[str, torch.Tensor]
+    config: Any
+    loss: list[float] = field(default_factory=list)
+    norm: list[float] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Of the first step."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    chosen: list[torch.Tensor] = field(default_factory=list)
+    """The experts of each token, for every call of a router in the first step."""
+    margin: float = math.inf
+    """The smallest distance between the score of a chosen expert and that of the best other one of the best groups."""
+
+
+def host(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: piece(x.detach())[0].to("cpu", copy=True) for name, x in tensors.items()}
+
+
+class Side(NamedTuple):
+    device: torch.device
+    pretended: Hardware | None = None
+    """The hardware whose code runs, if it is not the device's own."""
+
+
+CPU = Side(torch.device("cpu"))
+PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "plain"}
+"""In place of two operations that CPUs do not have: a float32 product of 16 bits, and flex_attention's backward."""
+
+
+def config_of(family: str, changes: Changes, side: Side) -> Any:
+    changes = changes | (PRETENDED if side.pretended else {})
+    every = {"model.family": family} | BASE | WIDTHS.get(family, {}) | dict.fromkeys(DTYPES, "float64") | changes
+    return read(parity.arguments(every | {"training.device": side.device.type}), 1, PARTS)
+
+
+def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:
+    runtime = Runtime(0, 0, 1, side.device, keep_timeouts=True)
+    return parity.build_trainer(config, runtime, garbage=parity.no_collection, loader=parity.samples(documents))
+
+
+def run(
+    family: str, changes: Changes, side: Side, steps: int = 1, documents: bool = False, like: Run | None = None
+) -> Run:
+    """Take steps on a side. like: the run whose initial weights this one begins with."""
+    with as_on(side.pretended) if side.pretended else nullcontext():
+        return _run(config_of(family, changes, side), side, steps, documents, like)
+
+
+def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None) -> Run:
+    trainer = trainer_of(config, side, documents)
+    parameters = trainer.training.parameters
+    parity.random_b(trainer)
+    with torch.no_grad():
+        for name, x in like.initial.items() if like else ():
+            piece(parameters[name].detach())[0].copy_(x)
+    out = Run(host(parameters), config)
+
+    class Capture(Observer):
+        def gradients(self, step: int, work: Any, trained: dict[str, Any]) -> None:
+            if step == 1:
+                out.grads = host({name: p.grad for name, p in trained.items()})
+
+    def note_choice(router: Any, _: Any, outputs: tuple[torch.Tensor, ...]) -> None:
+        chosen, scores = outputs[3].cpu(), outputs[1].detach().cpu() + router.expert_bias.cpu()
+        out.chosen.append(chosen)
+        real = chosen[:, 0] < scores.shape[1]
+        if real.any():
+            at, scores = chosen[real], scores[real]
+            within = router._best_groups(scores) if router.model.num_groups > 1 else scores
+            others = within.scatter(1, at, -math.inf).amax(1)
+            out.margin = min(out.margin, float((scores.gather(1, at).amin(1) - others).min()))
+
+    hooks = [moe.router.register_forward_hook(note_choice) for moe in trainer.training.moe_layers.values()]
+    with listening(Capture()):
+        for _ in range(steps):
+            report = trainer.train_step()
+            out.loss.append(report["loss"])
+            out.norm.append(report["grad_norm"])
+            while hooks:
+                hooks.pop().remove()
+    out.weights = host(parameters)
+    return out
