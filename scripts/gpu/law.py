@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from tiny_models import (
     CPU,
     DTYPES,
     FEATURES,
+    IN_BF16,
     MAIN,
     MIXED,
     OTHERS,
@@ -95,15 +96,17 @@ def exact(family: str, side: Side, dtype: str, changes: Changes, steps: int, doc
     return Result(max(errors.values()), tolerance(want.config), figures)
 
 
-def bf16(family: str, side: Side, changes: Changes | None = None, times: float = 3.0) -> Result:
+def bf16(
+    family: str, side: Side, changes: Changes | None = None, times: float = 3.0, documents: bool = False
+) -> Result:
     """The ratio of the two devices' errors, of the loss or the gradient where it is largest.
 
     An error is |x - x64| / |x64| in the 2-norm, x64 from float64 on the CPU; one below 4 roundings, 4 u, counts as
     these. The devices round at other places, but as often; `times` is what that may make of it.
     """
     even = {"moe.force_balance": True} | (changes or {})
-    want = run(family, even, CPU)
-    on_cpu, on_gpu = (run(family, even | MIXED, where, like=want) for where in (CPU, side))
+    want = run(family, even, CPU, documents=documents)
+    on_cpu, on_gpu = (run(family, even | MIXED, where, documents=documents, like=want) for where in (CPU, side))
     floor, errors = 4 * unit(torch.bfloat16), {}
     largest = max(float(x.norm()) / x.numel() ** 0.5 for x in want.grads.values())
     for name, x in want.grads.items():
@@ -232,6 +235,9 @@ def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]
             yield f"bf16 {family}", functools.partial(bf16, family, side)
         if part == "others":
             return
+        for name, changes in IN_BF16.items():
+            documents = name.startswith(WITH_DOCUMENTS)
+            yield f"bf16 {name}", functools.partial(bf16, "mixtral", side, changes, documents=documents)
         for name, (family, changes) in FEATURES.items():
             documents = name.startswith(WITH_DOCUMENTS)
             yield name, functools.partial(exact, family, side, "float64", changes, 2, documents)
@@ -277,6 +283,10 @@ def is_broken(side: Side) -> bool:
     return False
 
 
+def restart() -> NoReturn:
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
@@ -292,7 +302,9 @@ def main() -> int:
     torch.set_num_threads(1)
     side, backend = CPU, "gloo"
     if args.device == "pretend":
-        os.environ["TRITON_INTERPRET"] = "1"
+        if os.environ.get("TRITON_INTERPRET") != "1":  # Triton reads it when it is imported, which torch has done
+            os.environ["TRITON_INTERPRET"] = "1"
+            restart()
         side = Side(CPU.device, Hardware("cuda", (9, 0)))
     elif args.device == "cuda":
         side, backend = Side(torch.device("cuda", 0)), "cpu:gloo,cuda:nccl"
@@ -319,7 +331,7 @@ def main() -> int:
         if not one["ok"] and is_broken(side):  # go on in a new process image, whose GPU is sound
             print("the GPU cannot be used any more: starting again", flush=True)
             os.environ["LAW_DONE"] = json.dumps(done)
-            os.execv(sys.executable, [sys.executable, *sys.argv])
+            restart()
     if left_out:
         print(f"left out after {args.seconds:g} s: {', '.join(left_out)}", flush=True)
     failed = [one["name"] for one in done if not one["ok"]]

@@ -52,6 +52,8 @@ BASE: Changes = {
     "checkpoint.enable": False,
     "validation.interval": 0,
 }
+LONG = {"training.seq_len": 128, "training.local_batch_size": 1, "training.global_batch_size": 2}
+"""For flex_attention, which takes another kernel for fewer queries."""
 SHARED = {"model.shared_hidden": 32}
 DENSE = {"model.num_dense_layers": 1, "model.dense_hidden": 32}
 LATENT = DENSE | {
@@ -65,6 +67,7 @@ LATENT = DENSE | {
     "model.shared_hidden": 32,
 }
 LINEAR = SHARED | {
+    "model.init_std": 0.1,
     "model.rotary_dim": 8,
     "model.full_attention_every": 2,
     "model.own.linear_key_heads": 2,
@@ -77,7 +80,7 @@ WIDTHS: dict[str, Changes] = {
     "deepseek_v3": LATENT,
     "kimi_k2": LATENT,
     "glm4_moe_lite": LATENT,
-    "gpt_oss": {"model.sliding_window": 8, "model.full_attention_every": 2},
+    "gpt_oss": LONG | {"model.sliding_window": 40, "model.full_attention_every": 2},
     "minimax_m2": {"model.rotary_dim": 8},
     "glm4_moe": SHARED | DENSE | {"model.rotary_dim": 8},
     "qwen3_next": LINEAR,
@@ -130,6 +133,13 @@ FEATURES: dict[str, tuple[str, Changes]] = {
     "accumulated": ("mixtral", {"moe.accumulate_weight_gradients": True}),
     "rounded moments": ("mixtral", SINGLE | ROUNDED),
 }
+IN_BF16: dict[str, Changes] = {
+    "documents": LONG,
+    "accumulated": {"moe.accumulate_weight_gradients": True},
+    "lora": {"lora.rank": 8, "lora.experts_rank": 4},
+    "loss in slices": {"training.loss_chunks": 5},
+}
+"""Options whose kernels are not those of float64, of mixtral."""
 WITH_DOCUMENTS = ("dpo", "documents")
 
 
@@ -217,4 +227,6 @@ def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None)
             while hooks:
                 hooks.pop().remove()
     out.weights = host(parameters)
+    if side.device.type == "cuda":
+        torch.cuda.synchronize()  # copies of an offloaded optimizer may still read what is freed now
     return out
