@@ -16,6 +16,7 @@ from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import derive
 from titanmoe.models import tensors
 from titanmoe.models.count import layer_flops
+from titanmoe.models.linear_attention import log_of_uniform
 from titanmoe.models.transformer import Transformer
 from titanmoe.plan.memory import RankMemory, rank_memories
 from titanmoe.rehearse.world import Rehearsal, recipe_to_rehearse, rehearse
@@ -132,3 +133,11 @@ def test_a_rank_sends_its_runs_maps_and_last_inputs():
     messages = planned_and_rehearsed(f"--{CP} 2")[1].log.messages
     sent = {m.sent_bytes for m in messages if "runs.py" in str(m.site) and not m.backward}
     assert sent == {2 * 8 * 64 * 128 * 4, 2 * 3 * 1024 * 2}
+
+
+def test_decays_begin_at_the_same_bits_on_every_device():
+    """float32 weights are rounded from float64: float32's own logarithm, of which devices have several, has others."""
+    index = torch.arange(4096)
+    got, wide = (log_of_uniform(7, index, dtype) for dtype in (torch.float32, torch.float64))
+    assert torch.equal(got, wide.float())
+    assert got.exp().min() >= 0.0099 and got.exp().max() < 16.001 and len(got.unique()) > 4000

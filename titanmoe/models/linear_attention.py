@@ -40,7 +40,9 @@ GLA_TEMPERATURE = 16
 
 
 def log_of_uniform(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, dtype))
+    """Return logarithms of numbers uniform in [0.01, 16). They come from float64, because devices differ in the last
+    bit of a float32 logarithm."""
+    return torch.log(0.01 + 15.99 * counter_rng.uniform(key, index, torch.float64)).to(dtype)
 
 
 def ones(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
