@@ -229,6 +229,8 @@ def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]
     for family in (*main, *others):
         yield f"float64 {family}", functools.partial(exact, family, side, "float64", {}, 2)
     for part, families in (("main", main), ("others", others)):
+        if side.pretended:  # CPUs lack the memory-efficient kernel of windows
+            families = [family for family in families if family != "gpt_oss"]
         for family in families:
             yield f"float32 {family}", functools.partial(exact, family, side, "float32", {}, 1)
         for family in families:
@@ -236,6 +238,8 @@ def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]
         if part == "others":
             return
         for name, changes in IN_BF16.items():
+            if side.pretended and name == "accumulated":  # Triton's interpreter multiplies bfloat16 as integers
+                continue
             documents = name.startswith(WITH_DOCUMENTS)
             yield f"bf16 {name}", functools.partial(bf16, "mixtral", side, changes, documents=documents)
         for name, (family, changes) in FEATURES.items():
