@@ -154,9 +154,7 @@ def test_the_walk_on_cpus_fails_where_faults_were_planted(tmp_path: Path) -> Non
     report = json.loads((tmp_path / "results.json").read_text())
     states = {result["name"]: result["state"] for result in report["results"]}
     assert states == {
-        part.name: {"crash": "failed", "hang": "timed out", "a step": "unsupported", "memcheck": "unsupported"}.get(
-            part.name, "ok"
-        )
+        part.name: {"crash": "failed", "hang": "timed out", "memcheck": "unsupported"}.get(part.name, "ok")
         for part in first_light.PRETEND
     }, report
     assert len((tmp_path / "table.md").read_text().splitlines()) < 80

@@ -49,7 +49,7 @@ from read_results import (  # noqa: E402
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- first light begins -->", "<!-- first light ends -->"
-ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES = 5_000_000, 400_000, 3_000_000, 78
+ARCHIVE_BYTES, LOG_BYTES, KEPT_BYTES, TABLE_LINES, ROWS_OF_A_PART = 5_000_000, 400_000, 3_000_000, 78, 18
 DUMP_SECONDS = 5
 """A part gets SIGABRT, at which faulthandler prints all stacks, this long before it is killed."""
 UNSUPPORTED = 77
@@ -149,7 +149,12 @@ PRETEND = [
     Part("noise", "-c 'for _ in range(60000): print(_, \"x\" * 80)'", 20, read_nothing, "side by side"),
     Part("plain run", f"{TRAIN} --training.device cpu --training.steps 3", 60, read_training),
     Part("GPU tests", "-m pytest -m gpu -q -p no:cacheprovider tests/test_gpu.py", 60, read_pytest),
-    Part("the law", "scripts/gpu/law.py --device cpu --only qwen3_moe mixtral --json {json}", 60, read_rows),
+    Part(
+        "the law",
+        "scripts/gpu/law.py --device cpu --tiny --only init 'float64 mixtral' muon --json {json}",
+        60,
+        read_rows,
+    ),
     Part("symmetric memory", "scripts/gpu/symmetric.py --device cpu --json {json}", 60, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --tiny", 60, read_lines, figures=True),
     Part(
@@ -257,7 +262,7 @@ def table(report: dict[str, Any]) -> str:
     for r in sorted(results, key=lambda r: r["state"] == "ok"):
         good = sum(row["ok"] for row in r["rows"])
         lines.append(cells(r["name"], r["state"], f"{r['seconds']:.0f}", f"{good} of {len(r['rows'])}", r["note"]))
-    figures = [(r, row) for r in results if r["figures"] for row in r["rows"] if row["ok"]]
+    figures = [(r, row) for r in results if r["figures"] for row in [x for x in r["rows"] if x["ok"]][:ROWS_OF_A_PART]]
     if figures:
         lines += ["", "| part | what | figures |", "|---|---|---|"]
         room = TABLE_LINES - len(lines)

@@ -61,7 +61,7 @@ def read_layers(log: str, found: str) -> list[Row]:
 def read_lines(log: str, found: str) -> list[Row]:
     """Return the first lines from trace_step.py's headline on as rows."""
     lines = [line.strip() for line in log[max(0, log.find("qwen3, ")) :].splitlines() if line.strip()]
-    return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:14], 1)]
+    return [Row(str(n), True, line[:160]) for n, line in enumerate(lines[:45], 1)]
 
 
 def read_nothing(log: str, found: str) -> list[Row]:
