@@ -97,7 +97,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     rows, weights, count_e, _ = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
     want, counts = arriving(case, group.size, range(expert_rank * local, (expert_rank + 1) * local))
-    if group.size > 1:
+    if group != NO_GROUP:
         assert count_e.tolist() == [max(1, -(-n // ALIGN)) * ALIGN for n in counts]
         bins = count_e.tolist()
         mask = torch.arange(len(rows)) < 0
@@ -125,6 +125,19 @@ def cases_on_ranks(ep: int, etp: int) -> None:
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
 def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
     world.run(RANKS, cases_on_ranks, ep, etp)
+
+
+def cases_in_own_buffer() -> None:
+    dispatcher = make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)
+    before = len(emulated_symmetric.calls)
+    for case in CASES:
+        check_case(dispatcher, case)
+    assert len(emulated_symmetric.calls) - before == 2 * (1 + 4) * len(CASES)  # as in cases_on_ranks
+
+
+def test_a_world_of_one_sends_through_its_own_buffer() -> None:
+    """What is tested on a single GPU is the path of several."""
+    world.run(1, cases_in_own_buffer)
 
 
 @pytest.mark.parametrize("case", CASES)

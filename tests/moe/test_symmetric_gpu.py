@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, missing
@@ -24,15 +27,25 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_rows_through_the_experts_without_a_host_sync() -> None:
-    """The dispatcher over symmetric memory on a single rank, the grouped product, and back; some choices
+@pytest.fixture
+def world_of_one() -> Iterator[Group]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Group(dist.group.WORLD.group_name, 1, 0)
+    dist.destroy_process_group()
+
+
+def test_rows_through_the_experts_without_a_host_sync(world_of_one: Group) -> None:
+    """A single rank puts its rows into its own symmetric memory: there, the grouped product, and back; some choices
     are dropped.
     """
     config = Config()
     config.moe.dispatcher = "symm_mem"
-    model, T = config.model, config.training.seq_len
+    model, T, ranks = config.model, config.training.seq_len, ExpertRanks(world_of_one)
     dispatcher = Symmetric(model.num_experts)
-    dispatcher.memory = Symmetric.reserve(model, config.moe, ExpertRanks(), T, torch.bfloat16, torch.device("cuda"))
+    dispatcher.place(ranks)
+    memory = Symmetric.reserve(model, config.moe, ranks, T, torch.bfloat16, torch.device("cuda"))
+    assert len(memory.handles) == 2, "no symmetric memory was allocated"
+    dispatcher.memory = memory
     with torch.device("cuda"):
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.randn(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -51,6 +64,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert not memory.overflowed
     found = [y_TD, x_TD.grad, weights_TK.grad, experts.w1.grad, experts.w2.grad]
     leaves = [leaf.detach().clone().requires_grad_() for leaf in (x_TD, weights_TK, experts.w1, experts.w2)]
     x, weights, w1, w2 = leaves

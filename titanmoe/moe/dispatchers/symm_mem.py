@@ -9,6 +9,9 @@ An over-subscription factor sets the size of the receive buffer. If any rank of 
 no rank sends anything and a flag is set: the step is then repeated without the buffers, which is exact
 (`Gradients.sums`).
 
+A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
+process, sends its rows to itself through its own buffer: so the whole path can be tested on one GPU.
+
 Shapes as in titanmoe.moe.dispatchers.protocol, and: H rows of the send buffer, T * K * etp, the unused ones last; A
 rows that a rank has room for: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all
 bins unused. N rows that leave and M that arrive, either way. A place is rank * limit + row, and -1 is nowhere.
@@ -26,7 +29,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from titanmoe.comm.collectives import InFlight, all_gather
+from titanmoe.comm.collectives import NO_GROUP, InFlight, all_gather
 from titanmoe.comm.recomputation import keep
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
@@ -171,7 +174,7 @@ class SymmetricBuffers(SharedBuffers):
         room = min(math.ceil(options.symm_mem_factor * self.home_rows), most)
         self.away_rows = room + -room % ALIGN + local_experts * ALIGN
         self.limit = max(self.home_rows, self.away_rows)
-        if self.group.size == 1:
+        if self.group == NO_GROUP:
             return
         self.handles = []
         wide = torch.promote_types(dtype, getattr(torch, options.router_dtype))
@@ -267,7 +270,7 @@ class Symmetric(Dispatcher):
         rows = chosen_TK.numel() * self.etp
         where = (chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         entry_H, slot, count_E = keep("places", lambda: assign_all_rows(*where))
-        if self.group.size == 1:
+        if self.group == NO_GROUP:
             x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
             flights = InFlight(x_HD, None), InFlight(weights_H1, None)
             chunk = AllToAllChunk(*flights, count_E, None, self.kernels)
