@@ -1,0 +1,140 @@
+"""Run a check as the ranks of a small world: each is a process that is killed when its time is over.
+
+A rank writes into a file what it has reached and at last what it found, so that a killed one still tells where it was.
+Processes are forked, which takes no imports: the one that calls `run` must not have used the GPU.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanmoe.comm.collectives import Group
+
+SPARE = 3.0
+"""Seconds before its end at which a process prints where it is, and that the others have once one has ended."""
+
+
+class Unsupported(Exception):
+    """This machine or this version of torch refuses what a check needs."""
+
+
+@dataclass
+class Rank:
+    """One process of a check.
+
+    Args:
+        device: where its tensors are.
+        group: the world's group, which has a name also when it has one rank.
+        report: the file that it writes.
+    """
+
+    device: torch.device
+    group: Group
+    report: Path
+
+    def write(self, **what: Any) -> None:
+        temporary = self.report.with_suffix(".new")
+        temporary.write_text(json.dumps(what))
+        temporary.replace(self.report)
+
+    def reached(self, phase: str) -> None:
+        """Write what begins now, once the device has done what was before."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.write(phase=phase)
+
+    @contextmanager
+    def forbidding_host_syncs(self) -> Iterator[None]:
+        """Raise if torch lets the host wait for the GPU."""
+        if self.device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def work(
+    check: Callable[[Rank], dict[str, Any]],
+    device: str,
+    folder: Path,
+    rank: int,
+    ranks: int,
+    seconds: float,
+    environment: dict[str, str],
+) -> None:
+    """Run a check as one rank, and end this process."""
+    faulthandler.dump_traceback_later(max(1.0, seconds - SPARE))
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"} | environment
+    here = Rank(torch.device("cuda:0" if device == "cuda" else device), Group("", ranks, rank), folder / f"{rank}.json")
+    try:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise Unsupported(f"PyTorch {torch.__version__} finds no GPU")
+        here.reached("start of the process group")
+        store = dist.FileStore(str(folder / "store"), ranks)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
+        here.group = Group(dist.group.WORLD.group_name, ranks, rank)
+        here.write(figures=check(here))
+    except Unsupported as error:
+        here.write(unsupported=str(error))
+    except BaseException as error:
+        traceback.print_exc()
+        here.write(error=f"{type(error).__name__}: {first_line(error)}")
+    sys.stderr.flush()
+    os._exit(0)  # a rank whose peer has gone would wait in a destructor
+
+
+def run(
+    check: Callable[[Rank], dict[str, Any]], device: str, ranks: int, seconds: float, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Run a check for so many seconds at most, and return what it found: "figures" of rank 0, or "unsupported" or
+    "error" of the first rank that has one."""
+    with tempfile.TemporaryDirectory(prefix="ranks_") as name:
+        folder, fork = Path(name), multiprocessing.get_context("fork")
+        processes = [
+            fork.Process(target=work, args=(check, device, folder, rank, ranks, seconds, environment))
+            for rank in range(ranks)
+        ]
+        end, first = time.monotonic() + seconds, True
+        for process in processes:
+            process.start()
+        while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            time.sleep(0.05)
+            if first and not all(process.is_alive() for process in processes):
+                end, first = min(end, time.monotonic() + SPARE), False
+        late = [process.is_alive() for process in processes]
+        for process in processes:
+            process.kill()
+            process.join(5)  # a kernel that never ends can hold up the end of its process
+        files = [folder / f"{rank}.json" for rank in range(ranks)]
+        found = [json.loads(file.read_text()) if file.exists() else {"phase": "start"} for file in files]
+    for kind in ("unsupported", "error"):  # a refusal makes the other ranks fail
+        if said := [one[kind] for one in found if kind in one]:
+            return {kind: said[0]}
+    for rank, one in enumerate(found):
+        if "phase" in one:
+            why = "no answer in its time" if late[rank] else f"exit status {processes[rank].exitcode}"
+            return {"error": f"rank {rank}: {why}, in: {one['phase']}"}
+    return found[0]
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:300]

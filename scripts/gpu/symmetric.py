@@ -1,0 +1,275 @@
+"""Try the dispatcher over symmetric memory on one GPU: a rank alone, two ranks on the same GPU, and what it costs.
+
+    python scripts/gpu/symmetric.py [--device cuda|cpu] [--json FILE] [--seconds S]
+
+Each check runs in processes of its own and is killed when its time is over, because a rendezvous that one rank does not
+reach waits for ever. A machine that refuses to share memory gets "unsupported" in torch's words; then the checks of a
+rank alone run on plain memory of the device, which takes the same kernels. On a CPU the memory is emulated.
+
+Shapes as in titanmoe.moe.dispatchers.symm_mem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+from ranks import SPARE, Rank, Unsupported, first_line, run  # noqa: E402
+from rows import Rows, elapsed, median_seconds  # noqa: E402
+
+from titanmoe.config.schema import Config  # noqa: E402
+from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks  # noqa: E402
+from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers  # noqa: E402
+from titanmoe.moe.experts import Experts  # noqa: E402
+
+
+class PlainHandle:
+    """A rank's own memory in place of what torch's rendezvous returns, for a group of one."""
+
+    def __init__(self, own: Tensor, group: str):
+        self.own = own
+
+    def get_remote_tensor(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return self.own.view(shape)
+
+    def barrier(self) -> None:
+        """Return at once: there is nobody to wait for."""
+
+
+def prepare(here: Rank, plain: bool) -> None:
+    """Choose the memory, and share some of it; raises Unsupported in torch's words if that is refused."""
+    if plain:
+        symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
+    elif here.device.type == "cpu":
+        from tests.support import emulated_symmetric  # noqa: F401  makes torch's functions know the CPU
+    share_memory(here)
+
+
+def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
+    """Return an allocation and its handle. Collective; raises Unsupported in torch's words."""
+    try:
+        here.reached("symm_mem.empty")
+        own = symm_mem.empty(numbers, dtype=torch.float32, device=here.device)
+        here.reached("symm_mem.rendezvous")
+        handle = symm_mem.rendezvous(own, here.group.name)
+    except RuntimeError as error:
+        raise Unsupported(first_line(error)) from error
+    if handle is None:
+        raise Unsupported("symm_mem.rendezvous returns None")
+    return own, handle
+
+
+def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
+    """Allocate, rendezvous over the world's group, write and read through the handle, and pass barriers."""
+    seconds = elapsed(lambda: prepare(here, plain_memory))
+    own, handle = share_memory(here)
+    here.reached("write and read")
+    want, kind = torch.arange(len(own), device=here.device, dtype=own.dtype), here.device.type
+    handle.barrier()
+    handle.get_remote_tensor(here.group.rank, own.shape, own.dtype).copy_(want)
+    handle.barrier()
+    assert torch.equal(own, want), "what was written through the handle is not there"
+    if kind == "cuda" and not plain_memory:
+        assert torch.equal(handle.get_buffer(here.group.rank, own.shape, own.dtype), want), "get_buffer shows another"
+    here.reached("barrier")
+    return {"ms to share": seconds * 1e3, "us a barrier": median_seconds(handle.barrier, kind) * 1e6}
+
+
+def options(dim: int, experts: int, top_k: int, factor: float) -> Config:
+    config = Config()
+    config.moe.dispatcher, config.moe.symm_mem_factor = "symm_mem", factor
+    config.model.dim, config.model.expert_hidden = dim, dim
+    config.model.num_experts, config.model.top_k = experts, top_k
+    return config
+
+
+def pair(here: Rank, config: Config, tokens: int, ep: int = 1, etp: int = 1) -> tuple[Symmetric, AllToAll]:
+    """Return the dispatcher with its buffers allocated, and the one to compare it with: of a rank alone, or of the same
+    ranks."""
+    here.reached("reserve")
+    ranks, experts = ExpertRanks(here.group, ep, etp), config.model.num_experts
+    symmetric, plain = Symmetric(experts), AllToAll(experts)
+    symmetric.place(ranks)
+    if here.group.size > 1:
+        plain.place(ranks)
+    symmetric.memory = SymmetricBuffers(config.model, config.moe, ranks, tokens, torch.bfloat16, here.device)
+    assert len(symmetric.memory.handles) == 2, "no symmetric memory was allocated"
+    return symmetric, plain
+
+
+def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, routing weights, choices (every fifth token drops one) and the output's gradient; in small
+    integers, so that toy experts' sums do not depend on their order."""
+    model, generator = config.model, torch.Generator().manual_seed(here.group.rank)
+    x_TD, grad_TD = (torch.randint(-2, 3, (tokens, model.dim), generator=generator).bfloat16() for _ in range(2))
+    weights_TK = torch.rand(tokens, model.top_k, generator=generator)
+    chosen_TK = torch.rand(tokens, model.num_experts, generator=generator).topk(model.top_k, 1).indices
+    chosen_TK[::5, 0] = model.num_experts
+    return tuple(x.to(here.device) for x in (x_TD, weights_TK, chosen_TK, grad_TD))
+
+
+def scale(dispatcher: Dispatcher) -> Callable[[Iterable[Any]], list[Any]]:
+    """Return toy experts: number e multiplies a row by its routing weight and by (e + 1) of as many as there are."""
+    group, etp, local = dispatcher.group, dispatcher.etp, dispatcher.local_experts
+    first = group.rank // etp * local
+
+    def experts(chunks: Iterable[Any]) -> list[Any]:
+        back = []
+        for chunk in chunks:
+            x_RD, weights_R1, count_e = chunk.rows()
+            row = torch.arange(len(x_RD), device=x_RD.device)
+            expert_R = torch.searchsorted(count_e.cumsum(0), row, right=True).clamp(max=local - 1) + first
+            factor_R1 = ((expert_R + 1) / dispatcher.num_experts / etp).unsqueeze(1)
+            back.append(chunk.send_back((x_RD * weights_R1 * factor_R1).to(x_RD.dtype)))
+        return back
+
+    return experts
+
+
+def round_trip(dispatcher: Dispatcher, experts: Any, inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of tokens, routing weights and of the experts' own weights."""
+    x_TD, weights_TK, chosen_TK, grad_TD = inputs
+    leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
+    exchange = dispatcher.dispatch(*leaves, chosen_TK, 0)
+    y_TD = exchange.combine(experts(exchange.chunks()))
+    return [y_TD.detach(), *torch.autograd.grad(y_TD, [*leaves, *weights], grad_TD)]
+
+
+def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
+    """Return the largest difference by the largest number, and how many are equal in every bit. Raises if the outputs
+    differ by more than a rounding of bfloat16, or are zero."""
+    assert all(bool(x.isfinite().all()) and float(x.abs().max()) > 0 for x in want), "the comparison shows nothing"
+    worst = max(
+        float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in zip(got, want, strict=True)
+    )
+    assert worst < 1e-2, f"outputs or gradients differ by {worst:.2g} of the largest"
+    return {"differ by": worst, "equal": f"{sum(map(torch.equal, got, want))} of {len(got)}"}
+
+
+def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
+    """Put rows, take them, and send gradients the other way: through toy experts, where all must be equal in every bit,
+    and through the grouped product without a wait of the host."""
+    prepare(here, plain_memory)
+    config = options(512, 32, 4, 2.0) if here.device.type == "cuda" else options(64, 8, 2, 2.0)
+    tokens = 1024 if here.device.type == "cuda" else 32
+    symmetric, plain = pair(here, config, tokens)
+    inputs = batch(here, config, tokens)
+    here.reached("toy experts")
+    moved = compare(*(round_trip(one, scale(one), inputs) for one in (symmetric, plain)))
+    assert moved["equal"] == "3 of 3", f"rows or gradients came out different: {moved}"
+    torch.manual_seed(0)
+    with here.device:
+        experts = Experts(config.model, config.moe, torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    here.reached("experts")
+    weights = list(experts.parameters())
+    want = round_trip(plain, experts, inputs, *weights)
+    round_trip(symmetric, experts, inputs, *weights)  # kernels compile at their first launch
+    here.reached("experts without a wait of the host")
+    with here.forbidding_host_syncs():
+        got = round_trip(symmetric, experts, inputs, *weights)
+    assert not bool(symmetric.memory.overflowed), "the buffers were too small"
+    return compare(got, want)
+
+
+def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
+    """Compare with alltoall over gloo, with experts on one rank each and with experts that are divided."""
+    prepare(here, plain_memory)
+    config, tokens = options(256, 16, 4, 2.0), 512 if here.device.type == "cuda" else 32
+    inputs, figures = batch(here, config, tokens), {}
+    for ep, etp in ((2, 1), (1, 2)):
+        symmetric, plain = pair(here, config, tokens, ep, etp)
+        here.reached(f"symmetric memory, ep {ep} etp {etp}")
+        got = round_trip(symmetric, scale(symmetric), inputs)
+        here.reached(f"alltoall over gloo, ep {ep} etp {etp}")
+        want = round_trip(plain, scale(plain), inputs)
+        here.reached(f"comparison, ep {ep} etp {etp}")
+        assert not bool(symmetric.memory.overflowed), "the buffers were too small"
+        figures |= {f"ep {ep} etp {etp} {name}": value for name, value in compare(got, want).items()}
+    return figures
+
+
+def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
+    """Time a Qwen3-sized exchange beside a copy of as many bytes, and both dispatchers without experts."""
+    prepare(here, plain_memory)
+    cuda = here.device.type == "cuda"
+    config, tokens = (options(2048, 128, 8, 1.0), 16384) if cuda else (options(64, 16, 4, 1.0), 64)
+    symmetric, plain = pair(here, config, tokens)
+    x_TD, weights_TK, chosen_TK, _ = batch(here, config, tokens)
+    here.reached("times")
+    buffers, kind = symmetric.memory, here.device.type
+
+    def there_and_back(dispatcher: Dispatcher) -> Tensor:
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        return exchange.combine([chunk.send_back(chunk.rows()[0]) for chunk in exchange.chunks()])
+
+    with torch.no_grad():
+        chunk = symmetric.dispatch(x_TD, weights_TK, chosen_TK, 0).chunks()[0]
+        x_HD = torch.randn(len(chunk.to_H), config.model.dim, device=here.device).bfloat16()
+        target, places = torch.empty_like(x_HD), (chunk.to_H, chunk.from_A)
+        rows = (buffers.rows,)
+        seconds = {
+            "copy": median_seconds(lambda: target.copy_(x_HD), kind),
+            "put": median_seconds(lambda: buffers.put([x_HD], rows, *places), kind),
+            "take": median_seconds(lambda: buffers.take(rows, chunk.from_A), kind),
+            "exchange": median_seconds(lambda: buffers.exchange([x_HD], *places), kind),
+            "symm_mem both ways": median_seconds(lambda: there_and_back(symmetric), kind, 10),
+            "alltoall both ways": median_seconds(lambda: there_and_back(plain), kind, 10),
+        }
+    moved = {"copy": 2, "put": 2, "take": 2, "exchange": 4}  # each row is read and written
+    rates = {f"{name} GB/s": moved[name] * x_HD.nbytes / seconds[name] / 1e9 for name in moved}
+    return {"MiB": x_HD.nbytes / 2**20} | rates | {f"{name} ms": took * 1e3 for name, took in seconds.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all checks")
+    args = parser.parse_args()
+    rows, end = Rows(args.json), time.monotonic() + args.seconds
+
+    def check(
+        name: str, of: Callable[..., dict], limit: float, ranks: int = 1, plain: bool = False, **ask: str
+    ) -> bool:
+        """Run one check, record its row, and return whether it can be done here."""
+        begin, found = time.monotonic(), {"error": "left out: no time was left"}
+        if (left := min(limit, end - begin)) > SPARE:
+            try:
+                found = run(partial(of, plain_memory=plain), args.device, ranks, left, ask)
+            except Exception as error:
+                traceback.print_exc()
+                found = {"error": repr(error)[:300]}
+        note = found.get("error") or ("unsupported: " + found["unsupported"] if "unsupported" in found else "")
+        rows.record(name, "figures" in found, time.monotonic() - begin, found.get("figures", {}), note)
+        return "figures" in found
+
+    shares = check("memory of one rank", memory, 20)
+    single = {}
+    if not shares:  # titanmoe has no use for the driver's multicast objects, which may be what fails
+        single = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        shares = check("memory of one rank, no multicast", memory, 15, **single)
+    words = "" if shares else ", plain memory"
+    check(f"one rank against alltoall{words}", one_rank, 25, plain=not shares, **single)
+    overlap = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch then sets up no multicast either
+    check("two ranks on one device against alltoall", two_ranks, 25, ranks=2, **overlap)
+    check(f"speed of one rank{words}", speed, 25, plain=not shares, **single)
+    return rows.status()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
