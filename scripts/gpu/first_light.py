@@ -117,9 +117,9 @@ GPU = [
     Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
     Part(
         "layers",
-        "scripts/bench/layers.py --shapes qwen3 gpt_oss --sides titanmoe torchtitan compiled fp8 --seconds 130 "
-        "--json {json}",
-        180,
+        "scripts/bench/layers.py --shapes qwen3 gpt_oss --sides titanmoe torchtitan-eager compiled fp8 --seconds 140 "
+        "--limit 70 --json {json}",
+        200,
         read_layers,
         figures=True,
     ),
@@ -134,7 +134,7 @@ GPU = [
     ),
     Part(
         "profile",
-        "scripts/bench/layers.py --one qwen3 titanmoe 1 8 --steps 1 --times 1",
+        "scripts/bench/layers.py --one qwen3 titanmoe 1 8 --steps 1 --times 0",
         60,
         read_ncu,
         program="ncu --clock-control none --launch-count 6 -k regex:swiglu|_sum --section SpeedOfLight "

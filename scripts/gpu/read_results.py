@@ -45,10 +45,12 @@ def read_layers(log: str, found: str) -> list[Row]:
             if routing in row:
                 of, share = row[routing], row[routing]["mfu"]
                 mfu = "" if share is None else f", MFU {share:.1%}"
-                peak = f", peak {row['peak_GiB']:.1f} GiB" if "peak_GiB" in row else ""
-                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}{peak}, {row['layers']} layers"
+                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}, {row['layers']} layers"
                 rows.append(Row(f"{name} {routing}", True, text))
-        for why in ("failed", "out_of_memory", "not compared"):
+        peaks = [f"{row[f'{key}_GiB']:.1f} {key}" for key in ("allocated", "rehearsed") if f"{key}_GiB" in row]
+        if peaks:
+            rows.append(Row(f"{name} peak GiB", True, ", ".join(peaks)))
+        for why in ("failed", "parts failed", "out_of_memory", "not compared"):
             if why in row:
                 rows.append(Row(name, why == "not compared", f"{why}: {row[why]}"[:300]))
         parts = [part for part in row.get("parts", []) if part["of_floor"]]
