@@ -97,9 +97,10 @@ def cut(config: Config) -> Config:
     """One stage with a layer or two of each kind, and one microbatch: the same shapes in little time."""
     model, parallelism = config.model, config.parallelism
     batch = config.training.local_batch_size * parallelism.dp_replicate * parallelism.dp_shard
+    kinds = max(2 * max(1, model.moe_every), model.full_attention_every)
     return replace(
         config,
-        model=replace(model, num_layers=min(model.num_layers, model.num_dense_layers + 2 * max(1, model.moe_every))),
+        model=replace(model, num_layers=min(model.num_layers, model.num_dense_layers + kinds)),
         parallelism=replace(parallelism, pp=1),
         pipeline=Pipeline(),
         training=replace(config.training, global_batch_size=batch),
