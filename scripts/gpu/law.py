@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -216,43 +216,46 @@ def generated(side: Side) -> Result:
     options = ["--temperature", "0", "--max-tokens", "32", "--dtype", "float32", "--json"]
     prompts = ["--prompt", "def law(", "--prompt", "the same"]
     command = [sys.executable, "-m", "titanmoe", "generate", "--checkpoint", str(checkpoint), *options, *prompts]
-    one, other = outputs([[*command, "--device", where.device.type] for where in (CPU, side)])
-    texts = [[json.loads(line) for line in out.splitlines()] for out in (one, other)]
+    outs = outputs([[*command, "--device", where.device.type] for where in (CPU, side)])
+    texts = [[json.loads(line) for line in out.splitlines()] for out in outs]
     wrong = sum(a != b for a, b in zip(*texts, strict=True))
     return Result(float(wrong), 0.0, {"prompts": len(texts[0])}, "" if not wrong else f"{texts}"[:500])
 
 
 def checks(side: Side, tiny: bool) -> Iterator[tuple[str, Callable[[], Result]]]:
-    """Names and checks, the most important ones first."""
+    """Names and checks: the most important ones first, those that compile flex_attention or start processes late."""
     main, others = (MAIN[:2], ()) if tiny else (MAIN, OTHERS)
-    yield "init", functools.partial(init, side)
-    for family in (*main, *others):
-        yield f"float64 {family}", functools.partial(exact, family, side, "float64", {}, 2)
-    for part, families in (("main", main), ("others", others)):
-        if side.pretended:  # CPUs lack the memory-efficient kernel of windows
-            families = [family for family in families if family != "gpt_oss"]
+
+    def in_bf16(name: str) -> tuple[str, Callable[[], Result]]:
+        how = {"changes": IN_BF16[name], "documents": name.startswith(WITH_DOCUMENTS)}
+        return f"bf16 {name}", functools.partial(bf16, "mixtral", side, **how)
+
+    def narrow(families: Sequence[str]) -> Iterator[tuple[str, Callable[[], Result]]]:
         for family in families:
             yield f"float32 {family}", functools.partial(exact, family, side, "float32", {}, 1)
         for family in families:
             yield f"bf16 {family}", functools.partial(bf16, family, side)
-        if part == "others":
-            return
-        for name, changes in IN_BF16.items():
-            if side.pretended and name == "accumulated":  # Triton's interpreter multiplies bfloat16 as integers
-                continue
-            documents = name.startswith(WITH_DOCUMENTS)
-            yield f"bf16 {name}", functools.partial(bf16, "mixtral", side, changes, documents=documents)
-        for name, (family, changes) in FEATURES.items():
-            documents = name.startswith(WITH_DOCUMENTS)
-            yield name, functools.partial(exact, family, side, "float64", changes, 2, documents)
-        yield "fla", functools.partial(by_fla, side)
-        if side.pretended:
-            return
+
+    yield "init", functools.partial(init, side)
+    for family in (*main, *others):
+        yield f"float64 {family}", functools.partial(exact, family, side, "float64", {}, 2)
+    yield from narrow([family for family in main if family != "gpt_oss"])
+    for name in IN_BF16:
+        # Triton's interpreter multiplies bfloat16 as integers.
+        if name != "documents" and not (name == "accumulated" and side.pretended):
+            yield in_bf16(name)
+    for name, (family, changes) in FEATURES.items():
+        yield name, functools.partial(exact, family, side, "float64", changes, 2, name.startswith(WITH_DOCUMENTS))
+    yield "fla", functools.partial(by_fla, side)
+    if not side.pretended:
+        yield from narrow(["gpt_oss"])
+        yield in_bf16("documents")
         yield "resume", functools.partial(resumed, side, "resume", "--training.mixed_precision_param", "float32")
         yield "generate", functools.partial(generated, side)
         if not tiny:
-            narrow = ("--training.mixed_precision_param", "bfloat16", "--training.deterministic", "true")
-            yield "deterministic", functools.partial(resumed, side, "deterministic", *narrow)
+            options = ("--training.mixed_precision_param", "bfloat16", "--training.deterministic", "true")
+            yield "deterministic", functools.partial(resumed, side, "deterministic", *options)
+    yield from narrow(others)
 
 
 def last_frame(trace: Any) -> str:
@@ -281,13 +284,13 @@ def attempt(name: str, check: Callable[[], Result]) -> dict[str, Any]:
 def is_broken(side: Side) -> bool:
     """Whether an error has made the device unusable for this process."""
     try:
-        torch.ones(1, device=side.device).add(1).item()
+        return torch.ones(1, device=side.device).item() != 1
     except Exception:
         return True
-    return False
 
 
 def restart() -> NoReturn:
+    """Begin again in a new process image, with what the environment says is done."""
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
@@ -314,13 +317,11 @@ def main() -> int:
         side, backend = Side(torch.device("cuda", 0)), "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     every = dict(checks(side, args.tiny))
-    wanted = [name for name in every if not args.only or {name, name.partition(" ")[0]} & set(args.only)]
-    if unknown := [name for name in args.only if not any(name in (n, n.partition(" ")[0]) for n in every)]:
+    names = {name: {name, name.partition(" ")[0]} for name in every}
+    if unknown := set(args.only).difference(*names.values()):
         parser.error(f"no check is called {', '.join(unknown)}; there are {', '.join(every)}")
-    left_out = []
-    for name in wanted:
-        if any(one["name"] == name for one in done):
-            continue
+    finished, left_out = {one["name"] for one in done}, []
+    for name in (name for name in every if name not in finished and (not args.only or names[name] & set(args.only))):
         if time.time() - began > args.seconds:
             left_out.append(name)
             continue
@@ -332,7 +333,7 @@ def main() -> int:
             new = args.json.with_suffix(".new")
             new.write_text(json.dumps(done, indent=1))
             new.replace(args.json)
-        if not one["ok"] and is_broken(side):  # go on in a new process image, whose GPU is sound
+        if not one["ok"] and is_broken(side):
             print("the GPU cannot be used any more: starting again", flush=True)
             os.environ["LAW_DONE"] = json.dumps(done)
             restart()
