@@ -391,3 +391,29 @@ def test_a_first_exchange_that_comes_out_wrong_is_refused_on_all_ranks() -> None
     messages = world.run(2, first_exchange, True)
     assert messages[0] == messages[1]
     assert "rows of a first exchange came out wrong on 2 of 2 ranks" in messages[0]
+
+
+def refused_memory() -> list[str]:
+    from titanmoe.config import ConfigError
+
+    answers = []
+    for words in (
+        "CUDA driver error: operation not permitted\nException raised from",
+        "CUDA driver error: out of memory",
+    ):
+        with mock.patch("torch.distributed._symmetric_memory.rendezvous", side_effect=RuntimeError(words)):
+            try:
+                make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)
+            except ConfigError as error:
+                answers += error.problems
+            except RuntimeError as error:
+                answers.append(str(error))
+    return answers
+
+
+def test_memory_that_the_machine_does_not_share_is_refused_in_torchs_words() -> None:
+    ((refused, full),) = world.run(1, refused_memory)
+    assert refused.endswith(
+        'between these ranks: CUDA driver error: operation not permitted; use dispatcher = "alltoall"'
+    )
+    assert full == "CUDA driver error: out of memory"

@@ -182,11 +182,22 @@ class SymmetricBuffers(SharedBuffers):
         self.try_once(model.num_experts)
 
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
-        if device.type == "cuda" and symm_mem.get_backend(device) != "CUDA":
-            symm_mem.set_backend("CUDA")
         shape = self.limit + 1, width
-        own = symm_mem.empty(*shape, dtype=dtype, device=device)
-        handle = symm_mem.rendezvous(own, self.group.name)
+        try:
+            if device.type == "cuda" and symm_mem.get_backend(device) != "CUDA":
+                symm_mem.set_backend("CUDA")
+            own = symm_mem.empty(*shape, dtype=dtype, device=device)
+            handle = symm_mem.rendezvous(own, self.group.name)
+        except RuntimeError as error:  # a container, for example, that forbids what sharing memory takes
+            if "out of memory" in str(error):
+                raise
+            words = str(error).strip().partition("\n")[0]
+            raise ConfigError(
+                [
+                    f'moe.dispatcher = "symm_mem": PyTorch {torch.__version__} cannot share GPU memory between these '
+                    f'ranks: {words}; use dispatcher = "alltoall"'
+                ]
+            ) from error
         self.handles.append((own, handle))  # for as long as a peer may write
         of_ranks = [handle.get_remote_tensor(rank, shape, dtype) for rank in range(self.group.size)]
         return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
