@@ -34,6 +34,7 @@ from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks  # noqa: E402
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
+from titanmoe.train.runtime import grow_segments, segments  # noqa: E402
 
 
 class PlainHandle:
@@ -85,7 +86,8 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
     if kind == "cuda" and not plain_memory:
         assert torch.equal(handle.get_buffer(here.group.rank, own.shape, own.dtype), want), "get_buffer shows another"
     here.reached("barrier")
-    return {"ms to share": seconds * 1e3, "us a barrier": median_seconds(handle.barrier, kind) * 1e6}
+    figures = {"ms to share": seconds * 1e3, "us a barrier": median_seconds(handle.barrier, kind) * 1e6}
+    return figures | ({"note": segments()} if kind == "cuda" else {})
 
 
 def options(dim: int, experts: int, top_k: int, factor: float) -> Config:
@@ -241,6 +243,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0, help="for all checks")
     args = parser.parse_args()
+    grow_segments()  # as in a training run
     rows, end = Rows(args.json), time.monotonic() + args.seconds
 
     def check(
@@ -254,7 +257,11 @@ def main() -> int:
             except Exception as error:
                 traceback.print_exc()
                 found = {"error": repr(error)[:300]}
-        note = found.get("error") or ("unsupported: " + found["unsupported"] if "unsupported" in found else "")
+        note = (
+            found.get("figures", {}).pop("note", "")
+            or found.get("error")
+            or ("unsupported: " + found["unsupported"] if "unsupported" in found else "")
+        )
         rows.record(name, "figures" in found, time.monotonic() - begin, found.get("figures", {}), note)
         return "figures" in found
 
