@@ -20,7 +20,7 @@ def good(here):
 
 def hangs(here):
     here.reached("the long wait")
-    time.sleep(60 * here.group.rank)
+    time.sleep(100 * here.group.rank)
     return {}
 
 def dies(here):
@@ -34,9 +34,13 @@ def refuses(here):
 def fails(here):
     raise ValueError("wrong" + chr(10) + "and more")
 
-for check in (good, hangs, dies, refuses, fails):
+def fails_first(here):
+    time.sleep(1 - here.group.rank)
+    raise ValueError(f"rank {here.group.rank}")
+
+for check, ranks in ((good, 2), (hangs, 2), (dies, 1), (refuses, 2), (fails, 1), (fails_first, 2)):
     begin = time.monotonic()
-    print(json.dumps([run(check, "cpu", 2, 20.0, {}), time.monotonic() - begin]), flush=True)
+    print(json.dumps([run(check, "cpu", ranks, 40.0, {}), time.monotonic() - begin]), flush=True)
 """
 
 
@@ -57,5 +61,6 @@ def test_ranks_that_hang_die_or_refuse() -> None:
         {"error": "rank 0: exit status 7, in: start of the process group"},
         {"unsupported": "not here"},
         {"error": "ValueError: wrong"},
+        {"error": "ValueError: rank 1"},
     ]
-    assert all(seconds < 15 for _, seconds in found), "a rank that ended did not end the check"
+    assert all(seconds < 30 for _, seconds in found), "a rank that ended did not end the check"

@@ -106,7 +106,7 @@ def run(
     check: Callable[[Rank], dict[str, Any]], device: str, ranks: int, seconds: float, environment: dict[str, str]
 ) -> dict[str, Any]:
     """Run a check for so many seconds at most, and return what it found: "figures" of rank 0, or "unsupported" or
-    "error" of the first rank that has one."""
+    "error" of the rank that wrote it first, as a rank that ends makes the others fail."""
     with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder, fork = Path(name), multiprocessing.get_context("fork")
         processes = [
@@ -126,8 +126,9 @@ def run(
             process.join(5)  # a kernel that never ends can hold up the end of its process
         files = [folder / f"{rank}.json" for rank in range(ranks)]
         found = [json.loads(file.read_text()) if file.exists() else {"phase": "start"} for file in files]
-    for kind in ("unsupported", "error"):  # a refusal makes the other ranks fail
-        if said := [one[kind] for one in found if kind in one]:
+        by_time = sorted((file.stat().st_mtime_ns, rank) for rank, file in enumerate(files) if file.exists())
+    for kind in ("unsupported", "error"):
+        if said := [found[rank][kind] for _, rank in by_time if kind in found[rank]]:
             return {kind: said[0]}
     for rank, one in enumerate(found):
         if "phase" in one:
