@@ -155,16 +155,16 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not on_gpu:
         raise SystemExit("trace_step.py: the trace has no kernel: it needs a CUDA device")
-    kernels, counted = [], set()
+    kernels, longest = [], {}
     for event in sorted(on_gpu, key=lambda e: e["ts"]):
         kernel = Kernel(event["name"], event["ts"], event["dur"])
         number = event.get("args", {}).get("External id")
-        if number is not None and (operation := operations.get(number)):
-            kernel.operation = operation["name"]
-            if number not in counted:  # of an operation's several kernels, the first has its floor
-                kernel.floor = floor(operation, peak, bandwidth)
-                counted.add(number)
+        if number is not None and number in operations:
+            kernel.operation = operations[number]["name"]
+            longest[number] = max(kernel, longest.get(number, kernel), key=lambda k: k.time)
         kernels.append(kernel)
+    for number, kernel in longest.items():  # an operation may begin with a memset or end with a small reduction
+        kernel.floor = floor(operations[number], peak, bandwidth)
     work = [e for e in events if e.get("cat") in ("cpu_op", "cuda_runtime", "cuda_driver")] + on_gpu
     begin, end = min(e["ts"] for e in work), max(e["ts"] + e["dur"] for e in work)
 
@@ -182,7 +182,7 @@ def summary(events: Iterable[dict[str, Any]], layers: int, peak: float, bandwidt
     groups: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         groups[group_of(kernel.name, kernel.operation)].append(kernel)
-    attention = sorted({kernel.name for kernel in groups.get("attention", [])})
+    attention = sorted({kernel.name for kernel in groups.get("attention", []) if not kernel.name.startswith("Mem")})
     return Summary(end - begin, busy, idle, len(waits), kernels, layers, dict(groups), attention)
 
 

@@ -30,6 +30,19 @@ SPARE = 3.0
 """Seconds before its end at which a process prints where it is, and that the others have once one has ended."""
 
 
+class OverHost:
+    """Functional collectives of a device's tensors by way of the host: gloo's own for CUDA crash in torch 2.11."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+        operation = getattr(torch.ops._c10d_functional, name)
+        if name == "wait_tensor":
+            return lambda flying: operation(flying).to(self.device)
+        return lambda x, *options: operation(x.cpu(), *options)
+
+
 class Unsupported(Exception):
     """This machine or this version of torch refuses what a check needs."""
 

@@ -26,9 +26,10 @@ from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from ranks import SPARE, Rank, Unsupported, first_line, run  # noqa: E402
+from ranks import SPARE, OverHost, Rank, Unsupported, first_line, run  # noqa: E402
 from rows import Rows, elapsed, median_seconds  # noqa: E402
 
+from titanmoe.comm import collectives  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks  # noqa: E402
@@ -189,8 +190,10 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
 
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
-    """Compare with alltoall over gloo, with experts on one rank each and with experts that are divided."""
+    """Compare with alltoall over gloo, with experts on one rank each and with experts that are divided. Its
+    messages go by way of the host."""
     prepare(here, plain_memory)
+    collectives._ops = OverHost(here.device)
     config, tokens = options(256, 16, 4, 2.0), 512 if here.device.type == "cuda" else 32
     inputs, figures = batch(here, config, tokens), {}
     for ep, etp in ((2, 1), (1, 2)):

@@ -234,7 +234,28 @@ def test_kernels_get_what_they_ask_for(
 
 def test_when_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gated_delta, "FLA", True)
+    monkeypatch.setattr(gated_delta, "miscompiled", lambda device: False)
     with FakeTensorMode():
         on_gpu, on_cpu = (torch.empty(2, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu"))
         cases = [("auto", on_gpu), ("torch", on_gpu), ("auto", on_cpu), ("auto", on_gpu.float())]
         assert [gated_delta.by_fla(*case) for case in cases] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "triton, capability, wrong",
+    [
+        ("3.6.0", (9, 0), True),
+        ("3.7.0+git1", (9, 0), True),
+        ("3.7.1", (9, 0), False),
+        ("3.3.1", (9, 0), False),
+        ("3.6.0", (10, 0), False),
+    ],
+)
+def test_where_triton_compiles_fla_wrongly_the_plain_form_runs(
+    triton: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta, "version", lambda name: triton)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gated_delta.miscompiled.cache_clear()
+    assert gated_delta.miscompiled(torch.device("cuda", 0)) is wrong
+    gated_delta.miscompiled.cache_clear()

@@ -25,7 +25,10 @@ their widths; N chunks of C tokens; Z is B times H.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -96,8 +99,17 @@ def cut(
 
 
 def by_fla(kernels: str, x: Tensor) -> bool:
-    """Whether fla-core's kernels compute it: those for float32 round to TF32 on the way."""
-    return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2
+    """Return whether fla-core's kernels compute it: those for float32 round to TF32 on the way."""
+    return FLA and kernels != "torch" and x.is_cuda and x.element_size() == 2 and not miscompiled(x.device)
+
+
+@cache
+def miscompiled(device: torch.device) -> bool:
+    """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU: 3.4 to 3.7.0 do on Hopper
+    (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in backward.
+    """
+    triton = tuple(map(int, re.findall(r"\d+", version("triton"))[:3]))
+    return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
 
 
 def step(
