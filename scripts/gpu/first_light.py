@@ -102,6 +102,7 @@ TRAIN = (
     "train.py --config train_configs/debug.toml --job.dump_folder {folder} --parallelism.tp 1 "
     "--parallelism.experts.ep 1 --training.mixed_precision_param bfloat16"
 )
+LAW = "scripts/gpu/law.py --json {json} --seconds 130"
 GPU = [
     Part("ceilings", "scripts/gpu/ceilings.py --json {json}", 45, read_rows, figures=True),
     Part("plain run", f"{TRAIN} --training.device cuda --training.steps 20", 120, read_training, "side by side"),
@@ -112,7 +113,8 @@ GPU = [
         read_pytest,
         "side by side",
     ),
-    Part("the law", "scripts/gpu/law.py --json {json} --seconds 130", 150, read_rows, "side by side"),
+    Part("the law: families", f"{LAW} --only init float64 float32 bf16", 150, read_rows, "side by side"),
+    Part("the law: options", f"{LAW} --skip init float64 float32 bf16", 150, read_rows, "side by side"),
     Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 65, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
     Part("attention", "scripts/gpu/attention_backends.py --json {json}", 100, read_rows, figures=True),
@@ -309,10 +311,15 @@ def install_wheels(folder: Path) -> str:
     return str(folder) if wheels else ""
 
 
-def publish(results: Path) -> None:
-    """Write the table of a report into docs/benchmarks.md, between its two marks."""
+def publish(files: list[Path]) -> None:
+    """Write the table of several reports into docs/benchmarks.md: a part is taken from the last one that has it."""
+    report, *later = (json.loads(file.read_text()) for file in files)
+    for new in later:
+        again = {result["name"] for result in new["results"]}
+        report["results"] = [result for result in report["results"] if result["name"] not in again] + new["results"]
+        report["command"] += f"; {new['command']}"
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    text = table(json.loads(results.read_text()))
+    text = table(report)
     PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
 
 
@@ -322,7 +329,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/first_light"))
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--pretend", action="store_true", help="on CPUs, tiny, with parts that crash, hang and babble")
-    parser.add_argument("--publish", type=Path, metavar="RESULTS", help="write their table into docs/benchmarks.md")
+    parser.add_argument(
+        "--publish", type=Path, nargs="+", metavar="RESULTS", help="write their table into docs/benchmarks.md"
+    )
     args = parser.parse_args(argv)
     if args.publish:
         publish(args.publish)

@@ -1,10 +1,11 @@
 """Compare training on a GPU with training on a CPU: steps of tiny models from the same weights and data.
 
-    python scripts/gpu/law.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--seconds S] [--tiny]
+    python scripts/gpu/law.py [--device cuda|cpu|pretend] [--json FILE] [--only NAME ...] [--skip NAME ...]
 
-It prints a line per check as soon as it is done, and exits with status 1 if any failed. `--only` takes names of checks
-or their first words. With `--device cpu` both sides run on CPUs, which tries the script. With `--device pretend` the
-second side runs a GPU's code there, with kernels that Triton interprets: slowly, and without processes of its own.
+It prints a line per check as soon as it is done, and exits with status 1 if any failed. `--only` and `--skip` take
+names of checks or their first words, `--seconds` ends it early, `--tiny` takes two families. With `--device cpu` both
+sides run on CPUs, which tries the script. With `--device pretend` the second side runs a GPU's code there, with kernels
+that Triton interprets: slowly, and without processes of its own.
 
     init            initial weights and random bits
     float64 FAMILY  two steps: loss, norm, gradients (DESIGN 2.1's error) and weights within 1e-10
@@ -123,8 +124,8 @@ def bf16(
 
 def by_fla(side: Side) -> Result:
     """Linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
-    if not (gated_delta.FLA and side.device.type == "cuda"):
-        return Result(0.0, 0.0, note="fla-core is not installed, or this is no GPU: nothing was run")
+    if not gated_delta.by_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
+        return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 
 
@@ -299,6 +300,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
     parser.add_argument("--json", type=Path, help="file for the results, rewritten after every check")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="checks by name or first word")
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="all checks but these")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no check after so many")
     parser.add_argument("--tiny", action="store_true", help="only two families")
     args = parser.parse_args()
@@ -318,10 +320,13 @@ def main() -> int:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     every = dict(checks(side, args.tiny))
     names = {name: {name, name.partition(" ")[0]} for name in every}
-    if unknown := set(args.only).difference(*names.values()):
+    if unknown := {*args.only, *args.skip}.difference(*names.values()):
         parser.error(f"no check is called {', '.join(unknown)}; there are {', '.join(every)}")
     finished, left_out = {one["name"] for one in done}, []
-    for name in (name for name in every if name not in finished and (not args.only or names[name] & set(args.only))):
+    for name in every:
+        wanted = not names[name] & set(args.skip) and (not args.only or names[name] & set(args.only))
+        if not wanted or name in finished:
+            continue
         if time.time() - began > args.seconds:
             left_out.append(name)
             continue
