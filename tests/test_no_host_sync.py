@@ -72,9 +72,14 @@ def test_padded_bins_leave_the_host_alone(name: str) -> None:
     train(PADDED | CASES[name], name == "documents")
 
 
-def test_dropless_rows_do_not() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_dropless_rows_of_a_rank_with_all_experts_leave_the_host_alone(name: str) -> None:
+    train(CASES[name], name == "documents")
+
+
+def test_rows_in_chunks_do_not() -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
-        train({})
+        train({"moe.overlap_chunks": 2})
 
 
 def test_symmetric_memory_leaves_the_host_alone() -> None:

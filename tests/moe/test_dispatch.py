@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,14 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import world
 from tests.support.single_chunk import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.comm.counts import Counts
 from titanmoe.comm.host import ToHost
+from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers import alltoall
 from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.layer import MoE as MoELayer
 from titanmoe.moe.permute import to_tokens
+from titanmoe.ops.device import Hardware, as_on
+from titanmoe.tokens import Tokens
 
 E, K, T, D = 8, 3, 6, 4
 RANKS = 4
@@ -471,3 +477,26 @@ def test_entries_are_sorted_by_expert_and_then_by_token(experts: int) -> None:
     flat = chosen_TK.flatten().tolist()
     assert order.tolist() == sorted(range(60), key=lambda i: (flat[i], i))
     assert count.tolist()[-6:] == [flat.count(e) for e in range(experts - 6, experts)] and len(count) == experts
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_rank_with_all_experts_computes_the_same_without_counts(biases: bool) -> None:
+    """As on a GPU, where the host does not learn how many rows are used. Half of the tokens are padding."""
+    model = Model(num_experts=4, top_k=2, dim=8, expert_hidden=16, expert_biases=biases)
+    layer = MoELayer(model, MoE(kernels="torch"), None, 0, 0, 1, torch.float64)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    index = torch.arange(24)
+    tokens = Tokens(index.view(2, 12) % 12, index, index // 12, index % 2 == 0, torch.tensor(0))
+    layer.begin_step(1, torch.tensor(12.0), 2)
+    x_BsD = torch.randn(2, 12, 8, dtype=torch.float64, requires_grad=True)
+
+    def both() -> list[torch.Tensor]:
+        y_BsD = layer(x_BsD, tokens)
+        return [y_BsD, *torch.autograd.grad(y_BsD.square().sum(), (x_BsD, *layer.parameters()))]
+
+    want = both()
+    with as_on(Hardware("cuda", (9, 0))), mock.patch.object(Counts, "read", None if not biases else Counts.read):
+        got = both()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -45,6 +45,7 @@ class MoE(nn.Module):
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         kind = DISPATCHERS.implementation(options.dispatcher)
         self.dispatcher = kind(model.num_experts, options.chunks, options.kernels)
+        self.dispatcher.allows_unused_rows = not model.expert_biases
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity

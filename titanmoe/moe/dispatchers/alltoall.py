@@ -47,6 +47,8 @@ class AllToAll(Dispatcher):
         the unused end is cut off.
         """
         C, G, e = self.chunks, self.group.size, self.local_experts
+        if G == C == 1 and not bin_rows and self.allows_unused_rows and device.kind(x_TD) != "cpu":
+            return self.dispatch_to_itself(x_TD, weights_TK, chosen_TK)
         bin_rows = -(-bin_rows // C)
         entry_R, slot, count_CE, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
@@ -79,6 +81,18 @@ class AllToAll(Dispatcher):
             count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
             chunks.append(AllToAllChunk(*flight, count_e, regroup, self.kernels))
         return AllToAllExchange(chunks, route, self.kernels)
+
+    def dispatch_to_itself(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
+        """Lay out the routed tokens of a rank that has all experts, without a host sync: nothing is sent, so the host
+        need not know their number. What experts make of unused rows, which come last, is undefined and reaches no
+        token.
+        """
+        entry_R, slot, count_e = keep(
+            "places", lambda: assign_all_rows(chosen_TK, self.num_experts, 1, 1, self.kernels)
+        )
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        chunk = AllToAllChunk(InFlight(x_RD, None), InFlight(weights_R1, None), count_e, None, self.kernels)
+        return AllToAllExchange([chunk], route, self.kernels)
 
     def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, Counts | None]:
         """The choice of each row and the rows of each choice; each expert's count, by chunk; and the counts on their

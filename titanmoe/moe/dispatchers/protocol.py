@@ -113,6 +113,8 @@ class Dispatcher:
 
     memory: SharedBuffers | None = None
     """What `reserve` returned, during a training step; None outside of one."""
+    allows_unused_rows = False
+    """Whether rows after those of the last expert may hold anything. Biases need to know which rows are real."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         """chunks: `[moe] overlap_chunks`. kernels: `[moe] kernels`."""

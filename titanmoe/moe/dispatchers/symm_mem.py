@@ -35,7 +35,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.assign import assign_all_rows, copy_rows
-from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk, AllToAllExchange
+from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
@@ -270,22 +270,18 @@ class Symmetric(Dispatcher):
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
         self.plain = AllToAll(self.num_experts, self.chunks, self.kernels)
+        self.plain.allows_unused_rows = True
         self.plain.place(ranks)
 
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
         """Unused rows are zero in what experts get, and may be anything in their output."""
         memory = self.memory
-        if memory is None:
+        if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         rows = chosen_TK.numel() * self.etp
         where = (chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         entry_H, slot, count_E = keep("places", lambda: assign_all_rows(*where))
-        if self.group == NO_GROUP:
-            x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-            flights = InFlight(x_HD, None), InFlight(weights_H1, None)
-            chunk = AllToAllChunk(*flights, count_E, None, self.kernels)
-            return AllToAllExchange([chunk], route, self.kernels)
         to_H, from_A, bin_e, fits, _ = keep("places in buffers", lambda: self.places_of(count_E, memory, rows))
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
