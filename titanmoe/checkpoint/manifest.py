@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.field_values import WrongType, fit, value_text
 from titanmoe.config.fields import fields, own_fields
 from titanmoe.config.parse_json import parse_json
@@ -160,8 +161,13 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
 
 
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type."""
+    """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type, or
+    names code that the user has not allowed."""
     recorded = flat_record(record.get("config", {}))
+    try:
+        refuse_code(recorded, source)
+    except CodeNotAllowed as error:
+        raise CheckpointError(str(error)) from None
     known_fields = fields() | own_fields(recorded)
     values = {path: value for path, value in recorded.items() if path in known_fields}
     fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}

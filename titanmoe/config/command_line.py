@@ -25,6 +25,8 @@ class CommandLine:
     overrides: dict[str, list[str]] = field(default_factory=dict)
     help: bool = False
     print_config: bool = False
+    allowed_code: list[str] = field(default_factory=list)
+    """Names of --allow-code, which records such as a teacher's may name."""
     problems: list[str] = field(default_factory=list)
 
     def take_recipe(self, name: str) -> None:
@@ -59,7 +61,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
         following = next((i for i, text in enumerate(rest) if _OPTION.match(text)), len(rest))
         if attached or name in ("help", "print_config"):
             following = 0
-        elif name == "config" or (known and not known.item) or name.startswith(f"{OWN}."):
+        elif name in ("config", "allow_code") or (known and not known.item) or name.startswith(f"{OWN}."):
             following = min(following, 1)
         texts, rest = [value] if attached else rest[:following], rest[following:]
 
@@ -69,6 +71,10 @@ def split_words(argv: Sequence[str]) -> CommandLine:
             line.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
         elif name == "config":
             line.take_recipe(texts[0])
+        elif name == "allow_code" and not (texts and ":" in texts[0]):
+            line.problems.append("command line: --allow-code needs a name, as in --allow-code my_package.mine:Mine")
+        elif name == "allow_code":
+            line.allowed_code += texts
         elif name.startswith(f"{OWN}.") or (known and (texts or known.kind is bool)):
             line.overrides[name] = texts or ["true"]
         elif known:

@@ -197,6 +197,7 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
         "",
         "  --config RECIPE.toml  the recipe of the run, in TOML; without one, the defaults",
         "  --print-config        print what would run, every field resolved, as a recipe; start nothing",
+        "  --allow-code MODULE:NAME  code of your own that the record of a teacher or of adapters may name",
         "  --help, -h            this page, with the values of the recipe and the overrides given; start nothing",
         "",
         paragraph(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanmoe.config import laws, other_names
+from titanmoe.config.allowed_code import allow_code, code_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
@@ -154,6 +155,7 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
         else:
             settings.own[path] = texts
 
+    allow_code([*code_names(settings.values), *words.allowed_code])
     recipe_name = Path(words.recipe).stem if words.recipe else ""
     model_file = _model_file(settings, parts, recipe_name)
     fallback = _fallback(settings, parts, model_file)

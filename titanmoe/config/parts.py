@@ -124,7 +124,8 @@ class Kind:
 
     def _import(self, name: str, place: str) -> Any:
         module_name, _, member = place.partition(":")
-        if os.getcwd() not in sys.path:  # last: a program that is installed does not search the current folder
+        # An installed program does not search the current folder. It comes last, and only for the user's own modules.
+        if not module_name.startswith("titanmoe.") and os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
             module = import_module(module_name)

@@ -74,16 +74,22 @@ class Recipe:
 
 
 def read_recipe(name: str) -> Recipe:
+    """Return the recipe in a file that the user names; RecipeError if it is not one."""
     try:
         with open(name, "rb") as stream:
-            data = stream.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, too many for a recipe: name another file")
-        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+            return parse_recipe(name, stream.read(MOST_BYTES + 1))
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
     except OSError as error:
         raise RecipeError(f"{name}: cannot be read: {error.strerror}") from None
+
+
+def parse_recipe(name: str, data: bytes) -> Recipe:
+    """Return the recipe in the bytes of a file; RecipeError if they are not one."""
+    try:
+        if len(data) > MOST_BYTES:
+            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, too many for a recipe: name another file")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise RecipeError(f"{name}:{line}: byte {byte:#x} is not UTF-8: save the file as UTF-8") from None

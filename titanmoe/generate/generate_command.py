@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         help="adapters on the weights of --checkpoint (default: the weights that they were trained on): a run with "
         "lora.rank, one of its checkpoints, or a folder of PEFT",
     )  # fmt: skip
+    add_allow_code(generate)
     generate.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; can be given several times"
     )

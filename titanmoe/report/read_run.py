@@ -10,9 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.config import ConfigError, load
+from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config import ConfigError
+from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
+from titanmoe.config.load import read_draft
 from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
-from titanmoe.config.recipe import RecipeError, read_recipe
+from titanmoe.config.recipe import MOST_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.parts import PARTS
@@ -95,10 +100,14 @@ def read_runs(folders: list[Path]) -> list[Run]:
     """All of them, or every reason why not."""
     runs, problems = [], []
     for folder in folders:
-        if not (folder / METRICS).is_file():
+        try:
+            lines, warnings = _lines(folder, METRICS, _figures)
+        except safe_files.ABSENT:
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
-        lines, warnings = _lines(folder / METRICS, _figures)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
         if lines:
             runs.append(_read(folder, lines, warnings))
         else:
@@ -113,11 +122,11 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run:
-    events, event_warnings = _lines(folder / EVENTS, _event)
+    events, event_warnings = _lines_if_any(folder, EVENTS, _event)
     shapes: dict[str, int] = {}
-    loads, load_warnings = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
-    times, time_warnings = _lines(folder / RANKS, _times)
-    answers, answer_warnings = _lines(folder / ANSWERS, _answers)
+    loads, load_warnings = _lines_if_any(folder, EXPERTS, lambda line: _load(line, shapes))
+    times, time_warnings = _lines_if_any(folder, RANKS, _times)
+    answers, answer_warnings = _lines_if_any(folder, ANSWERS, _answers)
     warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *answer_warnings]
     run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
     for line in answers:
@@ -134,28 +143,51 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     run.load_steps = [line["step"] for line in loads]
     for layer in shapes:
         run.load[int(layer)] = np.array([line["load"][layer] for line in loads], dtype=np.float64).T
-    file = folder / CONFIG
-    if file.is_file():
-        run.config_text = file.read_text(encoding="utf-8", errors="replace")
-        try:
-            run.table = read_recipe(str(file)).data
-            run.config = load(["--config", str(file)], PARTS, lambda config: [])
-        except RecipeError as error:
-            run.warnings.append(str(error))
-        except ConfigError:
-            run.config = None
+    try:
+        with safe_files.open_file(folder, CONFIG) as stream:
+            data = stream.read(MOST_BYTES + 1)
+        run.config_text = data[:MOST_BYTES].decode(errors="replace")
+        recipe = parse_recipe(str(folder / CONFIG), data)
+        run.table = recipe.data
+        refuse_code(flat_record(run.table), folder / CONFIG)
+        run.config = _config(recipe)
+    except safe_files.ABSENT:
+        pass
+    except (RecipeError, CheckpointError, CodeNotAllowed) as error:
+        run.warnings.append(str(error))
+    except ConfigError:
+        run.config = None
     return run
+
+
+def _config(recipe: Recipe) -> Config:
+    """Return the config that a run has recorded. Nothing that it names is opened: it stands alone."""
+    model = recipe.data.get("model")
+    alone = {**recipe.data, "model": {**model, "hf": ""}} if isinstance(model, dict) else recipe.data
+    return read_draft([], PARTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
 
 
 # ---- lines
 
 
-def _lines(
-    file: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Those that known() accepts, and messages about the others: a line for each kind."""
+Accept = Callable[[dict[str, Any]], dict[str, Any] | None]
+
+
+def _lines_if_any(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return what `_lines` does; nothing of a file that does not exist, and a message about one that is a link."""
+    try:
+        return _lines(folder, name, accept)
+    except safe_files.ABSENT:
+        return [], []
+    except CheckpointError as error:
+        return [], [str(error)]
+
+
+def _lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the lines that accept() takes, and messages about the others: a line for each kind."""
     accepted, rejected_counts = [], Counter()
-    *complete, unfinished = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    with safe_files.open_file(folder, name) as stream:
+        *complete, unfinished = stream.read().split(b"\n")
     for text in [*complete, unfinished]:
         try:
             line = parse_json(text)
@@ -169,6 +201,7 @@ def _lines(
         except ValueError:
             if text is not unfinished and text.strip():  # the run may still be writing its last line
                 rejected_counts["not JSON"] += 1
+    file = folder / name
     warnings = [
         f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in rejected_counts.items()
     ]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from titanmoe.config import ConfigError
+from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.report.draw import MOST_RUNS
 
 
@@ -19,6 +20,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
     )
     report.add_argument("RUN", type=Path, nargs="+", help="folder of a run, such as runs/debug")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: report/ in the first run's folder")
+    add_allow_code(report)
     report.set_defaults(run=run_report)
 
 

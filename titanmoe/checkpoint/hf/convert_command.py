@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
         description="Converts between Hugging Face folders (config.json, *.safetensors) and titanmoe checkpoints.",
         epilog=EPILOG,
     )
+    add_allow_code(convert)
     convert.set_defaults(run=run_convert)
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")

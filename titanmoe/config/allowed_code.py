@@ -1,0 +1,81 @@
+"""Which code outside the package may run: names "module:NAME" of components that the user has given.
+
+A recipe or a command line that the user gives may name components of their own, which are imported. A record, such as
+the manifest of a checkpoint or the config.toml of a run's folder, may come from a stranger: what it names is only
+imported if the user has given the same name, in their recipe or with --allow-code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+NAMING_FIELDS = (
+    *("data.format", "model.family", "moe.dispatcher", "moe.balance_losses"),
+    *("training.objective", "optimizer.name"),
+)
+"""The fields whose values name components, by path: those of `titanmoe.parts.PARTS`."""
+VARIABLE = "TITANMOE_ALLOWED_CODE"
+"""The environment variable that holds the allowed names, so that ranks and worker processes inherit them."""
+OPTION = "--allow-code"
+
+
+class CodeNotAllowed(ValueError):
+    """A record names code that the user has not given."""
+
+
+def allow_code(names: Iterable[str]) -> None:
+    """Let records name these components, in this process and in those that it starts."""
+    os.environ[VARIABLE] = json.dumps(sorted({*_allowed(), *names}))
+
+
+def _allowed() -> list[str]:
+    return json.loads(os.environ.get(VARIABLE, "[]"))
+
+
+def code_names(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of components outside the package in the values of a config's fields, by path."""
+    found = []
+    for path in NAMING_FIELDS:
+        value = values.get(path)
+        if isinstance(value, list):  # lines of a name and a coefficient
+            found += [line.strip().partition(" ")[0] for line in value if isinstance(line, str)]
+        elif isinstance(value, str):
+            found.append(value)
+    return [name for name in dict.fromkeys(found) if ":" in name]
+
+
+def refuse_code(values: Mapping[str, Any], source: object) -> None:
+    """Raise CodeNotAllowed if a record names components outside the package that the user has not given.
+
+    Args:
+        values: the record's config, by path.
+        source: where it comes from, for the message.
+    """
+    if unknown := [name for name in code_names(values) if name not in _allowed()]:
+        options = " ".join(f"{OPTION} {json.dumps(name)}" for name in unknown)
+        raise CodeNotAllowed(
+            f"{source} names code outside titanmoe, which is not run unless you give the same name: if you trust that "
+            f"code, add {options}"
+        )
+
+
+def add_allow_code(parser: argparse.ArgumentParser) -> None:
+    """Add --allow-code to a command that reads the folder of a run."""
+    parser.add_argument(
+        OPTION, action=_Allow, metavar="MODULE:NAME",
+        help="a family, dispatcher or other component of your own that the run's record names: its module is imported, "
+        "from the current folder too. Can be given several times; without it, no code that a record names is run",
+    )  # fmt: skip
+
+
+class _Allow(argparse.Action):
+    """Allows the name as soon as the command line is read."""
+
+    def __call__(self, parser: Any, namespace: Any, name: str, option: Any = None) -> None:
+        if ":" not in name:
+            parser.error(f"{OPTION} {name} is not MODULE:NAME")
+        allow_code([name])
