@@ -53,9 +53,12 @@ class Faults:
 
     def _faulty(self, name: str, real: Any) -> Any:
         def call(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(path, str | Path) and str(path).startswith(self.path):
-                self.calls[name, str(path)] += 1
-                if self.calls[name, str(path)] <= self.times:
+            where = str(path)
+            if (descriptor := kwargs.get("dir_fd")) is not None:
+                where = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), where)
+            if isinstance(path, str | Path) and where.startswith(self.path):
+                self.calls[name, where] += 1
+                if self.calls[name, where] <= self.times:
                     raise OSError(self.number, os.strerror(self.number), str(path))
             return real(path, *args, **kwargs)
 

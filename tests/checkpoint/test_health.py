@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
+from tests.support.full_disk import fill
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
@@ -157,9 +158,9 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
     assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
 
 
-def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
+def test_a_small_file_on_a_full_disk_is_named_too(tmp_path, monkeypatch):
     file = tmp_path / "latest.new"
-    file.symlink_to("/dev/full")
+    fill(monkeypatch, file)
     with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
         layout.write_text(file, "step-00000002\n")
 

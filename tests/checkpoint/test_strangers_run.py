@@ -12,15 +12,16 @@ import pytest
 
 from tests import parity, reference
 from tests.report.test_report import make_run
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config.allowed_code import NAMING_FIELDS, VARIABLE
 from titanmoe.config.fields import nested
 from titanmoe.parts import PARTS
-from titanmoe.train.run_folder import CONFIG
+from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 
 # ---- code
 
@@ -126,3 +127,120 @@ def test_report_opens_no_model_that_a_config_names(stranger, monkeypatch) -> Non
     (stranger / CONFIG).write_text(text)
     assert main(["report", str(stranger)]) == 0 and opened == []
     assert "mixtral" in (stranger / "report/report.html").read_text()
+
+
+# ---- links
+
+
+@pytest.fixture
+def home(stranger) -> Path:
+    """A folder of the user's, next to the runs, with a file of each name that links lead to."""
+    folder = Path("home").absolute()
+    (folder / "folder").mkdir(parents=True)
+    for name in ("secret", "folder/secret", "folder/report.html", "folder/latest"):
+        (folder / name).write_text('{"step": 3, "kind": "secret", "text": "secret", "time": "secret", "loss": 77.5}\n')
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def link(path: Path, target: Path) -> None:
+    if path.is_dir():
+        path.rename(path.with_name("before"))
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["report", "report/report.html"])
+def test_report_writes_through_no_link(stranger, home, capsys, name) -> None:
+    link(stranger / name, home / ("folder" if name == "report" else "secret"))
+    before = contents(home)
+    assert main(["report", str(stranger)]) == 2
+    assert contents(home) == before
+    assert "report.html: is a link to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [CONFIG, EVENTS, METRICS, "ranks.jsonl", "experts.jsonl", "answers.jsonl"])
+def test_report_shows_nothing_that_a_link_leads_to(stranger, home, capsys, name) -> None:
+    link(stranger / name, home / "secret")
+    assert main(["report", str(stranger)]) == (2 if name == METRICS else 0)
+    page = stranger / "report/report.html"
+    assert "secret" not in (page.read_text() if page.exists() else "")
+    assert f"{name} is a link to" in capsys.readouterr().err
+
+
+LINKS = {"lock": "secret", CONFIG: "secret", METRICS: "secret", EVENTS: "secret", "ranks.jsonl": "secret"}
+LINKS |= {"experts.jsonl": "secret", "answers.jsonl": "secret", "wandb-id": "secret", "metrics.jsonl.new": "secret"}
+LINKS |= {"checkpoints": "folder", "tensorboard": "folder", "profile": "folder", "profile/x": "secret"}
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_train_writes_through_no_link(stranger, home, capsys, name) -> None:
+    link(stranger / name, home / LINKS[name])
+    before = contents(home)
+    words = ["--job.dump_folder", "runs", "--job.name", "stranger", "--checkpoint.enable", "--training.steps", "1"]
+    assert main(["train", "debug", "--ranks", "1", "--parallelism.tp=1", "--parallelism.experts.ep=1", *words]) == 2
+    assert contents(home) == before
+    assert f"{stranger.name}/{name} is a link to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_each_rank_0_refuses_links_before_it_writes(stranger, home, continues) -> None:
+    """Under torchrun no launcher has looked."""
+    from titanmoe.config import ConfigError
+    from titanmoe.config.schema import Job
+    from titanmoe.train.run_folder import claim
+
+    link(stranger / CONFIG, home / "secret")
+    (stranger / METRICS).unlink()
+    before = contents(home)
+    with pytest.raises(ConfigError, match=r"config\.toml is a link to"):
+        claim(Job(dump_folder="runs", name="stranger"), continues)
+    assert contents(home) == before and not (stranger / METRICS).exists()
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "checkpoints/step-00000007"])
+def test_checkpoints_that_are_links_are_not_read(stranger, home, capsys, place) -> None:
+    path = checkpoint_that_names(home, "model.family", "mixtral")
+    link(stranger / place, path.parent if place == "checkpoints" else path)
+    run = str(stranger)
+    for words in (
+        ["generate", "--prompt", "a", "--checkpoint", run],
+        ["convert", "--to-hf", run, "out"],
+        ["checkpoint", "ls", run],
+        ["checkpoint", "inspect", run],
+        ["checkpoint", "diff", str(home), run],
+    ):
+        assert main(words) == 2
+        assert f"{place} is a link to" in capsys.readouterr().err
+    assert main(["checkpoint", "verify", str(stranger)]) in (1, 2)
+    named = stranger / place  # the folder that the user names may be a link
+    assert main(["checkpoint", "verify", str(named)]) == 0
+
+
+def test_what_is_exchanged_for_a_link_while_it_is_opened_is_not_followed(tmp_path, monkeypatch) -> None:
+    """Whatever the checks before saw: the folder in between is opened by its descriptor."""
+    (tmp_path / "run/hf").mkdir(parents=True)
+    (tmp_path / "run/hf/x").write_text("own")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/x").write_text("secret")
+    real, opened = os.open, []
+
+    def exchange(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("x") and not opened:
+            opened.append(path)
+            (tmp_path / "run/hf").rename(tmp_path / "run/before")
+            (tmp_path / "run/hf").symlink_to(tmp_path / "home")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", exchange)
+    with safe_files.open_file(tmp_path / "run", "hf/x") as stream:
+        assert stream.read() == b"own" and opened
+    with pytest.raises(CheckpointError, match="is a link to"):
+        safe_files.open_file(tmp_path / "run", "hf/x")
+    with pytest.raises(safe_files.NotItsOwn, match="is a link to"):
+        safe_files.write(tmp_path / "run", "hf/x", b"mine")
+    assert (tmp_path / "home/x").read_text() == "secret"

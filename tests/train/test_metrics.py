@@ -12,6 +12,7 @@ import torch
 
 from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, FakeGPU
+from tests.support.full_disk import fill
 from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import load
 from titanmoe.config.schema import Config
@@ -453,21 +454,21 @@ def logged(folder: Path) -> list[str]:
     return [event["text"] for event in events if event["kind"] == "log"]
 
 
-def test_a_full_disk_pauses_metrics_and_their_return_is_reported(config, clock, capsys):
+def test_a_full_disk_pauses_metrics_and_their_return_is_reported(config, clock, capsys, monkeypatch):
     config.training.steps = 9
     run = make(config)
     run.log(1, VALUES)
     file = run.folder / "metrics.jsonl"
     file.rename(run.folder / "before")
     run._file.close()
-    file.symlink_to("/dev/full")
-    for step in (2, 3, 4):
-        run.log(step, VALUES)
-    clock[0] += 31
-    run.log(5, VALUES)  # fails again: no second warning, and a longer pause
-    clock[0] += 31
-    run.log(6, VALUES)
-    file.unlink()
+    with monkeypatch.context() as full:
+        fill(full, file)
+        for step in (2, 3, 4):
+            run.log(step, VALUES)
+        clock[0] += 31
+        run.log(5, VALUES)  # fails again: no second warning, and a longer pause
+        clock[0] += 31
+        run.log(6, VALUES)
     clock[0] += 31
     run.log(7, VALUES)
     run.log(8, VALUES)
@@ -482,25 +483,24 @@ def test_a_full_disk_pauses_metrics_and_their_return_is_reported(config, clock, 
     assert all(f"step {n}/9" in shown for n in range(1, 9)), "the console is another place"
 
 
-def test_failing_events_are_reported_on_the_console(config, clock, capsys):
+def test_failing_events_are_reported_on_the_console(config, clock, capsys, monkeypatch):
     run = make(config)
     file = run.folder / "events.jsonl"
     run._events.close()
     file.unlink()
-    file.symlink_to("/dev/full")
-    run.event(1, "save", "step-00000001")
+    with monkeypatch.context() as full:
+        fill(full, file)
+        run.event(1, "save", "step-00000001")
     clock[0] += 31
-    file.unlink()
     run.event(2, "save", "step-00000002")
     run.close()
     assert "LOG: " + str(file) + ": No space left on device" in capsys.readouterr().out
     assert logged(run.folder) == [f"{file}: works again; 2 lines were lost"]  # the warning was one
 
 
-def test_a_config_that_cannot_be_written_does_not_end_the_run(config):
+def test_a_config_that_cannot_be_written_does_not_end_the_run(config, monkeypatch):
     folder = Path(config.job.dump_folder, "run")
-    folder.mkdir()
-    (folder / "config.toml").symlink_to("/dev/full")
+    fill(monkeypatch, folder / "config.toml")
     run = make(config)
     run.log(1, VALUES)
     run.close()

@@ -62,7 +62,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or those in it."""
     if safe_files.exists(path / layout.MANIFEST):
         return [path]
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, safe_files.refuse_link(path / "checkpoints")):
         if by_step := layout.steps(folder):
             return list(by_step.values())
     layout.read_manifest(path)  # says what it is instead
@@ -74,7 +74,7 @@ def latest_checkpoint(path: Path) -> Path:
     if checkpoints == [path]:
         return path
     candidates = layout.candidates(checkpoints[0].parent)
-    return next((path for path in candidates if layout.number(path) < math.inf), candidates[0])
+    return safe_files.refuse_link(next((path for path in candidates if layout.number(path) < math.inf), candidates[0]))
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -83,7 +83,7 @@ def _list(args: argparse.Namespace) -> int:
     rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
     for path in checkpoints:
         try:
-            manifest = layout.read_manifest(path)
+            manifest = layout.read_manifest(path if path == args.RUN else safe_files.refuse_link(path))
         except CheckpointError as error:
             rows.append((path.name, "", "", "", "", "", str(error)))
             continue
@@ -139,7 +139,7 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = 0
     for path in [latest_checkpoint(args.RUN)] if args.latest else checkpoints_in(args.RUN):
         try:
-            broken = layout.damage(path)
+            broken = layout.damage(path if path == args.RUN else safe_files.refuse_link(path))
             read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
             broken, read = [str(error)], ""

@@ -82,7 +82,7 @@ def _newest_sound(folder: Path, damage: Callable[[Path], list[str]], is_own_run:
     latest_name, passed_over = layout.latest(folder), {}
     for path in layout.candidates(folder, unfinished=is_own_run):
         try:
-            broken = damage(path)
+            broken = damage(safe_files.refuse_link(path))
         except CheckpointError as error:
             broken = [str(error)]
         if not broken:
@@ -111,7 +111,7 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
     if step not in by_step:
         listed = ", ".join(map(str, by_step)) or "none"
         raise CheckpointError(f"checkpoint.load = {step}: {folder} has no such step; it has {listed}")
-    _check_sound(by_step[step], damage)
+    _check_sound(safe_files.refuse_link(by_step[step]), damage)
     return by_step[step]
 
 
@@ -119,7 +119,7 @@ def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoi
     if safe_files.exists(path / layout.MANIFEST):
         _check_sound(path, damage)
         return StartPoint(path)
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, safe_files.refuse_link(path / "checkpoints")):
         if layout.steps(folder):
             return _newest_sound(folder, damage, is_own_run=False)
     layout.read_manifest(path)  # says what the folder is instead

@@ -314,7 +314,7 @@ def erase(path: Path) -> list[str]:
 
 def write_text(file: Path, text: str) -> None:
     try:
-        with open(file, "w", encoding="utf-8") as stream:
+        with open(safe_files.open_in(file.parent, file.name, safe_files.WRITE), "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

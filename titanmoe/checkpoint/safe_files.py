@@ -1,4 +1,4 @@
-"""Reading files in a folder that anyone may have made: without leaving the folder, and with retries for its disk."""
+"""Files in a folder that anyone may have made: opened without leaving it, and read with retries for its disk."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ ABSENT = (FileNotFoundError, NotADirectoryError)
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message is a line for the user, and names the file."""
+
+
+class NotItsOwn(OSError):
+    """What has the name is a link, or not a regular file."""
 
 
 class Unreadable(CheckpointError):
@@ -80,9 +84,7 @@ def safe_path(folder: Path, name: str) -> Path:
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
     """
-    shown, parts = folder / name, name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files in the folder itself are read")
+    shown, parts = folder / name, _components(folder, name)
     root = Path(os.path.realpath(folder))
     file, cache = root.joinpath(*parts), root.parent.parent / "blobs"
     real = Path(os.path.realpath(file))
@@ -94,11 +96,79 @@ def safe_path(folder: Path, name: str) -> Path:
     return real
 
 
+def _components(folder: Path, name: str) -> list[str]:
+    """Return the parts of a name; CheckpointError if it leads out of the folder."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files in the folder itself are read")
+    return parts
+
+
+WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor of a regular file of the folder, which may itself be a link.
+
+    Each component is opened relative to the one before and not followed if it is a link, so nothing that is put in its
+    place meanwhile leads elsewhere. Raises NotItsOwn for a link, and for a pipe, a folder or a device.
+    """
+    *outer, last = _components(folder, name)
+    at = os.open(folder, _FOLDER)
+    try:
+        for part in outer:
+            inner = _open_at(at, part, _FOLDER, folder / name)
+            os.close(at)
+            at = inner
+        descriptor = _open_at(at, last, flags | os.O_NONBLOCK | os.O_CLOEXEC, folder / name)
+    finally:
+        os.close(at)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotItsOwn(errno.EINVAL, "is not a regular file", str(folder / name))
+    return descriptor
+
+
+def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
+    try:
+        return os.open(part, flags | os.O_NOFOLLOW, 0o666, dir_fd=at)
+    except OSError as error:  # of a link: ELOOP, or ENOTDIR where a folder is wanted
+        try:
+            target = os.readlink(part, dir_fd=at)
+        except OSError:
+            raise type(error)(error.errno, error.strerror, str(shown)) from None
+        text = f"is a link to {target}: links are not followed, put the file itself there"
+        raise NotItsOwn(errno.ELOOP, text, str(shown)) from None
+
+
 def open_file(folder: Path, name: str) -> BinaryIO:
-    # Whatever has been put in its place since: follow no link, wait for no pipe.
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = safe_path(folder, name)
-    return with_retries(folder / name, lambda: open(os.open(file, flags), "rb"))
+    """Open a regular file of the folder for reading; CheckpointError if it is something else."""
+
+    def opened() -> BinaryIO:
+        try:
+            return open(open_in(folder, name), "rb")
+        except NotItsOwn:
+            blob = safe_path(folder, name)  # only a link into the blobs of Hugging Face's cache is followed
+            is_blob = blob.parent.name == "blobs"
+            return open(open_in(blob.parent, blob.name) if is_blob else open_in(folder, name), "rb")
+
+    return with_retries(folder / name, opened)
+
+
+def write(folder: Path, name: str, data: bytes) -> None:
+    """Write a file of the folder, in place of the one that is there; OSError if it is a link."""
+    with open(open_in(folder, name, WRITE), "wb") as stream:
+        stream.write(data)
+
+
+def refuse_link(path: Path) -> Path:
+    """Return the path of a folder that another folder has; CheckpointError if it is a link."""
+    if path.is_symlink():
+        raise CheckpointError(
+            f"{path} is a link to {os.readlink(path)}: links are not followed, name that folder itself"
+        )
+    return path
 
 
 def read(folder: Path, name: str, limit: int) -> bytes:

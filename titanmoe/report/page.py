@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from titanmoe import __version__
+from titanmoe.checkpoint import safe_files
 from titanmoe.fold.picture import draw
 from titanmoe.report.answers import answer_sheets
 from titanmoe.report.charts import (
@@ -28,6 +29,7 @@ from titanmoe.report.draw import DARK, LIGHT, Sheet, svg
 from titanmoe.report.read_run import Run
 from titanmoe.train.console import duration
 
+PAGE = "report.html"
 WIDE = (854.0, 488.0)
 """Next to it, two cards are stacked."""
 SHOWN_EVENTS = 200
@@ -83,12 +85,13 @@ def marks_of(run: Run) -> list[Mark]:
     return marks
 
 
-def write_page(runs: list[Run], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
+def write_page(runs: list[Run], out: Path | None = None) -> Path:
+    """Write the page into the folder out, or into report/ of the first run's folder; return the file."""
+    folder, name = (out, PAGE) if out else (runs[0].folder, f"report/{PAGE}")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
     charts = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
-    file = folder / "report.html"
-    file.write_text(page(runs, charts), encoding="utf-8")
-    return file
+    safe_files.write(folder, name, page(runs, charts).encode())
+    return folder / name
 
 
 def page(runs: list[Run], charts: dict[str, Sheet]) -> str:

@@ -32,14 +32,13 @@ def run_report(args: argparse.Namespace) -> int:
         problem = f"{len(args.RUN)} runs are too many for distinct colours: name {MOST_RUNS} or fewer"
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    folder = args.out or args.RUN[0] / "report"
     try:
-        file = write_page(runs := read_runs(args.RUN), folder)
+        file = write_page(runs := read_runs(args.RUN), args.out)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot write to {folder}: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot write to {error.filename or args.out}: {error.strerror}", file=sys.stderr)
         return 2
     for line in (line for run in runs for line in run.warnings):
         print(f"warning: {line}", file=sys.stderr)

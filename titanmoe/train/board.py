@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from titanmoe.checkpoint import safe_files
 from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
 
@@ -122,5 +123,5 @@ def _own_id(folder: Path) -> str:
     """Drawn once per folder and kept in it."""
     file = folder / "wandb-id"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
-    return file.read_text(encoding="utf-8")
+        safe_files.write(folder, file.name, uuid.uuid4().hex[:12].encode())
+    return safe_files.read(folder, file.name, 1000).decode()

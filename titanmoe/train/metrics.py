@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from titanmoe.checkpoint import safe_files
 from titanmoe.config.schema import Metrics as Options
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
@@ -134,7 +135,7 @@ class Metrics(Observer):
             before = line
         self._open_sinks(notes or {})
         try:
-            (folder / CONFIG).write_text(self.recipe, encoding="utf-8")
+            safe_files.write(folder, CONFIG, self.recipe.encode())
         except OSError as error:
             self._warn(f"{folder / CONFIG}: {error.strerror}")
         self._describe_machine(step)
@@ -291,7 +292,10 @@ class Metrics(Observer):
 
 def losses(file: Path) -> Iterator[tuple[int, float]]:
     """The steps and losses that a run has reported, for one that resumes."""
-    with contextlib.suppress(OSError), file.open(encoding="utf-8") as lines:
+    with (
+        contextlib.suppress(OSError),
+        open(safe_files.open_in(file.parent, file.name), encoding="utf-8") as lines,
+    ):
         for line in lines:
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 record = json.loads(line)
@@ -301,7 +305,8 @@ def losses(file: Path) -> Iterator[tuple[int, float]]:
 def last_environment(events: Path) -> dict[str, Any]:
     """The environment of the run's last start; {} if it cannot be read."""
     try:
-        lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if "environment" in line]
+        with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
+            lines = [json.loads(line) for line in stream if "environment" in line]
         return lines[-1]["environment"]
     except (OSError, ValueError, LookupError, TypeError):
         return {}

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from titanmoe.checkpoint import safe_files
+
 PAUSE_S, LONGEST_S = 30.0, 600.0
 """Seconds until a failed outlet is tried again; doubled each time it fails again, up to the longest."""
 
@@ -73,7 +75,7 @@ class LineFile:
     """Whole lines, handed to the kernel when write returns; a line that does not fit leaves nothing behind."""
 
     def __init__(self, path: Path):
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.descriptor = safe_files.open_in(path.parent, path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, line: str) -> None:
         data, size = line.encode() + b"\n", os.fstat(self.descriptor).st_size

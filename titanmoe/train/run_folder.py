@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TextIO
 
-from titanmoe.checkpoint import choose_checkpoint, layout
+from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint, Config, Job
 
@@ -53,7 +53,8 @@ class RunFolder:
         box: list[Any] = [None]
         if self.rank == 0:
             try:
-                box[0], self._lock = claim(self.job, choose_checkpoint.continues(self.checkpoint))
+                continues = choose_checkpoint.continues(self.checkpoint)
+                box[0], self._lock = claim(self.job, continues, self.checkpoint.folder)
             except ConfigError as error:
                 box[0] = error
         dist.broadcast_object_list(box, 0)
@@ -84,8 +85,10 @@ class RunFolder:
             self._lock.close()
 
 
-def claim(job: Job, continues: bool) -> tuple[Path, TextIO | None]:
+def claim(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
     """The folder, and its lock, which lasts as long as the file stays open. Only one rank calls this.
+
+    checkpoints: the name of their folder, where an old one may be a link.
 
     A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
     it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
@@ -95,6 +98,7 @@ def claim(job: Job, continues: bool) -> tuple[Path, TextIO | None]:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            refuse_links(folder, checkpoints)
             if continues:
                 return folder, _locked(folder)
             (folder / METRICS).touch(exist_ok=False)
@@ -109,7 +113,8 @@ def claim(job: Job, continues: bool) -> tuple[Path, TextIO | None]:
 
 
 def _locked(folder: Path) -> TextIO:
-    stream = (folder / LOCK).open("a+", encoding="utf-8")  # which does not erase what the owner wrote
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND  # which does not erase what the owner wrote
+    stream = os.fdopen(safe_files.open_in(folder, LOCK, flags), "a+", encoding="utf-8")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,9 +137,29 @@ def _locked(folder: Path) -> TextIO:
     return stream
 
 
+def refuse_links(folder: Path, checkpoints: str) -> None:
+    """Raise a ConfigError if a run's folder has links, through which the run would write into other folders.
+
+    Those of W&B's own are left out, and those among the checkpoints, which the saver handles.
+    """
+    skipped = {folder / "wandb", folder / checkpoints}
+    for path, folders, files in os.walk(folder):
+        if links := [name for name in (*folders, *files) if os.path.islink(os.path.join(path, name))]:
+            link = Path(path, sorted(links)[0])
+            raise ConfigError(
+                [
+                    f"{link} is a link to {os.readlink(link)}, and a run only writes into its own folder: put the file "
+                    "or folder itself there (checkpoint.folder may be elsewhere), or name another --job.name"
+                ]
+            )
+        folders[:] = [name for name in folders if Path(path, name) not in skipped]
+
+
 def check_free(config: Config) -> None:
     """Refuse a start in the folder of a live run before any rank is started."""
     folder = choose_checkpoint.run_folder(config.job)
+    if choose_checkpoint.continues(config.checkpoint):
+        refuse_links(folder, config.checkpoint.folder)
     if choose_checkpoint.continues(config.checkpoint) and (folder / LOCK).exists():
         with contextlib.suppress(OSError):  # `claim` says what is wrong with the folder
             _locked(folder).close()
@@ -155,12 +180,17 @@ def rewind(folder: Path, step: int) -> None:
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
     for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
         file = folder / name
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
+        lines = _read_lines(folder, name) if file.exists() else []
         remaining = [line for line in lines if _stays(line, step)]
         if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
             layout.write_text(fresh, "".join(remaining))
             os.replace(fresh, file)
+
+
+def _read_lines(folder: Path, name: str) -> list[str]:
+    with open(safe_files.open_in(folder, name), encoding="utf-8", errors="replace") as stream:
+        return stream.read().splitlines(keepends=True)
 
 
 def _stays(line: str, step: int) -> bool:
