@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import resource
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from titanmoe.checkpoint import layout, safe_files, tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.saved_tensor import read_saved_tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,13 +122,21 @@ def deflated(data: bytes) -> bytes:
     [
         (lambda: torch.zeros(65), "it is not the"),
         (lambda: torch.zeros(64, dtype=torch.float64), "it is not the"),
-        (lambda: [torch.zeros(64)], "it is not the"),
-        (lambda: Calls(os.system, "false"), "UnpicklingError"),
+        (lambda: torch.zeros(64, dtype=torch.float8_e4m3fn), "it is not the"),
+        (lambda: [torch.zeros(64)], "it is not one tensor: torch.save needs no EMPTY_LIST"),
+        (lambda: {"a": torch.zeros(64)}, "it is not one tensor: torch.save needs no EMPTY_DICT"),
+        (lambda: (torch.zeros(64), Calls(bytearray, 3 << 30)), "it is not one tensor"),
+        (lambda: Calls(bytearray, 3 << 30), "it is not one tensor of a CPU"),
+        (lambda: Calls(os.system, "touch ran"), "it is not one tensor of a CPU"),
+        (lambda: "x" * (1 << 20), "its description of the tensor has 1,048,"),
+        (lambda: torch.nn.Parameter(torch.zeros(64)), "it is not one tensor"),
         (None, "it is compressed"),
     ],
-    ids=["shape", "dtype", "list", "code", "compressed"],
+    ids=[*("shape", "dtype", "wide", "list", "table", "pair", "bytes", "code", "text", "parameter", "compressed")],
 )
-def test_a_block_that_is_something_else_is_refused(tmp_path: Path, stored: Any, words: str) -> None:
+def test_a_block_that_is_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: Any, words: str
+) -> None:
     path, buffer = folders.make(tmp_path, 1), io.BytesIO()
     torch.save(stored() if stored else torch.zeros(64), buffer)
     data = buffer.getvalue() if stored else deflated(buffer.getvalue())
@@ -135,9 +145,51 @@ def test_a_block_that_is_something_else_is_refused(tmp_path: Path, stored: Any, 
         "model.a": {"dtype": "float32", "shape": [64], "blocks": [[[0], [64], "rank-00000-000.distcp", 0, len(data)]]}
     }
     folders.spoil(path, tensors.TENSORS, json.dumps(entries).encode())
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
         open_checkpoint(path).read("model.a")
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(refused.value) and not (tmp_path / "ran").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
+
+
+@pytest.mark.parametrize("dtype", [dtype for name, dtype in sorted(tensors.DTYPES.items()) if name[0] != "q"])
+def test_what_torch_save_wrote_is_found_whatever_the_dtype(dtype: torch.dtype) -> None:
+    x = torch.arange(4 * 6 * dtype.itemsize, dtype=torch.uint8)
+    try:
+        x = x.view(dtype).view(4, 6)[1:, ::2]
+        torch.save(x, stream := io.BytesIO())
+    except (RuntimeError, KeyError):
+        pytest.skip("torch does not save it")
+    saved = read_saved_tensor(stream)
+    assert (saved.dtype, saved.shape, saved.strides) == (dtype, (3, 3), (6, 2))
+    numbers = tensors.Numbers(saved.start, saved.strides, saved.dtype)
+    read = numbers.read(stream, (0, 0), (3, 3))
+    assert torch.equal(read.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
+    assert numbers.end(saved.shape) <= saved.end <= len(stream.getvalue())
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (2, 70000), (2, 1, 3, 1, 2)])
+def test_what_torch_save_wrote_is_found_whatever_the_shape(shape: tuple[int, ...]) -> None:
+    torch.save(torch.ones(shape), stream := io.BytesIO())
+    saved = read_saved_tensor(stream)
+    assert saved.shape == shape and saved.strides == torch.ones(shape).stride()
+
+
+def test_an_archive_cut_or_changed_anywhere_is_refused_or_harmless() -> None:
+    """Each byte of the small archive of a tensor flipped, and each of its beginnings."""
+    torch.save(torch.ones(3), stream := io.BytesIO())
+    data, refused = stream.getvalue(), 0
+    spoiled = [data[:n] for n in range(len(data))]
+    spoiled += [data[:n] + bytes([data[n] ^ 1 << n % 8]) + data[n + 1 :] for n in range(len(data))]
+    for other in spoiled:
+        try:
+            saved = read_saved_tensor(io.BytesIO(other))
+            assert isinstance(saved.dtype, torch.dtype) and saved.start >= 0
+        except Exception as error:  # the caller makes one line of any
+            assert not isinstance(error, MemoryError)
+            refused += 1
+    assert refused > len(data)
 
 
 # ---- names

@@ -64,12 +64,6 @@ PRIVATE = (
         optional=True,
     ),
     Private(
-        "torch.UntypedStorage",
-        ("_checkpoint_offset",),
-        "checkpoint/tensors.py",
-        "where in a file the numbers of a tensor are",
-    ),
-    Private(
         "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
         ("_pcontext",),
         "launcher/agent.py",

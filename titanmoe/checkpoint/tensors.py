@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint.blocks import COPIED, Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.saved_tensor import MOST_BYTES, read_saved_tensor
 from titanmoe.config.parse_json import parse_json
 
 TENSORS = "tensors.json"
@@ -118,6 +118,13 @@ class _BlockFile(io.RawIOBase):
     def tell(self) -> int:
         return self.at
 
+    def read(self, size: int = -1) -> bytes:
+        """Read that many bytes, or all that are left; ValueError if those are more than MOST_BYTES."""
+        size = self.size - self.at if size < 0 else size
+        if size > MOST_BYTES:
+            raise ValueError(f"its list of files has {size:,} bytes")
+        return super().read(size)
+
     def readinto(self, buffer: Any) -> int:
         self.file.seek(self.start + self.at)
         done = self.file.readinto(memoryview(buffer)[: max(self.size - self.at, 0)])
@@ -163,17 +170,11 @@ class Numbers(NamedTuple):
 
 def find_numbers(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Numbers:
     """Those of the tensor that torch.save wrote there."""
-    stream = _BlockFile(file, block)
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
-        raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
-    stream.seek(0)
-    tensor = torch.load(stream, map_location="meta", weights_only=True)
-    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (block.shape, dtype):
+    saved = read_saved_tensor(_BlockFile(file, block))
+    if (saved.shape, saved.dtype) != (block.shape, dtype):
         raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
-    # torch's notes on serialization: where in the file the storage of a tensor on the meta device is
-    start = tensor.untyped_storage()._checkpoint_offset + tensor.storage_offset() * dtype.itemsize
-    numbers = Numbers(block.start + start, tensor.stride(), dtype)
-    if numbers.end(block.shape) > block.start + block.bytes:
+    numbers = Numbers(block.start + saved.start, saved.strides, dtype)
+    if numbers.end(block.shape) > block.start + min(saved.end, block.bytes):
         raise ValueError(f"its numbers do not fit into its {block.bytes} bytes")
     return numbers
 

@@ -1,0 +1,167 @@
+"""What torch.save wrote of one tensor, read without unpickling it: nothing in it is called, whatever it names.
+
+The file is an uncompressed zip archive. Its data.pkl is a pickle of a call,
+
+    torch._utils._rebuild_tensor_v2(storage, offset, shape, strides, False, OrderedDict())
+
+or _rebuild_tensor_v3 with a dtype at the end; its data/0 has the numbers. The operations of the pickle are followed one
+by one, as far as such calls need them, and must have described exactly this.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+Sizes = tuple[int, ...]
+MOST_BYTES = 1 << 17
+"""Bytes of the pickle or of the archive's list of files; torch.save needs a few hundred."""
+STORAGES = {
+    "Bool": torch.bool,
+    "Byte": torch.uint8,
+    "Char": torch.int8,
+    "Short": torch.int16,
+    "Int": torch.int32,
+    "Long": torch.int64,
+    "Half": torch.float16,
+    "BFloat16": torch.bfloat16,
+    "Float": torch.float32,
+    "Double": torch.float64,
+    "ComplexFloat": torch.complex64,
+    "ComplexDouble": torch.complex128,
+}
+"""Dtypes by the name of their storage, which _rebuild_tensor_v2 has; other dtypes have _rebuild_tensor_v3."""
+VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE")
+TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
+
+
+class SavedTensor(NamedTuple):
+    dtype: torch.dtype
+    shape: Sizes
+    strides: Sizes
+    start: int
+    """The first byte of its first number in the file."""
+    end: int
+    """After the last byte of the numbers."""
+
+
+class _Global(NamedTuple):
+    """A function or class that the pickle names."""
+
+    name: str
+
+
+class _Stored(NamedTuple):
+    """A storage that the pickle refers to."""
+
+    key: Any
+
+
+class _Called(NamedTuple):
+    function: Any
+    arguments: Any
+
+
+def read_saved_tensor(file: BinaryIO) -> SavedTensor:
+    """Return where the numbers of the one tensor in the file are; ValueError if it is not what torch.save writes.
+
+    Reads no more than the list of the archive's files and its pickle, which have at most MOST_BYTES each.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except (zipfile.BadZipFile, struct.error, NotImplementedError) as error:
+        raise ValueError(f"it is not an archive of torch.save: {error}") from None
+    entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
+        raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
+    if len(entries) < len(archive.infolist()) or "data.pkl" not in entries:
+        raise ValueError(f"it does not have the files of one tensor: {', '.join(entries):.80}")
+    start, end = _place(file, entries["data.pkl"])
+    if end - start > MOST_BYTES:
+        raise ValueError(f"its description of the tensor has {end - start:,} bytes")
+    file.seek(start)
+    dtype, offset, shape, strides = _described(_follow(file.read(end - start)))
+    if "data/0" not in entries:
+        raise ValueError("it has no numbers")
+    start, end = _place(file, entries["data/0"])
+    return SavedTensor(dtype, shape, strides, start + offset * dtype.itemsize, end)
+
+
+def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
+    """Return where the contents of a file of the archive begin and end."""
+    file.seek(entry.header_offset)
+    mark, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+    if mark != b"PK\3\4":
+        raise ValueError(f"{entry.filename} is not where its list of files says")
+    start = entry.header_offset + _LOCAL_HEADER.size + name + extra
+    return start, start + entry.file_size
+
+
+def _follow(pickled: bytes) -> Any:
+    """Return what a pickle describes, with calls as values that nobody makes."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    for operation, argument, _ in pickletools.genops(pickled):
+        name = operation.name
+        if name in VALUES:
+            stack.append(argument)
+        elif name == "GLOBAL":
+            stack.append(_Global(argument))
+        elif name == "NEWFALSE":
+            stack.append(False)
+        elif name == "EMPTY_TUPLE":
+            stack.append(())
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name == "TUPLE" and marks:
+            mark = marks.pop()
+            stack[mark:] = [tuple(stack[mark:])]
+        elif name in TUPLES and len(stack) >= TUPLES[name]:
+            stack[-TUPLES[name] :] = [tuple(stack[-TUPLES[name] :])]
+        elif name == "BINPERSID" and stack:
+            stack.append(_Stored(stack.pop()))
+        elif name == "REDUCE" and len(stack) > 1:
+            arguments, function = stack.pop(), stack.pop()
+            stack.append(_Called(function, arguments))
+        elif name not in ("PROTO", "BINPUT", "LONG_BINPUT", "STOP"):  # what is memorised is not used
+            raise ValueError(f"it is not one tensor: torch.save needs no {name} for that")
+    if len(stack) != 1:
+        raise ValueError("it is not one tensor")
+    return stack[0]
+
+
+def _described(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
+    """Return dtype, offset in the storage, shape and strides of the tensor that a call rebuilds."""
+    nothing = _Called(_Global("collections OrderedDict"), ())
+    match value:
+        case _Called(
+            _Global("torch._utils _rebuild_tensor_v2"),
+            (_Stored(("storage", _Global(storage), "0", "cpu", _)), offset, shape, strides, False, hooks),
+        ):
+            dtype = STORAGES.get(storage.removeprefix("torch ").removesuffix("Storage"))
+        case _Called(
+            _Global("torch._utils _rebuild_tensor_v3"),
+            (
+                _Stored(("storage", _Global("torch.storage UntypedStorage"), "0", "cpu", _)),
+                offset,
+                shape,
+                strides,
+                False,
+                hooks,
+                _Global(dtype_name),
+            ),
+        ):
+            dtype = getattr(torch, dtype_name.removeprefix("torch "), None)
+        case _:
+            raise ValueError("it is not one tensor of a CPU")
+    numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
+    if not isinstance(dtype, torch.dtype) or hooks != nothing or len(shape) != len(strides):
+        raise ValueError("it is not one tensor of a dtype that is known")
+    if not all(type(n) is int and 0 <= n < 1 << 63 for n in numbers):
+        raise ValueError("its shape or strides are not sizes")
+    return dtype, offset, shape, strides
