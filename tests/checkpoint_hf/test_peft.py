@@ -206,6 +206,40 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f, t: settings(f, alpha_pattern={"q_proj": 3}),
         "several values of lora.alpha, which is one here: 3.0 (attention.wq.weight), 7.0",
     ),
+    "a pattern without end": (
+        lambda f, t: settings(f, alpha_pattern={"((.*)*)*!": 7}),
+        "alpha_pattern with '((.*)*)*!', a regular expression: only names of modules are read",
+    ),
+    "a pattern of many": (lambda f, t: settings(f, alpha_pattern={".*" * 30 + "x": 7}), "a regular expression"),
+    "a pattern that is none": (
+        lambda f, t: settings(f, alpha_pattern={"(q_proj": 7}),
+        "'(q_proj', a regular expression",
+    ),
+    "patterns that are a list": (
+        lambda f, t: settings(f, alpha_pattern=["q_proj"]),
+        "has alpha_pattern = ['q_proj'], which is not an object",
+    ),
+    "ranks that are a text": (
+        lambda f, t: settings(f, rank_pattern="(("),
+        "rank_pattern = '((', which is not an object",
+    ),
+    "an alpha that is a list": (
+        lambda f, t: settings(f, lora_alpha=["*"]),
+        "has lora_alpha = ['*'], which is not a number above 0",
+    ),
+    "an alpha of a pattern": (
+        lambda f, t: settings(f, alpha_pattern={"q_proj": "7"}),
+        "has q_proj = '7', which is not a number above 0",
+    ),
+    "parameters that are a number": (
+        lambda f, t: settings(f, target_parameters=3),
+        "has target_parameters = 3, which is not a list",
+    ),
+    "a base that is a list": (
+        lambda f, t: settings(f, base_model_name_or_path=["x"]),
+        "has base_model_name_or_path = ['x'], which is not a name",
+    ),
+    "a base with a NUL": (lambda f, t: settings(f, base_model_name_or_path="x\0"), "= 'x\\x00', which is not a name"),
     "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all': only plain LoRA"),
 }
 

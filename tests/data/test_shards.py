@@ -130,6 +130,20 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/secret", "x/../../secret", "x\0", "", ".", "..", ".hidden", 3, None]
+)
+def test_names_in_a_manifest_stay_in_its_folder(tmp_path, name):
+    folder = make(tmp_path / "x", [[[1, 2], [3]]])
+    for file in folder.glob("00000-000.*"):
+        file.rename(tmp_path / file.name.replace("00000-000", "secret"))
+    (shard,) = json.loads((folder / MANIFEST).read_text())["shards"]
+    edit(folder, shards=[shard | {"name": name}])
+    assert f"it names {name!r}, which is no file of its folder" in problems(folder)
+    with pytest.raises(ConfigError, match="which is no file of its folder"):
+        list(verify(folder))
+
+
 def large(folder, with_label_masks=False):
     """Three blocks of tokens, one of starts."""
     tokens = (np.arange(BLOCK + 100) % 999).reshape(-1, 2).tolist()

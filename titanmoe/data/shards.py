@@ -63,6 +63,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 "titanmoe that made it, or make the shards again"
             ]
         )
+    shards = manifest.get("shards")
+    for name in [shard.get("name") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []:
+        if not isinstance(name, str) or not name or name.startswith(".") or not {"/", "\0"}.isdisjoint(name):
+            raise ConfigError([f"{file} was changed: it names {name!r:.80}, which is no file of its folder"])
     return manifest
 
 

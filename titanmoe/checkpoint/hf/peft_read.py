@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,13 +39,30 @@ PLAIN = {
 """Keys of adapter_config.json, and their values with which it is plain LoRA."""
 
 
+KINDS = {"alpha_pattern": dict, "rank_pattern": dict, "target_parameters": list}
+"""Keys of adapter_config.json, and the types of their values if these are not null."""
+PATTERN = re.compile(r"\^?(\.\*)?([\w-]|\\?\.|\\d\+)+(\(\\\.weight\)\?)?")
+"""Keys of alpha_pattern that are read: names of modules, and few and harmless signs of regular expressions, as which
+PEFT takes them. Any other could take forever."""
+
+
+NAMES = {dict: "an object", list: "a list"}
+MOST_PATTERN = 200
+"""Characters of a key of alpha_pattern."""
+
+
 def is_peft(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
 def base_of(path: Path) -> str:
     """The name of the model that a folder's adapters are for; "" if it has none."""
-    base, revision = (read_json(path / CONFIG).get(key) or "" for key in ("base_model_name_or_path", "revision"))
+    settings = read_json(path / CONFIG)
+    names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
+    for key, name in names.items():
+        if not isinstance(name, str) or "\0" in name:
+            raise ConfigError([f"{path / CONFIG} has {key} = {name!r:.80}, which is not a name"])
+    base, revision = names.values()
     return f"{base}@{revision}" if base and revision else base
 
 
@@ -68,6 +87,7 @@ class _Reader:
             for key, plain in PLAIN.items()
             if key in self.settings and self.settings[key] not in plain
         ]
+        self.problems += self._mistyped()
         if not self.problems:
             for name in filter(names.is_adaptable, self.map.our_shapes):
                 if self.map.places[name][0].home.part is None:
@@ -203,6 +223,21 @@ class _Reader:
         return unflat(*map(self._whole, keys), experts)
 
     # ---- [lora]
+
+    def _mistyped(self) -> Iterator[str]:
+        """Yield what a value of the wrong type is, a line each."""
+        for key, kind in KINDS.items():
+            if not isinstance(self.settings.get(key) or kind(), kind):
+                yield f"{CONFIG} has {key} = {self.settings[key]!r:.80}, which is not {NAMES[kind]}"
+                return
+        alphas: dict[str, Any] = self.settings.get("alpha_pattern") or {}
+        for key in alphas:
+            if len(key) > MOST_PATTERN or not PATTERN.fullmatch(key):
+                what = f"{CONFIG} has alpha_pattern with {key!r:.80}"
+                yield f"{what}, a regular expression: only names of modules are read"
+        for key, alpha in {"lora_alpha": self.settings.get("lora_alpha", 8), **alphas}.items():
+            if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
+                yield f"{CONFIG} has {key} = {alpha!r:.80}, which is not a number above 0"
 
     def _alpha(self, path: str) -> float:
         """As PEFT finds it."""

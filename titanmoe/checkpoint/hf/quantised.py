@@ -103,16 +103,22 @@ def _parts(name: str, kind: str) -> tuple[str, ...]:
     return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
 
 
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
 def fp8_block(config: dict[str, Any], path: Path) -> tuple[int, int]:
     """Rows and columns that share a scale; ConfigError for kinds of quantisation that are not read."""
     quantization = config.get("quantization_config")
     if quantization is None:
         return 128, 128
+    if not isinstance(quantization, dict):
+        raise ConfigError([f"{path} has quantization_config = {quantization!r:.80}, which is not an object"])
     kind = quantization.get("quant_method")
     if kind == "mxfp4":
         return 128, 128
     form, block = quantization.get("fmt", "e4m3"), quantization.get("weight_block_size")
-    if kind == "fp8" and form in E4M3 and isinstance(block, list) and len(block) == 2:
+    if kind == "fp8" and form in E4M3 and isinstance(block, list) and len(block) == 2 and all(map(_is_size, block)):
         return block[0], block[1]
     details = f"{form}, blocks {block}" if kind == "fp8" else quantization.get("format")
     raise ConfigError(
