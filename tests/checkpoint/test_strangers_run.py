@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import titanmoe
 from tests import parity, reference
 from tests.report.test_report import make_run
 from titanmoe.checkpoint import layout, safe_files
@@ -26,6 +29,7 @@ from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 # ---- code
 
 PAYLOAD = "from pathlib import Path\nPath('ran').touch()\nclass X: pass\n"
+FAMILY = "from titanmoe.models.families import family_of\nX = family_of('mixtral')\n"
 
 
 @pytest.fixture
@@ -103,10 +107,8 @@ def test_the_checkpoint_command_runs_no_code(stranger) -> None:
 
 
 def test_generate_runs_a_family_that_the_user_names_too(stranger, capsys) -> None:
-    (stranger / "payload.py").write_text(
-        PAYLOAD + "from titanmoe.models.families import family_of\nFamily = family_of('mixtral')\n"
-    )
-    name = "runs.stranger.payload:Family"
+    (stranger / "payload.py").write_text(PAYLOAD + FAMILY)
+    name = "runs.stranger.payload:X"
     checkpoint_that_names(stranger, "model.family", name)
     words = ["generate", "--checkpoint", str(stranger), "--prompt", "a", "--max-tokens", "1"]
     assert main(words) == 2 and not Path("ran").exists()
@@ -115,6 +117,42 @@ def test_generate_runs_a_family_that_the_user_names_too(stranger, capsys) -> Non
     assert Path("ran").exists()
     with pytest.raises(SystemExit):
         main([*words, "--allow-code", "payload"])
+
+
+ONE_RANK = ["train", "debug", "--ranks=1", "--parallelism.tp=1", "--parallelism.experts.ep=1"]
+READ_BY_TRAIN = {
+    "teacher": ["--training.objective=distillation", "--distillation.teacher=runs/stranger"],
+    "resume": ["--model.hf=gone", "--job.dump_folder=runs", "--job.name=stranger", "--checkpoint.enable"],
+}
+
+
+@pytest.mark.parametrize("words", READ_BY_TRAIN.values(), ids=READ_BY_TRAIN)
+def test_train_runs_no_code_that_a_checkpoint_it_reads_names(stranger, capsys, words) -> None:
+    name = "runs.stranger.payload:X"
+    checkpoint_that_names(stranger, "model.family", name)
+    assert main([*ONE_RANK, *words]) == 2
+    assert not Path("ran").exists() and os.getcwd() not in sys.path
+    assert f'if you trust that code, add --allow-code "{name}"' in capsys.readouterr().err
+    (stranger / "payload.py").write_text(PAYLOAD + FAMILY)
+    with contextlib.suppress(SystemExit):
+        main([*ONE_RANK, *words, "--allow-code", name, "--print-config"])
+    assert Path("ran").exists()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is of Python 3.11")
+def test_ranks_do_not_search_the_current_folder_before_the_standard_library(stranger) -> None:
+    Path("bin").mkdir()
+    Path("bin/titanmoe.py").write_text("import sys; del sys.path[0]; from titanmoe.cli import command; command()\n")
+    Path("random.py").write_text(PAYLOAD)
+    words = ["--training.steps=1", "--training.global_batch_size=4", "--job.dump_folder=mine"]
+    done = subprocess.run(
+        [sys.executable, "bin/titanmoe.py", *ONE_RANK, *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(titanmoe.__file__).parents[1])},
+    )
+    assert not Path("ran").exists()
+    assert done.returncode == 0 and "step 1/1" in done.stdout, done.stderr
 
 
 def test_report_opens_no_model_that_a_config_names(stranger, monkeypatch) -> None:

@@ -11,6 +11,7 @@ import torch
 from tests.rehearse.small import config_of
 from tests.rehearse.test_rehearse_command import SMALL, refused, rehearse
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.rehearse.recorded import draw_experts, recorded_routing
 from titanmoe.rehearse.routing import Routing
@@ -78,6 +79,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         "[" * 9999,
     ):
         assert "has no line with expert loads" in problem_text(tmp_path, text)
+    (run := tmp_path / "linked").mkdir()
+    (run / "experts.jsonl").symlink_to(written(tmp_path, good))
+    with pytest.raises(ConfigError, match=r"experts\.jsonl is a link to"):
+        recorded_routing(Config(), run)
     options = ["--ranks", "4", "--routing", str(tmp_path / "none")]
     assert "cannot read" in refused(capsys, *options, *SMALL)
     assert "both say where rows go" in refused(capsys, *options, "--imbalance", "2")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import titanmoe
 from titanmoe.config import ConfigError, load, other_names
 from titanmoe.config.command_line import split_words
 from titanmoe.config.load import Draft, format_problems, read_draft
@@ -290,7 +291,7 @@ def start(prepared: PreparedRun) -> int:
     waiting(f"starting {ranks_text}")
     try:
         with handed_on(prepared.checked) as file:
-            logs.environment = {FILE: str(file)}
+            logs.environment = {FILE: str(file), **_search_path()}
             result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
@@ -321,6 +322,16 @@ def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) 
     if nodes > 1 and culprit.consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
+
+
+def _search_path() -> dict[str, str]:
+    """Return the variables with which ranks, started as a module, do not search the current folder first.
+
+    It may be a stranger's, with a random.py in it; `titanmoe.config.parts` searches it last. Python 3.10 ignores this.
+    """
+    if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
+        return {}
+    return {"PYTHONSAFEPATH": "1"}
 
 
 def _environment(prepared: PreparedRun) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanmoe.checkpoint.safe_files import CheckpointError, refuse_link
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.parse_json import parse_json
@@ -36,7 +37,10 @@ def draw_experts(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
 
 def recorded_routing(config: Config, file: Path, step: int | None = None) -> AssumedRouting:
     """step: None for the last in the file. ConfigError with all reasons why the file does not fit the recipe."""
-    file = file / EXPERTS if file.is_dir() else file
+    try:
+        file = refuse_link(file / EXPERTS) if file.is_dir() else file
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from None
     step, load = _read_line(file, step)
     model = config.model
     layers = moe_blocks(model)
