@@ -18,11 +18,13 @@ from tests.report.test_report import make_run
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
+from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config.allowed_code import NAMING_FIELDS, VARIABLE
 from titanmoe.config.fields import nested
+from titanmoe.config.schema import Checkpoint
 from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 
@@ -257,6 +259,19 @@ def test_checkpoints_that_are_links_are_not_read(stranger, home, capsys, place) 
     assert main(["checkpoint", "verify", str(stranger)]) in (1, 2)
     named = stranger / place  # the folder that the user names may be a link
     assert main(["checkpoint", "verify", str(named)]) == 0
+
+
+@pytest.mark.parametrize("suffix", ["", layout.WRITING])
+def test_a_run_does_not_go_on_from_a_checkpoint_that_is_a_link(stranger, home, suffix) -> None:
+    checkpoint_that_names(home, "model.family", "mixtral")
+    folder = stranger / "checkpoints"
+    folder.mkdir()
+    link(folder / f"step-00000009{suffix}", home / "checkpoints/step-00000007")
+    with pytest.raises(CheckpointError, match=rf"step-00000009{suffix}: .*{suffix} is a link to"):
+        choose_start(Checkpoint(enable=True), stranger, layout.damage)
+    own = checkpoint_that_names(stranger, "model.family", "mixtral")
+    start = choose_start(Checkpoint(enable=True), stranger, layout.damage)
+    assert start.path == own and [path.name for path in start.passed_over] in ([], [f"step-00000009{suffix}"])
 
 
 def test_what_is_exchanged_for_a_link_while_it_is_opened_is_not_followed(tmp_path, monkeypatch) -> None:
