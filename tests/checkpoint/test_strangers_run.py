@@ -135,6 +135,11 @@ def test_train_runs_no_code_that_a_checkpoint_it_reads_names(stranger, capsys, w
     assert main([*ONE_RANK, *words]) == 2
     assert not Path("ran").exists() and os.getcwd() not in sys.path
     assert f'if you trust that code, add --allow-code "{name}"' in capsys.readouterr().err
+    if "teacher" in words[-1]:  # there is no family in it yet
+        assert main([*ONE_RANK, *words, "--allow-code", name]) == 2
+        assert "payload:X has no `rules`, which are made of Family" in capsys.readouterr().err
+        del sys.modules["runs.stranger.payload"]
+        Path("ran").unlink()
     (stranger / "payload.py").write_text(PAYLOAD + FAMILY)
     with contextlib.suppress(SystemExit):
         main([*ONE_RANK, *words, "--allow-code", name, "--print-config"])

@@ -12,7 +12,9 @@ from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.fields import build as build_config
+from titanmoe.config.parts import PartError
 from titanmoe.config.schema import Config, Model
+from titanmoe.models.families import family_of
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.state import Targets
@@ -50,6 +52,10 @@ def find_whole(path: Path) -> WholeModel:
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
     config = build_config(config_of(record, path / layout.MANIFEST))
+    try:
+        family_of(config.model.family)
+    except PartError as error:
+        raise CheckpointError(f"{path / layout.MANIFEST}: {error}") from None
     return WholeModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
