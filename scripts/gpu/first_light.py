@@ -146,7 +146,7 @@ GPU = [
 ]
 PRETEND = [
     Part("ceilings", "scripts/gpu/ceilings.py --device cpu --json {json}", 30, read_rows, figures=True),
-    Part("crash", "-c 'import titanmoe.no_such_module'", 20, read_nothing, "side by side"),
+    Part("crash", "-c 'raise SystemExit(5)'", 20, read_nothing, "side by side"),
     Part("hang", "-c 'import time; time.sleep(60)'", 8, read_nothing, "side by side"),
     Part("noise", "-c 'for _ in range(60000): print(_, \"x\" * 80)'", 20, read_nothing, "side by side"),
     Part("plain run", f"{TRAIN} --training.device cpu --training.steps 3", 60, read_training),
