@@ -91,7 +91,7 @@ def test_the_template_that_a_run_was_trained_with_goes_along_too(tmp_path: Path,
     (tmp_path / "own.jinja").write_text(TEMPLATE)
     changes = {"data.source": "files", "data.paths": [f"{tmp_path}/{name}" for name in ("shards", "chats.jsonl")]}
     changes |= {"data.format": "chat", "data.chat_template": f"{tmp_path}/own.jinja", "data.tokenizer": str(tokenizer)}
-    changes |= {"model.vocab_size": 320, "moe.bias_update_rate": 0.0}
+    changes |= {"model.vocab_size": 320, "moe.bias_update_rate": 0.0, "training.seq_len": 32}
     world.run(1, runs.go, str(tmp_path), changes, 1)
     (tmp_path / "own.jinja").unlink()
 

@@ -194,6 +194,8 @@ class Data:
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
     """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt, and the default for chats and preferences (format = "chat" or "preference", and token shards of them)."""
+    long_chats: Literal["drop", "cut", "refuse"] = "drop"
+    """What becomes of chats longer than training.seq_len under packing = "best_fit". drop: they are left out. cut: each is cut after its last answer that fits, so that it keeps its system prompt and first turns, and is left out if its first answer does not fit. refuse: the run does not start. The header and the report say how many there are and how much is lost."""
     share_prefixes: bool = False
     """Compute the prompt of a pair of answers once, and let both go on from it. Loss and gradients are the same; a prompt of 3/4 of the length saves 3/8 of the tokens, and pairs of that much more length fit into seq_len. For format = "preference" (docs/fine-tuning.md). What counts tokens counts the prompt once, too: balance losses, capacities and biases of experts (docs/moe.md)."""
     balance_work: bool = False

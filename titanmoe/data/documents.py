@@ -104,6 +104,11 @@ def whole_of(documents: Any) -> Any:
     return documents
 
 
+def is_masked(documents: Documents) -> bool:
+    """Return whether only some tokens of these documents are labels, such as the answers of chats."""
+    return len(documents) > 0 and documents.label_mask(0, 1) is not None
+
+
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:
     """The document that each token of the sequence is in; an empty document has none."""
     starts = documents.starts

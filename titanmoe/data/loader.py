@@ -30,6 +30,7 @@ from titanmoe.data.balanced_work import DocumentWork, assign
 from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
+from titanmoe.data.pack_chats import ChatFit
 from titanmoe.data.prefetch import Prefetcher
 from titanmoe.data.sources import keeps_documents_apart, training_sources, validation_sources
 
@@ -168,8 +169,7 @@ class Loader:
                 f"{self.epochs_to_train} of every source: {epochs.total:,} sequences in {self.steps:,} steps"
                 f"{', the last filled up with padding' * padded}"
             )
-        if pairs := "\n".join(line for source in sources if (line := getattr(source.packer, "note", ""))):
-            notes["pairs"] = pairs
+        notes |= self.mix.lost()
         even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 
@@ -246,7 +246,9 @@ class Loader:
 
     @property
     def _packing(self) -> str:
-        return self.options.packing + ", prefixes shared" * self.options.share_prefixes
+        long_chats = f', long_chats = "{self.options.long_chats}"'
+        cut = any(isinstance(source.packer, ChatFit) and len(source.packer.long_L) for source in self.mix.sources)
+        return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * cut
 
     def _identity(self) -> dict[str, int | str]:
         """What the content of a sample with a given number depends on, apart from the weights of sources."""

@@ -19,6 +19,9 @@ from titanmoe.data.pack import Arrays, Pieces, empty, further_of
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.ops.counter_rng import bits, key
 
+LOST = "pairs", "long chats", "cut chats"
+"""Rows of the header on what the data loses; they are events, too."""
+
 
 class Source(NamedTuple):
     name: str
@@ -90,6 +93,14 @@ class Mix:
             for k, source in enumerate(self.sources)
         ]
         return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
+
+    def lost(self) -> dict[str, str]:
+        """Return the header's rows on pairs and chats of which something is cut or left out."""
+        rows: dict[str, str] = {}
+        for packer in (source.packer for source in self.sources):
+            if line := getattr(packer, "note", ""):
+                rows[packer.note_row] = "\n".join(filter(None, (rows.get(packer.note_row), line)))
+        return rows
 
     @property
     def epochs(self) -> dict[str, float]:

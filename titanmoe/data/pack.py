@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT
-from titanmoe.data.documents import Documents, document_of, whole_of
+from titanmoe.data.documents import Documents, document_of, is_masked, whole_of
 from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
@@ -110,11 +110,23 @@ def further_of(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
 
 
 class Stream:
+    note_row = "cut chats"
+
     def __init__(self, documents: Documents, seq_len: int, seed: int, separate_documents: bool):
         self.documents, self.seq_len, self.seed, self.separate_documents = documents, seq_len, seed, separate_documents
         self.pairs = max(0, int(documents.starts[len(documents)]) - 1)
         self.per_epoch = self.pairs // seq_len
         self.sequences_taken = 0
+
+    @property
+    def note(self) -> str:
+        """A line for the header on chats, which windows cut anywhere; "" if every token is a label."""
+        if not is_masked(self.documents):
+            return ""
+        return (
+            f"{self.documents.name}: cut wherever a sample of {self.seq_len:,} tokens ends, so that answers may be "
+            'without their questions; data.packing = "best_fit" keeps chats whole'
+        )
 
     def count(self, epochs: int) -> list[int]:
         """How many sequences each of the first epochs has."""
@@ -260,7 +272,7 @@ class BestFit:
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
-        pairs = np.asarray(self.documents.starts[document + 1]).astype(np.int64) - start - 1
+        pairs = self._pairs_of(document, start)
         start, pairs = start[pairs > 0], pairs[pairs > 0]
         whole, rest = pairs // self.seq_len, pairs % self.seq_len
         piece = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
@@ -272,6 +284,10 @@ class BestFit:
         count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
         return PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
+
+    def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
+        """Return how many positions each of these documents takes."""
+        return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]

@@ -24,6 +24,8 @@ from titanmoe.ops.counter_rng import key
 class AnswerFit(BestFit):
     """Best fit of pairs, BUFFER of them at a time."""
 
+    note_row = "pairs"
+
     def __init__(self, documents: Documents, seq_len: int, seed: int, share: bool = False):
         super().__init__(documents, seq_len, seed)
         self.share, self.name = share, "best_fit, prefixes shared" if share else "best_fit"

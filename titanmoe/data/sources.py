@@ -17,13 +17,14 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import WEIGHT
-from titanmoe.data.documents import Documents, MemoryDocuments
+from titanmoe.data.documents import Documents, MemoryDocuments, is_masked
 from titanmoe.data.epochs import Epochs, count_sequences
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents, read_teacher
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.pack_answers import AnswerFit
+from titanmoe.data.pack_chats import ChatFit
 from titanmoe.data.shards import ShardDocuments, StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counter_rng import bits, key, uniform
@@ -140,6 +141,8 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
         packer: Stream | BestFit
         if corpus.answers > 1:
             packer = AnswerFit(corpus, seq_len, packer_seed, config.data.share_prefixes)
+        elif config.data.packing == "best_fit" and is_masked(corpus):
+            packer = ChatFit(corpus, seq_len, packer_seed, config.data.long_chats)
         elif config.data.packing == "best_fit":
             packer = BestFit(corpus, seq_len, packer_seed)
         else:
@@ -149,6 +152,8 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
             problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
         elif isinstance(packer, AnswerFit) and not packer.per_epoch:
             problems.append(f"{name} ({where}) has no pair that fits training.seq_len = {seq_len}: raise it")
+        elif isinstance(packer, ChatFit) and (refusal := packer.refusal()):
+            problems.append(f"{name} ({where}): {refusal}")
         elif not packer.per_epoch:
             problems.append(
                 f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "
@@ -165,6 +170,7 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
             f"{where} gives {available} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
+        problems += Mix(sources, seed).lost().values()
     if problems:
         raise ConfigError(problems)
     return Mix(sources, seed)

@@ -118,6 +118,8 @@ def build_training(
         slicer = TeachingSlicer(config, slicer, batches, state, build)
         notes["teacher"] = slicer.note
     validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)
+    if validation:
+        notes |= {f"validation, {row}": line for row, line in validation.samples.mix.lost().items()}
     passed_over = steps_in(config.data.skip_steps)
     guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
     about = about_run(config, fold)

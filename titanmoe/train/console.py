@@ -26,7 +26,7 @@ from titanmoe.train.sink import Report, Sink
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
 """Number of reports in the panel's curve."""
-QUIET = ("start", "restart", "save", "stop")
+QUIET = ("start", "restart", "data", "save", "stop")
 """Events without a line of their own, because the header, the reports or the error say it."""
 
 

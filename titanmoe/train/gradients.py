@@ -61,6 +61,8 @@ class StepScalars:
     overflowed: float
     norm: float
     tokens: float
+    count: float
+    """Of what the objective divides by, such as labels."""
     flops: float
     layers: dict[int, list[float]]
     """Of each MoE layer: rows per expert, then its statistics."""
@@ -171,10 +173,11 @@ class Gradients:
         logits = self.logits.over_ranks(self.device) if self.logits else None
         by_block = norm.new_empty(0) if logits is None else logits.amax(1)
         metrics = self.objective.metrics
-        loss, mtp_loss, stop, overflowed, norm_now, tokens, flops, *rest = torch.cat(
+        totals = work.totals
+        loss, mtp_loss, stop, overflowed, norm_now, tokens, count, flops, *rest = torch.cat(
             (
                 sums[:4],
-                torch.stack((norm.double(), work.totals.tokens, work.totals.flops)),
+                torch.stack((norm.double(), totals.tokens, totals.count, totals.flops)),
                 sums[4:],
                 experts.flatten(),
                 by_block,
@@ -187,7 +190,7 @@ class Gradients:
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
         scalars = StepScalars(
-            loss, mtp_loss, stop, overflowed, norm_now, tokens, flops, layers, rest[experts.numel() :], reported
+            loss, mtp_loss, stop, overflowed, norm_now, tokens, count, flops, layers, rest[experts.numel() :], reported
         )
         return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own, logits)
 

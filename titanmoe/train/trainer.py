@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from titanmoe import observe
+from titanmoe.data.mix import LOST
 from titanmoe.moe.layer import move_biases
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
@@ -22,6 +23,8 @@ class Trainer:
         self.training = training
         self.stopping = False
         """Whether a rank wanted to stop in the last step."""
+        self.labelled = self.unlabelled = 0
+        """How many steps of this process had labels, and how many had none."""
 
     @property
     def step(self) -> int:
@@ -45,6 +48,9 @@ class Trainer:
             if training.metrics.writes:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)
+            if training.metrics.writes:
+                for line in (line for row, line in notes.items() if row.endswith(LOST)):
+                    training.metrics.event(self.step, "data", line)
             for observer in (checks, *((training.metrics, training.clock) if training.metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))
             all_threads = training.gradients.engine.pairs is not None
@@ -66,6 +72,11 @@ class Trainer:
                     observe.active.phase("validation" if training.evaluations else "checkpoint", self.step)
                     for line in training.loader.epoch_messages:
                         say(line)
+                    if self.step >= training.steps and first == 1 and self.unlabelled and not self.labelled:
+                        raise NumericalFault(
+                            f"none of {self.unlabelled:,} steps had a label, so that nothing was learned: what the "
+                            "samples hold is not what the assistant said (docs/data.md, Chats)"
+                        )
                     if report:
                         report |= training.loader.report() | checks.report()
                         for evaluation in training.evaluations:
@@ -109,6 +120,7 @@ class Trainer:
         sums = training.gradients.sums(work)
         self.stopping = bool(sums.scalars.stop)
 
+        self._count_labels(sums.scalars.count)
         verdict = training.guard(work, sums)
 
         rate, scalars = training.rate(state.step), verdict.sums.scalars
@@ -126,3 +138,14 @@ class Trainer:
             state.tokens += scalars.tokens
             observe.active.updated(state.step)
         return training.report(scalars, rate)
+
+    def _count_labels(self, count: float) -> None:
+        """Announce a step without labels: the first one at once, and again whenever their number has doubled."""
+        self.labelled += count > 0
+        self.unlabelled += not count
+        if not count and self.unlabelled.bit_count() == 1:
+            which = (
+                f"; so had {self.unlabelled - 1:,} of the {self.step - 1:,} steps before" if self.unlabelled > 1 else ""
+            )
+            text = f"no token of this step's batch is a label, so its loss is 0 and nothing is learned from it{which}"
+            observe.active.event(self.step, "no labels", text)

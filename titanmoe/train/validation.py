@@ -16,6 +16,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.data.batch import Batch
+from titanmoe.data.loader import ValidationSet
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.run_state import RunState
 
@@ -37,7 +38,7 @@ class Validation:
 
     interval: int
     last: int
-    samples: Iterable[list[Batch]]
+    samples: ValidationSet
     slicer: Slicer
     """Without what multi-token prediction needs, and with cross-entropy as its objective, or pairs' own."""
     gradients: Gradients
