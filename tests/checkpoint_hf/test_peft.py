@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -89,11 +90,15 @@ def test_parts_of_a_model(tmp_path, name, targets):
 MADE_BY_PEFT = {
     "one rank": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     "gate and up alone": {"target_parameters": ["mlp.experts.gate_up_proj"], "rank_pattern": {".*gate_up_proj": 2}},
+    "experts by the names of their modules": {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+    "gate and up by the names of their modules": {"target_modules": ["o_proj", "gate_proj", "up_proj"]},
+    "orthogonal": {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "orthogonal"},
+    "gaussian, with dropout": {"target_modules": ["v_proj"], "init_lora_weights": "gaussian", "lora_dropout": 0.1},
     "down alone": {"target_parameters": ["experts.down_proj"], "alpha_pattern": {"q_proj": 7, "experts.down_proj": 7}},
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("case", MADE_BY_PEFT)
 def test_adapters_made_by_peft_on_stacked_experts_are_read(tmp_path, name, case):
     """Gate and up have an A in common there, and each of ours a copy of it."""
@@ -117,6 +122,42 @@ def made_by_peft(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     tuned.save_pretrained(tmp_path / "peft")
     want = models.logits(tuned.eval(), models.ids())
     close(merged(models.make(name), tmp_path / "peft", "--base", tmp_path / "in"), want, models.enlarged(name))
+
+
+def made(tmp_path: Path, name: str, **options: Any) -> tuple[Path, torch.Tensor]:
+    """Return a folder of adapters, trained a little, on a model whose folder is `in`; and what PEFT computes."""
+    model = models.make(name)
+    models.save(model, tmp_path / "in")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=7, task_type="CAUSAL_LM", **options))
+    with torch.no_grad():
+        for parameter in (p for n, p in tuned.named_parameters() if "lora_" in n):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)))
+    tuned.save_pretrained(tmp_path / "peft")
+    return tmp_path / "peft", models.logits(tuned.eval(), models.ids())
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_on_a_base_that_peft_changed_are_no_plain_lora(tmp_path, capsys, init):
+    """Read as plain LoRA, they would compute something else."""
+    folder, want = made(tmp_path, "qwen3_moe", target_modules=["q_proj", "v_proj"], init_lora_weights=init)
+    words = ("--to-hf", folder, tmp_path / "out", "--base", tmp_path / "in")
+    assert "path_initial_model_for_weight_conversion" in refused(capsys, *words)
+    settings(folder, init_lora_weights=True)
+    assert (
+        merged(models.make("qwen3_moe"), folder, "--base", tmp_path / "in") - want
+    ).abs().max() > 0.1 * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "qwen3_next"])
+def test_all_linear_is_refused_with_what_to_name_instead(tmp_path, capsys, name):
+    folder, _ = made(tmp_path, name, target_modules="all-linear")
+    text = refused(capsys, "--to-hf", folder, tmp_path / "out", "--base", tmp_path / "in")
+    assert 'routers and gates are not adapted here, and "all-linear" adapts them: train with target_modules=[' in text
+    instead = re.search(r"train with target_modules=(\[.*?\])(?: and target_parameters=(\[.*?\]))? instead", text)
+    targets = {"target_modules": json.loads(instead[1]), "target_parameters": json.loads(instead[2] or "null")}
+    (tmp_path / "again").mkdir()
+    folder, want = made(tmp_path / "again", name, **targets)
+    close(merged(models.make(name), folder, "--base", tmp_path / "again/in"), want, models.enlarged(name))
 
 
 # ---- what is refused
@@ -241,6 +282,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "a base with a NUL": (lambda f, t: settings(f, base_model_name_or_path="x\0"), "= 'x\\x00', which is not a name"),
     "dora": (lambda f, t: settings(f, use_dora=True, bias="all"), "has bias = 'all': only plain LoRA"),
+    "mica": (lambda f, t: settings(f, init_lora_weights="mica"), "has init_lora_weights = 'mica': only plain LoRA"),
+    "an unknown key": (
+        lambda f, t: settings(f, spectral_config={"k": 1}, off=None),
+        "has spectral_config = {'k': 1}, which is not known here: what it changes cannot be told",
+    ),
+    "a dropout that is none": (lambda f, t: settings(f, lora_dropout="0.1"), "has lora_dropout = '0.1': it must be in"),
+    "another task": (lambda f, t: settings(f, task_type="SEQ_CLS"), "has task_type = 'SEQ_CLS': only plain LoRA"),
+} | {
+    f"a changed base, {init}": (
+        lambda f, t, init=init: settings(f, init_lora_weights=init),
+        f"has init_lora_weights = '{init}', with which PEFT changes the base when it makes adapters",
+    )
+    for init in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")
 }
 
 

@@ -34,6 +34,8 @@ class Adapters:
     """Of those weights; "" if their file has none."""
     config: Config | None = None
     """Of the run that trained them; None in a PEFT folder."""
+    dropout: float = 0.0
+    """With which PEFT trained them; training here has none."""
 
     @cached_property
     def matrices(self) -> list[str]:

@@ -131,6 +131,8 @@ class Checkpoints:
         for name, (_, piece) in self._targets(with_moments=False).items():
             fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
         origin = f"adapters of {folder}"
+        if adapters.dropout:
+            origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 
     def _adapters_to_begin_from(self) -> Adapters:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,34 @@ from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.models import tensors as names
 
-PLAIN = {
+PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     "bias": ("none", None),
     **dict.fromkeys(
         ("use_dora", "use_rslora", "lora_bias", "use_qalora", "use_bdlora", "fan_in_fan_out"), (False, None)
     ),
     **dict.fromkeys(("modules_to_save", "layer_replication", "trainable_token_indices"), (None, [], {})),
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config"), (None,)),
+    **dict.fromkeys(("monteclora_config", "megatron_config"), (None,)),
 }
-"""Keys of adapter_config.json, and their values with which it is plain LoRA."""
+"""Keys of adapter_config.json (PEFT 0.21), and their values with which it is plain LoRA on the base as it is."""
+HARMLESS = (
+    # Read here, or checked with the tensors.
+    *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters"),
+    # Which modules get adapters when PEFT makes them: the file's tensors say it as well.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    # What made them, and how they are loaded. Weights are tied in embeddings alone, whose adapters are refused.
+    *("peft_version", "auto_mapping", "inference_mode", "runtime_config", "ensure_weight_tying"),
+    # Options of what is refused above, or of how A and B begin on an unchanged base.
+    *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    # Acts in training alone; a run that begins from the adapters says that it has none.
+    "lora_dropout",
+)
+"""Keys that change nothing of what adapters compute, whatever their values."""
+CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT changes the base when it makes adapters."""
 
 
 KINDS = {"alpha_pattern": dict, "rank_pattern": dict, "target_parameters": list}
@@ -78,15 +97,13 @@ class _Reader:
         self.tensors: dict[str, LazyTensor] = {}
         self.alphas: dict[str, float] = {}
         """lora.alpha with which each matrix would have the factor that it has there."""
+        self.stacks: dict[str, dict[str, tuple[str, str]]] = {}
+        """Keys of A and B of the parameters of all experts, by our names of the blocks' experts."""
         self.used: set[str] = set()
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
-        self.problems += [
-            f"{CONFIG} has {key} = {self.settings[key]!r}: only plain LoRA is read"
-            for key, plain in PLAIN.items()
-            if key in self.settings and self.settings[key] not in plain
-        ]
+        self.problems += problems_of_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:
             for name in filter(names.is_adaptable, self.map.our_shapes):
@@ -96,12 +113,32 @@ class _Reader:
                     self._together(together(self.map, name))
             for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
                 self._stacked(layer)
-            unknown = compress_names(self.files.tensors.keys() - self.used)
-            self.problems += [f"{name}: not an adapter of a matrix that can have one here" for name in unknown]
+            self._join_experts()
+            self._refuse_others()
         lora = self._lora() if not self.problems else LoRA()
         if self.problems:
             raise ConfigError(self.problems, str(self.path))
-        return Adapters(self.path, self.model, lora, self.tensors, base_of(self.path))
+        dropout = float(self.settings.get("lora_dropout") or 0.0)
+        return Adapters(self.path, self.model, lora, self.tensors, base_of(self.path), dropout=dropout)
+
+    def _refuse_others(self) -> None:
+        """Add the adapters that no matrix here can have to the problems, and how to make a folder without them."""
+        unknown = self.files.tensors.keys() - self.used
+        self.problems += [
+            f"{name}: not an adapter of a matrix that can have one here" for name in compress_names(unknown)
+        ]
+        modules = {key.removeprefix(PREFIX).rpartition(".lora_")[0] for key in unknown}
+        fixed = {name.removesuffix(".weight") for name in self.map.hf_shapes} & modules
+        if not fixed or len(fixed) < len(modules):
+            return
+        kept = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in self.used if f".{STACKED}." not in key}
+        stacks = [GATE_UP, DOWN] if any(f".{STACKED}." in key for key in self.used) else None
+        also = f" and target_parameters={json.dumps(stacks)}" if stacks else ""
+        others = ", ".join(sorted({name.rpartition(".")[2] for name in fixed}))
+        self.problems.append(
+            f'{others}: routers and gates are not adapted here, and "all-linear" adapts them: train with '
+            f"target_modules={json.dumps(sorted(kept))}{also} instead"
+        )
 
     # ---- tensors
 
@@ -177,8 +214,8 @@ class _Reader:
                 self.problems += [f"{key}: missing" for key in missing]
             elif self._fits(block, parameter, keys):
                 pairs[parameter] = keys
-        if not self.problems:
-            self._add_stacked(block, path, pairs)
+        if pairs:
+            self.stacks[block] = pairs
 
     def _fits(self, block: str, parameter: str, keys: tuple[str, str]) -> bool:
         experts, outputs, inputs = self.map.our_shapes[f"{block}.{'w2' if parameter == DOWN else 'w1'}"]
@@ -190,15 +227,32 @@ class _Reader:
             self.problems.append(f"{keys[0]} and lora_B: shapes {down} and {up}, and {shapes} are needed")
         return not rest and rank > 0
 
-    def _add_stacked(self, block: str, path: str, pairs: dict[str, tuple[str, str]]) -> None:
+    def _join_experts(self) -> None:
+        """Read the parameters of all experts. Gate and up have one A there: both get a copy of it, with all its rank,
+        unless B is zero where one would reach the other's outputs in every layer.
+        """
+        if self.problems:
+            return
+        apart = all(
+            are_apart(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.alternate)
+            for block, pairs in self.stacks.items()
+            if GATE_UP in pairs
+        )
+        for block, pairs in self.stacks.items():
+            self._add_stacked(block, pairs, apart)
+
+    def _add_stacked(self, block: str, pairs: dict[str, tuple[str, str]], apart: bool) -> None:
+        path = f"model.layers.{block.split('.')[1]}.{STACKED}"
         experts = self.map.our_shapes[f"{block}.w1"][0]
         ranks = {parameter: self.files.tensors[keys[0]].shape[0] // experts for parameter, keys in pairs.items()}
         rank = ranks.get(DOWN, ranks.get(GATE_UP, 0))
-        if DOWN not in ranks and GATE_UP in ranks and are_apart(self._pair(pairs[GATE_UP], experts), self.alternate):
+        if DOWN not in ranks and apart:
             rank //= 2
+        elif not apart:
+            rank = max(ranks.values())  # the other is filled up with zeros
         for parameter, keys in pairs.items():
             parts = ("w2",) if parameter == DOWN else ("w1", "w3")
-            if parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
+            if apart and parameter == GATE_UP and ranks[parameter] not in (rank, 2 * rank):
                 self.problems.append(
                     f"{keys[0]} has rank {ranks[parameter]}, and down_proj {rank}: {rank} or {2 * rank} can be read"
                 )
@@ -208,16 +262,18 @@ class _Reader:
                 shapes = (experts, rank, inputs), (experts, outputs, rank)
                 for which, adapter in enumerate(names.adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
-                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which)
+                    make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, apart)
                     self.tensors[adapter] = LazyTensor(shapes[which], dtype, reader_of(make))
                 alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
                 self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
 
     def _read_stacked(
-        self, keys: tuple[str, str], experts: int, rank: int, parameter: str, number: int, which: int
+        self, keys: tuple[str, str], experts: int, rank: int, parameter: str, number: int, which: int, apart: bool
     ) -> Tensor:
         pair = self._pair(keys, experts)
-        return (split(pair, rank, self.alternate, keys[0])[number] if parameter == GATE_UP else pair)[which]
+        if parameter == GATE_UP:
+            pair = split(pair, self.alternate, apart and pair.down.shape[1] != rank)[number]
+        return pair.widened(rank)[which]
 
     def _pair(self, keys: tuple[str, str], experts: int) -> Pair:
         return unflat(*map(self._whole, keys), experts)
@@ -249,7 +305,23 @@ class _Reader:
             )
         )
 
+    def _level_alphas(self) -> None:
+        """Give experts the alpha of the other matrices where that is a power of two times theirs, by which B is
+        multiplied instead: exact in every dtype. PEFT doubles the alpha of gate and up with their rank.
+        """
+        others = {alpha for name, alpha in self.alphas.items() if ".experts." not in name}
+        experts = {name: alpha for name, alpha in self.alphas.items() if ".experts." in name}
+        alpha = min(others or experts.values(), default=1.0)
+        for name, own in experts.items():
+            if own == alpha or not alpha > 0 or not own > 0 or math.frexp(own / alpha)[0] != 0.5:
+                continue
+            up = names.adapter_names(name)[1]
+            shape, dtype, read = self.tensors[up].shape, self.tensors[up].dtype, self.tensors[up].read
+            self.tensors[up] = LazyTensor(shape, dtype, partial(_times, own / alpha, read))
+            self.alphas[name] = alpha
+
     def _lora(self) -> LoRA:
+        self._level_alphas()
         ranks: dict[str, dict[int, str]] = {"lora.rank": {}, "lora.experts_rank": {}}
         alphas: dict[float, str] = {}
         for name, alpha in self.alphas.items():
@@ -266,6 +338,32 @@ class _Reader:
             return LoRA()
         (alpha,), experts_rank = alphas, next(iter(ranks["lora.experts_rank"]), -1)
         return LoRA(next(iter(ranks["lora.rank"]), max(experts_rank, 1)), experts_rank, alpha, list(self.alphas))
+
+
+def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape, shape: Shape) -> Tensor:
+    return read(offset, shape) * factor
+
+
+def problems_of_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Return what adapter_config.json says beyond plain LoRA on the base as it is, a line each."""
+    problems = []
+    for key, value in settings.items():
+        dropout = key == "lora_dropout" and value is not None
+        if dropout and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1):
+            problems.append(f"{CONFIG} has lora_dropout = {value!r}: it must be in [0, 1)")
+        if key in HARMLESS or value in PLAIN.get(key, (None, False)):
+            continue
+        if key == "init_lora_weights" and str(value).lower().startswith(CHANGED_BASE):
+            problems.append(
+                f"{CONFIG} has {key} = {value!r}, with which PEFT changes the base when it makes adapters, so that "
+                "they are for other weights than the base's: save them as plain LoRA with PEFT's save_pretrained(..., "
+                "path_initial_model_for_weight_conversion=...)"
+            )
+        elif key in PLAIN:
+            problems.append(f"{CONFIG} has {key} = {value!r}: only plain LoRA is read")
+        else:
+            problems.append(f"{CONFIG} has {key} = {value!r}, which is not known here: what it changes cannot be told")
+    return problems
 
 
 def read_peft(path: Path, model: Model) -> Adapters:

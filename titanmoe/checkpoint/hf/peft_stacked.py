@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from titanmoe.config.load import ConfigError
+from torch.nn import functional
 
 
 class Pair(NamedTuple):
@@ -26,6 +25,13 @@ class Pair(NamedTuple):
     def flat(self) -> Pair:
         """As in PEFT's files."""
         return Pair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
+
+    def widened(self, rank: int) -> Pair:
+        """Return adapters of this rank that compute the same, filled up with zeros."""
+        more = rank - self.down.shape[1]
+        if not more:
+            return self
+        return Pair(functional.pad(self.down, (0, 0, 0, more)), functional.pad(self.up, (0, more)))
 
 
 def unflat(down: Tensor, up: Tensor, experts: int) -> Pair:
@@ -55,18 +61,16 @@ def are_apart(both: Pair, alternate: bool) -> bool:
     return not rest and not both.up[:, first, rank:].any() and not both.up[:, second, :rank].any()
 
 
-def split(both: Pair, rank: int, alternate: bool, where: str) -> tuple[Pair, Pair]:
-    """Gate's and up's, of this rank. If that is the rank of both together, both have the same A."""
+def split(both: Pair, alternate: bool, apart: bool) -> tuple[Pair, Pair]:
+    """Return gate's and up's adapters.
+
+    Args:
+        both: of the parameter that holds both.
+        alternate: whether outputs of gate and up alternate, or gate's come first.
+        apart: whether each has a half of the rank; if not, both get the same A.
+    """
     first, second = _outputs(both.up.shape[1] // 2, alternate)
-    gate, up = both.up[:, first], both.up[:, second]
-    if both.down.shape[1] == rank:
+    gate, up, rank = both.up[:, first], both.up[:, second], both.down.shape[1] // 2
+    if not apart:
         return Pair(both.down, gate), Pair(both.down, up)
-    if not are_apart(both, alternate):
-        raise ConfigError(
-            [
-                f"{where} adapts gate and up together with a rank of {2 * rank}, which here are two matrices with "
-                f"adapters of their own, of rank {rank}, as down has: only a rank of {rank}, or a B that is zero where "
-                "one would reach the other's outputs, can be read"
-            ]
-        )
     return Pair(both.down[:, :rank], gate[..., :rank]), Pair(both.down[:, rank:], up[..., rank:])
