@@ -26,6 +26,7 @@ from titanmoe.checkpoint.hf.maps import Map
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.hf.peft_write import peft_folder
 from titanmoe.checkpoint.write_tensors import LazyTensor
+from titanmoe.cli import main
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.models.families import preset
@@ -325,6 +326,72 @@ def test_a_folder_that_cannot_be_read_says_why(tmp_path, exported, case):
     assert text in "; ".join(error.value.problems)
 
 
+# ---- weights under them that are not those that they were trained on
+
+
+def others(folder: Path, out: Path) -> Path:
+    """Return a copy of a model's folder in which one weight is another."""
+    shutil.copytree(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_the_base_of_a_peft_folder_is_compared_by_weights_or_by_name(tmp_path, exported, capsys):
+    base, adapter = exported
+    other, same = others(base, tmp_path / "other"), shutil.copytree(base, tmp_path / "same")
+    text = refused(capsys, "--to-hf", adapter, tmp_path / "out", "--base", other)
+    assert (
+        f"{other} has other weights (digest " in text
+        and f"than {base} (digest" in text
+        and not list(tmp_path.glob("out*"))
+    )
+    assert convert("--to-hf", adapter, tmp_path / "a", "--base", same) == 0
+    assert f"note: {same} has the same weights (digest " in capsys.readouterr().out
+    assert convert("--to-hf", adapter, tmp_path / "b") == 0
+    assert f"note: {base} is the base that adapter_config.json names" in capsys.readouterr().out
+
+    moved = shutil.copytree(adapter, tmp_path / "moved")
+    settings(moved, base_model_name_or_path="somebody/other-model", revision="main")
+    text = refused(capsys, "--to-hf", moved, tmp_path / "out", "--base", base)
+    assert (
+        "its adapters are for somebody/other-model@main (base_model_name_or_path in adapter_config.json), which is"
+        in text
+    )
+    assert f"or, if they are the same weights, write {base} there" in text
+    settings(moved, base_model_name_or_path=f"somebody/{base.name.upper()}", revision=None)
+    assert convert("--to-hf", moved, tmp_path / "c", "--base", base) == 0
+    assert "note: names and shapes were compared, not weights: adapters for somebody/" in capsys.readouterr().out
+    settings(moved, base_model_name_or_path=None)
+    assert convert("--to-hf", moved, tmp_path / "d", "--base", base) == 0
+    assert f"note: shapes alone were compared with {base}" in capsys.readouterr().out
+    settings(moved, base_model_name_or_path=str(models.save(models.make("mixtral"), tmp_path / "mixtral")))
+    text = refused(capsys, "--to-hf", moved, tmp_path / "out", "--base", base)
+    assert f"its adapters are for {tmp_path / 'mixtral'}" in text and f"and {base} is no such model" in text
+
+
+def test_generation_compares_the_base_of_a_peft_folder(tmp_path, capsys):
+    base = models.save(models.make("qwen3_moe", vocab_size=320), tmp_path / "in")
+    adapted.write(tmp_path / "ours", base)
+    assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
+    words = ["generate", "--adapter", str(tmp_path / "peft"), "--prompt", "a", "--max-tokens", "1"]
+    words += ["--tokenizer", "bytes", "--device", "cpu", "--checkpoint"]
+    assert main([*words, str(others(base, tmp_path / "other"))]) == 2
+    assert "has other weights (digest" in capsys.readouterr().err
+    same = shutil.copytree(base, tmp_path / "same")
+    assert main([*words, str(same)]) == 0
+    assert f"note: {same} has the same weights" in capsys.readouterr().err
+
+
+def test_a_run_compares_them_on_all_ranks(tmp_path, exported):
+    other = str(others(exported[0], tmp_path / "other"))
+    with pytest.raises(world.RankError, match=r"has other weights \(digest"):
+        world.run(2, runs.go, str(tmp_path), begin(exported) | {"checkpoint.initial_hf": other}, 1)
+    with pytest.raises(world.RankError, match=r"and this run begins from random weights: name the model"):
+        world.run(1, runs.go, str(tmp_path), begin(exported) | {"checkpoint.initial_hf": ""}, 1)
+
+
 # ---- a run that begins from them
 
 
@@ -340,7 +407,8 @@ def begin(exported: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
 def test_a_run_begins_from_them_and_gives_back_the_same_bits(tmp_path, exported):
     words = begin(exported, **{"optimizer.lr": 0.0, "parallelism.experts.etp": 2})
     (went, _) = world.run(2, runs.go, str(tmp_path), words, 1)
-    assert went.notes["begins from"].endswith(f"adapters of {exported[1]}")
+    origin = f"adapters of {exported[1]}\n{exported[0]} is the base that adapter_config.json names"
+    assert went.notes["begins from"].endswith(origin)
     path = tmp_path / "run/checkpoints/step-00000001"
     assert convert("--to-peft", path, tmp_path / "peft") == 0
     back, want = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "peft", exported[1]))

@@ -6,6 +6,8 @@ not fit a device, tp, ep and etp split it.
 
 from __future__ import annotations
 
+import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 class TrainedModel(WholeModel):
     adapters: Adapters | None = None
     """On these weights."""
+    under: str = ""
+    """The name by which the user gave the weights under adapters."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -62,7 +66,7 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
     identity = whole.identity
     if adapters.config:
         identity = layout.read_manifest(adapter).record.get("loader", {}).get("tokenizer")
-    return replace(whole, config=config, identity=identity, adapters=adapters)
+    return replace(whole, config=config, identity=identity, adapters=adapters, under=under)
 
 
 def tokenizer_of(trained: TrainedModel, name: str | None) -> Tokenizer:
@@ -180,10 +184,15 @@ def _check_under(trained: TrainedModel) -> None:
     import torch.distributed as dist
 
     from titanmoe.checkpoint.hf.merge import check_digest, open_weights
+    from titanmoe.checkpoint.hf.peft_base import compare_base
 
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
     weights = open_weights(str(trained.path), trained.adapters.model)
     check_digest(trained.adapters, weights, str(trained.path), group)
+    if trained.adapters.config is None:
+        compared = compare_base(trained.adapters, weights, trained.under, group)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"note: {compared}", file=sys.stderr)
 
 
 def _fill(model: Any, trained: TrainedModel, config: Config) -> None:

@@ -128,12 +128,31 @@ class Checkpoints:
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
 
         adapters = raise_on_all_ranks(self.group, self._adapters_to_begin_from)
+        compared = self._compare_base(adapters)
         for name, (_, piece) in self._targets(with_moments=False).items():
             fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
         origin = f"adapters of {folder}"
         if adapters.dropout:
             origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"
+        origin = f"{origin}\n{compared}"
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
+
+    def _compare_base(self, adapters: Adapters) -> str:
+        """Return what was compared of the run's weights and those that PEFT's adapters were trained on."""
+        from titanmoe.checkpoint.hf.merge import open_weights
+        from titanmoe.checkpoint.hf.peft_base import compare_base
+
+        if under := self.options.initial_hf or (self.options.load if self.options.model_only else ""):
+            return compare_base(adapters, open_weights(under, self.model), under, self.group)
+        if adapters.base:
+            raise ConfigError(
+                [
+                    f"its adapters are for {adapters.base}, and this run begins from random weights: name the model in "
+                    "model.hf or checkpoint.initial_hf"
+                ],
+                str(adapters.path),
+            )
+        return "on random weights: its adapter_config.json names no base"
 
     def _adapters_to_begin_from(self) -> Adapters:
         from titanmoe.checkpoint.hf.peft_read import read_peft

@@ -23,6 +23,7 @@ from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
 from titanmoe.checkpoint.hf.files import config_and_tokenizer_files, nbytes
 from titanmoe.checkpoint.hf.maps import Map
 from titanmoe.checkpoint.hf.merge import Merged, Weights, check_digest, open_under
+from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.checkpoint.hf.peft_write import PeftFolder, peft_folder
@@ -108,6 +109,8 @@ def to_hf(
     _check_files(path, group)
     if isinstance(merged := plan.export.weights, Merged):
         check_digest(merged.adapters, merged.under, merged.name, group)
+        if merged.adapters.config is None:
+            merged.compared = compare_base(merged.adapters, merged.under, merged.name, group)
     _write(plan, out, group)
     return plan
 

@@ -197,6 +197,7 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
     lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
     if isinstance(merged := exported.export.weights, convert.Merged):
         lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
+        lines += [f"note: {merged.compared}"] * bool(merged.compared)
     if exported.export.model.mtp_depth and not exported.export.model.mtp_after_norm:
         lines.append(
             "note: its multi-token prediction was trained on states before the final norm, and Megatron, vLLM and "

@@ -40,6 +40,22 @@ def weights_folder(name: str) -> Path:
     return _folder(name, (*DESCRIPTION, "*.safetensors"), _has_weights)
 
 
+def local_folder(name: str) -> Path | None:
+    """Return the folder of a model with its weights, or of a checkpoint, if it is on this machine. Fetches nothing."""
+    if is_url(name):
+        folder = _url_cache() / _url_key(name)
+        return folder if _has_weights(folder) else None
+    if hub := _hub_name(name):
+        try:
+            from huggingface_hub.constants import HF_HUB_CACHE
+        except ImportError:
+            return None
+        folder = _cached(_repo_cache(Path(HF_HUB_CACHE), hub[0]), hub[1])
+        return folder if folder and _has_weights(folder) else None
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else None
+
+
 def pinned(name: str, folder: Path) -> str:
     """The name for just what this folder holds: on the hub, with the revision."""
     hub = _hub_name(name)
@@ -115,7 +131,7 @@ def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Cal
         needs = 'fetching it needs the package huggingface_hub: pip install "titanmoe[hub]"'
         raise ConfigError([f"{repo} is no folder here, and {needs}"]) from None
     cache = Path(HF_HUB_CACHE)
-    repo_cache = cache / f"models--{repo.replace('/', '--')}"
+    repo_cache = _repo_cache(cache, repo)
     if (folder := _cached(repo_cache, revision)) and complete(folder):
         return folder
     with _one_at_a_time(cache, repo_cache.name):
@@ -127,6 +143,10 @@ def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Cal
             return Path(huggingface_hub.snapshot_download(repo, revision=exact, allow_patterns=list(patterns)))
         except Exception as error:  # the package raises its own, its HTTP client's, and the system's
             raise ConfigError([_not_fetched(repo, revision, cache, error)]) from None
+
+
+def _repo_cache(cache: Path, repo: str) -> Path:
+    return cache / f"models--{repo.replace('/', '--')}"
 
 
 def _cached(repo_cache: Path, revision: str) -> Path | None:
@@ -150,9 +170,16 @@ def _not_fetched(repo: str, revision: str, cache: Path, error: Exception) -> str
 # ---- URLs
 
 
+def _url_cache() -> Path:
+    return Path(os.environ.get(CACHE) or "~/.cache/titanmoe").expanduser() / "models"
+
+
+def _url_key(url: str) -> str:
+    return blake2b(url.rstrip("/").encode(), digest_size=16).hexdigest()
+
+
 def _from_url(url: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
-    cache = Path(os.environ.get(CACHE) or "~/.cache/titanmoe").expanduser() / "models"
-    key = blake2b(url.rstrip("/").encode(), digest_size=16).hexdigest()
+    cache, key = _url_cache(), _url_key(url)
     folder = cache / key
     if complete(folder):
         return folder

@@ -74,6 +74,8 @@ class Merged:
         self.adapters, self.under, self.name = adapters, under, name
         self.model, self.tensors = under.model, under.tensors
         self.matrices = set(adapters.matrices)
+        self.compared = ""
+        """What of the weights under PEFT's adapters was compared with those that they were trained on."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = self.under.read(name, offset, shape)
@@ -173,15 +175,17 @@ def files_of(weights: HuggingFaceSource | SavedWeights) -> dict[str, Path]:
     return config_and_tokenizer_files(weights.path)
 
 
-def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, under: str, group: Group) -> None:
-    """ConfigError unless they are those that the adapters were trained on. The ranks divide up the reading."""
-    if not adapters.digest:
-        return
-    compute = getattr(torch, adapters.config.training.mixed_precision_param)
+def digest_of(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
+    """Return the digest of weights as frozen ones are held. The ranks divide up the reading.
+
+    Args:
+        compute: the dtype that they are held in, but for routers.
+        biases: whether selection biases are part of it, which a run moves although it freezes the rest.
+    """
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
     def mine() -> int:
-        own = sorted(name for name in weights.tensors if not name.endswith(BIAS))[rank::ranks]
+        own = sorted(name for name in weights.tensors if biases or not name.endswith(BIAS))[rank::ranks]
         total = 0
         for name in own:
             total += base.number_of(
@@ -189,7 +193,15 @@ def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, 
             )
         return total
 
-    if (digest := base.together(group, mine)) != adapters.digest:
+    return base.together(group, mine)
+
+
+def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, under: str, group: Group) -> None:
+    """ConfigError unless they are those that the adapters were trained on. The ranks divide up the reading."""
+    if not adapters.digest:
+        return
+    compute = getattr(torch, adapters.config.training.mixed_precision_param)
+    if (digest := digest_of(weights, compute, group)) != adapters.digest:
         raise ConfigError(
             [
                 f"{under} has other weights (digest {digest}) than the adapters were trained on (digest "
