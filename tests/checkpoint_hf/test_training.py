@@ -70,6 +70,30 @@ def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(t
     assert lines == [1, 2]
 
 
+def test_a_run_that_goes_on_refuses_another_model_to_begin_from(tmp_path):
+    """It would go on from its own weights without a word."""
+    folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
+    other = models.save(models.make("qwen3_moe"), tmp_path / "other")
+    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe(folder).model).items()}
+    world.run(1, train, str(tmp_path), str(folder), changes)
+    more = changes | {"training.steps": 2}
+    text = rf'checkpoint.initial_hf is "{other}", and was "{folder}" when the run began: it goes on from its own'
+    with pytest.raises(world.RankError, match=text):
+        world.run(1, train, str(tmp_path), str(other), more)
+    (tmp_path / "elsewhere").mkdir()
+    folder.rename(tmp_path / "elsewhere/in")
+    with pytest.raises(world.RankError, match=text):
+        world.run(1, train, str(tmp_path), str(other), more)
+    world.run(1, train, str(tmp_path), str(tmp_path / "elsewhere/in"), more)
+    world.run(1, train, str(tmp_path), "", more | {"training.steps": 3})
+    random = changes | {"job.name": "random"}
+    world.run(1, train, str(tmp_path), "", random)
+    with pytest.raises(
+        world.RankError, match=r"and the run began from random weights: it goes on .* \(or model.hf\) out"
+    ):
+        world.run(1, train, str(tmp_path), str(other), random | {"training.steps": 2})
+
+
 def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     with pytest.raises(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config, MoE
@@ -127,6 +128,22 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
         rank = old.get("lora.rank")
         return [f"it has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
     return []
+
+
+def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return what to say if a run that goes on names another model to begin from than when it began."""
+    path = "checkpoint.initial_hf"
+    before, now = old.get(path), new[path]
+    if before is None or not now or place_of(before) == place_of(now):
+        return []
+    if before and local_folder(before) is None and last_name(before) == last_name(now):  # it was moved
+        return []
+    was = f"was {toml_value(before)} when the run began" if before else "the run began from random weights"
+    keep = "keep that value" if before else "leave it (or model.hf) out"
+    return [
+        f"{path} is {toml_value(now)}, and {was}: it goes on from its own weights, not from those; {keep}, or start a "
+        "new run (another job.name)"
+    ]
 
 
 def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:

@@ -268,6 +268,8 @@ class Checkpoints:
         elif not model_only:
             problems += state.refused_optimizer(before, now, saved.path)
             problems += state.refused_freeze(before, now, saved.path)
+            if not self.adapters:  # the digest of the weights under them says more than a name
+                problems += state.refused_weights(before, now)
             try:
                 self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:

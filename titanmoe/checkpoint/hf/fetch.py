@@ -56,6 +56,20 @@ def local_folder(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
+def place_of(name: str) -> str:
+    """Return where a model lies on this machine, or its name if it does not."""
+    folder = local_folder(name)
+    return str(folder.resolve()) if folder else name
+
+
+def last_name(name: str) -> str:
+    """Return a model's own name: without owner, folder and revision."""
+    path = Path(name.partition("@")[0]).expanduser()
+    path = path.resolve() if path.exists() else path
+    hub = next((part for part in reversed(path.parts) if part.startswith("models--")), "")
+    return (hub.rpartition("--")[2] or path.name).lower()
+
+
 def pinned(name: str, folder: Path) -> str:
     """The name for just what this folder holds: on the hub, with the revision."""
     hub = _hub_name(name)

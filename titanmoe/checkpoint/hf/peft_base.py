@@ -7,12 +7,10 @@ model of the first lies on this machine, it compares the weights. Shapes are com
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from titanmoe.checkpoint.adapters import Adapters
-from titanmoe.checkpoint.hf.fetch import local_folder
+from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.hf.merge import BASE, Weights, digest_of, open_weights
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -34,11 +32,11 @@ def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group)
     named = adapters.base
     if not named:
         return f"shapes alone were compared with {under}: adapter_config.json names no base ({KEY})"
-    if _place(named) == _place(under):
+    if place_of(named) == place_of(under):
         return f"{under} is the base that adapter_config.json names"
     if all(on_all_ranks(group, lambda: local_folder(named) is not None)):
         return _compare_weights(adapters, weights, under, group)
-    if _last_name(named) != _last_name(under):
+    if last_name(named) != last_name(under):
         raise ConfigError(
             [
                 f"its adapters are for {named} ({KEY} in adapter_config.json), which is not on this machine to be "
@@ -77,16 +75,3 @@ def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Gr
             str(adapters.path),
         )
     return f"{under} has the same weights (digest {ours}) as {named}, the base that adapter_config.json names"
-
-
-def _place(name: str) -> str:
-    """Return the name of a model on the hub, or the place of a folder."""
-    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
-
-
-def _last_name(name: str) -> str:
-    """Return a model's own name: without owner, folder and revision."""
-    path = Path(name.partition("@")[0]).expanduser()
-    path = path.resolve() if path.exists() else path
-    hub = next((part for part in reversed(path.parts) if part.startswith("models--")), "")
-    return (hub.rpartition("--")[2] or path.name).lower()
