@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +17,7 @@ from tests.data.shard_folders import make
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data.held_out import split
-from titanmoe.data.scores import EXTENSION, SCORES, ScoreWriter, scores_of
+from titanmoe.data.scores import EXTENSION, LOCK, SCORES, SUMS, Classes, ScoreWriter, classes_of, scores_of
 from titanmoe.data.shards import MANIFEST, ShardDocuments
 
 MODEL = "0123456789abcdef"
@@ -72,3 +77,106 @@ def test_whatever_else_they_are_is_refused(documents: ShardDocuments, capsys: py
         with pytest.raises(ConfigError, match=says):
             scores_of(documents, MODEL, 8)
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": "titanmoe scores"}))
+
+
+def test_a_changed_bit_is_found_when_it_is_first_read(tmp_path: Path) -> None:
+    documents = ShardDocuments(make(tmp_path / "shards", [[[1] * 20_000], [[2] * 100]]))
+    folder = written(documents)
+    file = folder / f"00000-000.{EXTENSION}"
+    data = bytearray(file.read_bytes())
+    data[70_000] ^= 4  # in the second of three blocks of 64 KiB
+    file.write_bytes(data)
+    scores = scores_of(documents, MODEL, 8)
+    assert scores.read(0, 100).shape == scores.read(19_000, 20_100)[:100].shape
+    text = rf"{file} has changed since it was written, between bytes 65,536 and 131,072: remove {folder}, and the"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=text):
+            scores.read(8_000, 9_000)
+    (folder / f"00000-000.{SUMS}").write_bytes(bytes(12))
+    with pytest.raises(ConfigError, match=rf"00000-000.{SUMS} has changed since it was written"):
+        scores_of(documents, MODEL, 8).read(0, 1)
+
+
+@pytest.mark.parametrize("how", ["sums", "no sums, as in folders made before"])
+def test_zeroed_scores_are_refused(how: str, documents: ShardDocuments) -> None:
+    folder = written(documents)
+    file, manifest = folder / f"00001-000.{EXTENSION}", folder / MANIFEST
+    file.write_bytes(bytes(file.stat().st_size))
+    if how != "sums":
+        for sums in folder.glob(f"*.{SUMS}"):
+            sums.unlink()
+        manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != SUMS}))
+    scores = scores_of(documents, MODEL, 8)
+    np.testing.assert_array_equal(scores.read(3, 5), [1, 4 / 3])  # of another shard
+    with pytest.raises(ConfigError, match=rf"{file} has changed since it was written, between bytes 0 and 32"):
+        scores.read(4, 6)
+
+
+def test_records_are_checked_too(documents: ShardDocuments) -> None:
+    classes = Classes(2, 1.0, 16)
+    writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
+    writer.close()
+    name = classes.name(MODEL)
+    assert len(classes_of(documents, name, classes, 8).read(0, 9)) == 9
+    file = documents.folder / SCORES / name / f"00000-000.{EXTENSION}"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(ConfigError, match="has changed since it was written"):
+        classes_of(documents, name, classes, 8).read(0, 9)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from titanmoe.data.scores import ScoreWriter
+from titanmoe.data.shards import ShardDocuments
+ScoreWriter(ShardDocuments(Path(sys.argv[1])), sys.argv[2], 8, "float64")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_leftovers_of_a_killed_count_are_removed_and_not_those_of_another_that_goes_on(
+    documents: ShardDocuments,
+) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, str(documents.folder), MODEL], check=False)
+    (left,) = (file for file in (documents.folder / SCORES).iterdir() if file.is_dir())
+    going_on = left.with_name(f".{MODEL}.elsewhere.1")
+    going_on.mkdir()
+    with going_on.with_name(going_on.name + LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        writer = ScoreWriter(documents, MODEL, 8, "float64")
+        assert going_on.is_dir() and not left.exists()
+    writer.close()
+    ScoreWriter(documents, MODEL, 9, "float64").close()
+    assert [file.name for file in (documents.folder / SCORES).iterdir()] == [MODEL]
+
+
+def test_a_full_disk_is_named_with_file_and_size(documents: ShardDocuments, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=rf"00000-000.{EXTENSION}: No space left .*: 40 more bytes are needed and "):
+        ScoreWriter(documents, MODEL, 8, "float64")
+    assert not list((documents.folder / SCORES).iterdir())
+
+
+def test_all_is_on_the_disk_before_the_folder_has_its_name(
+    documents: ShardDocuments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, fsync, rename = [], os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(old: Path, new: Path) -> None:
+        calls.append(f"rename to {new.name}")
+        rename(old, new)
+
+    writer = ScoreWriter(documents, MODEL, 8, "float64")
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    writer.close()
+    before, after = calls[: calls.index(f"rename to {MODEL}")], calls[calls.index(f"rename to {MODEL}") + 1 :]
+    assert {f"0000{n}-000.{kind}" for n in range(2) for kind in (EXTENSION, SUMS)} < {*before}
+    assert before[-1] == writer.unfinished.name and after == [SCORES]

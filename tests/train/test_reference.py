@@ -129,6 +129,15 @@ def test_scores_of_other_shards_are_refused_all_at_once(run: dict[str, Any], tmp
     assert "remove that folder, and they are counted again" in str(refused.value)
 
 
+def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any]) -> None:
+    """Zeroed, they gave a loss of 0.10 at once."""
+    world.run(1, first_steps, run)
+    (file,) = Path(run["job.dump_folder"]).glob(f"cache/*/{SCORES}/*/*.{EXTENSION}")
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(world.RankError, match=rf"{file} has changed since it was written, between bytes 0 and "):
+        world.run(1, first_steps, run)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

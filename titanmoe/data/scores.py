@@ -3,29 +3,34 @@ the likeliest ids in its place.
 
 scores/MODEL/manifest.json      the digest of the model, that of the shards, the length of the sequences; written last
 scores/MODEL/NAME.logp          of each token of shard NAME; 0 where it is no label, NaN where nothing was counted
+scores/MODEL/NAME.sums          uint32: the CRC-32 of every 64 KiB of NAME.logp, checked when a run first reads them.
+                                Folders made before have none: there the whole file is checked
 scores/MODEL-topK/NAME.logp     of each token instead a record: K ids (uint32), their log-probabilities and that of all
                                 others together; MODEL-topK-tT with the temperature T
+scores/.MODEL.HOST.PID          those that are being counted, with a lock in scores/.MODEL.HOST.PID.lock
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import socket
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.shards import MANIFEST, ShardDocuments, by_shard
-from titanmoe.data.write_shards import write_json
+from titanmoe.data.shards import BLOCK, MANIFEST, ShardDocuments, blocks, by_shard
+from titanmoe.data.write_shards import BlockSums, write_json
 
-SCORES, EXTENSION = "scores", "logp"
+SCORES, EXTENSION, SUMS, LOCK = "scores", "logp", "sums", ".lock"
 FORMAT, VERSION = "titanmoe scores", 1
 DTYPES = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 
@@ -53,6 +58,8 @@ class StoredScores:
         try:
             self.dtype, self.seq_len = DTYPES[self.manifest["dtype"]], int(self.manifest["seq_len"])
             shards, classes = self.manifest["shards"], self.manifest.get("classes")
+            self.crc32s = dict(self.manifest["crc32"])
+            self.sums = dict(self.manifest[SUMS]) if SUMS in self.manifest else None
             self.classes = None if classes is None else Classes(*classes)
             if self.classes:
                 self.dtype = self.classes.record(self.dtype)
@@ -76,17 +83,60 @@ class StoredScores:
                 [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are counted again"]
             )
         self._maps: dict[int, np.ndarray] = {}
+        self._checked: dict[int, np.ndarray] = {}
+        """Which blocks of a shard's file have been checked against their sums."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_maps": {}, "_checked": {}}
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.{EXTENSION}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Of tokens [start, stop) of all shards."""
-        parts = [self._map(shard)[begin:end] for shard, begin, end in by_shard(self.first_token, start, stop)]
+        """Return those of tokens [start, stop) of all shards; ConfigError if they are not what was written."""
+        parts = []
+        for shard, begin, end in by_shard(self.first_token, start, stop):
+            data = self._map(shard)
+            self._check(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
+            parts.append(data[begin:end])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _check(self, shard: int, begin: int, end: int) -> None:
+        """Compare the blocks that bytes [begin, end) touch with their sums, each the first time."""
+        name, data = self.names[shard], self._map(shard).view(np.uint8)
+        if shard not in self._checked:
+            self._checked[shard] = np.zeros(blocks(len(data)), bool)
+            if self.sums is None:
+                self._refuse_if(_crc32(self._file(name)) != self.crc32s.get(name), name, 0, len(data))
+                self._checked[shard][:] = True
+        checked = self._checked[shard]
+        touched = np.arange(begin // BLOCK, blocks(end))
+        for block in touched[~checked[touched]].tolist():
+            first, last = block * BLOCK, min((block + 1) * BLOCK, len(data))
+            self._refuse_if(zlib.crc32(data[first:last]) != int(self._sums(name)[block]), name, first, last)
+            checked[block] = True
+
+    def _refuse_if(self, changed: bool, name: str, first: int, last: int) -> None:
+        if changed:
+            raise ConfigError(
+                [
+                    f"{self._file(name)} has changed since it was written, between bytes {first:,} and {last:,}: "
+                    f"remove {self.folder}, and the scores are counted again"
+                ]
+            )
+
+    def _sums(self, name: str) -> np.ndarray:
+        """Return the CRC-32 of every block of a shard's file."""
+        file = self.folder / f"{name}.{SUMS}"
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ConfigError([f"{file}: {error.strerror}: remove {self.folder}, and they are counted again"]) from None
+        if zlib.crc32(data) != self.sums.get(name):
+            raise ConfigError(
+                [f"{file} has changed since it was written: remove {self.folder}, and they are counted again"]
+            )
+        return np.frombuffer(data, "<u4")
 
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
@@ -96,11 +146,10 @@ class StoredScores:
 
     def changed(self) -> list[str]:
         """Files that are not what was written; reads all of them."""
-        crc32 = self.manifest["crc32"]
         return [
             f"{file} has changed since it was written: remove {self.folder}, and the scores are counted again"
             for name in self.names
-            if _crc32(file := self._file(name)) != crc32.get(name)
+            if _crc32(file := self._file(name)) != self.crc32s.get(name)
         ]
 
 
@@ -176,16 +225,35 @@ class ScoreWriter:
         self.folder = documents.folder / SCORES / name
         # One per process: several machines may share the folder, and each writes the same.
         self.unfinished = self.folder.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}")
-        self.unfinished.mkdir(parents=True, exist_ok=True)
         self.manifest = {"format": FORMAT, "version": VERSION, "model": model, "shards": documents.fingerprint}
         self.manifest |= {"seq_len": seq_len, "dtype": dtype} | ({"classes": list(classes)} if classes else {})
-        self._maps = []
+        self._maps: list[np.ndarray] = []
+        self._lock: BinaryIO | None = None
+        try:
+            self._begin()
+        except BaseException:
+            self.remove()
+            raise
+        for data in self._maps:
+            (data["log_p"] if classes else data).fill(np.nan)
+
+    def _begin(self) -> None:
+        """Make the files, with all their room on the disk."""
+        self.folder.parent.mkdir(exist_ok=True)
+        _remove_leftovers(self.folder.parent)
+        # Before there is a folder: one without a locked lock is a leftover.
+        self._lock = _lock_of(self.unfinished).open("wb")
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.unfinished.mkdir(exist_ok=True)
         for name, tokens in zip(self.names, np.diff(self.first_token).tolist(), strict=True):
-            with self._file(name).open("wb") as stream:  # a full disk would kill whoever writes to a map of it
-                os.posix_fallocate(stream.fileno(), 0, tokens * self.dtype.itemsize)
-            self._maps.append(_mapped(self._file(name), tokens, self.dtype, writable=True))
-            numbers = self._maps[-1]["log_p"] if classes else self._maps[-1]
-            numbers.fill(np.nan)
+            file, size = self._file(name), tokens * self.dtype.itemsize
+            try:
+                with file.open("wb") as stream:  # a full disk would kill whoever writes to a map of it
+                    os.posix_fallocate(stream.fileno(), 0, size)
+            except OSError as error:
+                raise ConfigError([_write_error(file, error, size)]) from None
+            self._maps.append(_mapped(file, tokens, self.dtype, writable=True))
 
     def _file(self, name: str) -> Path:
         return self.unfinished / f"{name}.{EXTENSION}"
@@ -198,20 +266,81 @@ class ScoreWriter:
             done += end - begin
 
     def close(self) -> None:
+        """Write the sums and the manifest, and give the folder its name once all of it is on the disk."""
         self._maps.clear()
-        write_json(
-            self.unfinished / MANIFEST,
-            self.manifest | {"crc32": {name: _crc32(self._file(name)) for name in self.names}},
-        )
+        manifest = self.unfinished / MANIFEST
+        crc32s: dict[str, int] = {}
+        sums: dict[str, int] = {}
+        try:
+            for name in self.names:
+                crc32s[name], sums[name] = self._finish(name)
+            write_json(manifest, self.manifest | {"crc32": crc32s, SUMS: sums})
+            _sync(self.unfinished)
+        except OSError as error:
+            raise ConfigError([_write_error(Path(error.filename or manifest), error, BLOCK)]) from None
         shutil.rmtree(self.folder, ignore_errors=True)  # of shorter sequences
         with contextlib.suppress(OSError):  # another machine was first
             os.rename(self.unfinished, self.folder)
+            _sync(self.folder.parent)
         self.remove()
+
+    def _finish(self, name: str) -> tuple[int, int]:
+        """Bring a shard's scores to the disk, with their sums; return the CRC-32 of both files."""
+        crc32, block_sums, file = 0, BlockSums(), self.unfinished / f"{name}.{SUMS}"
+        with self._file(name).open("rb") as stream:
+            while block := stream.read(1 << 22):
+                crc32 = zlib.crc32(block, crc32)
+                block_sums.add(np.frombuffer(block, np.uint8))
+            os.fsync(stream.fileno())
+        data = np.array(block_sums.all, "<u4").tobytes()
+        with file.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        return crc32, zlib.crc32(data)
 
     def remove(self) -> None:
         """What is not complete."""
         self._maps.clear()
         shutil.rmtree(self.unfinished, ignore_errors=True)
+        if self._lock is not None:
+            _lock_of(self.unfinished).unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+
+def _write_error(file: Path, error: OSError, needed: int) -> str:
+    """Return a line with the file and, if the disk is full, the bytes that are needed and those that are free."""
+    text = f"{file}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        text += f": {needed:,} more bytes are needed"
+        with contextlib.suppress(OSError):
+            text += f" and {shutil.disk_usage(file.parent).free:,} are free there"
+    return text
+
+
+def _lock_of(unfinished: Path) -> Path:
+    return unfinished.with_name(unfinished.name + LOCK)
+
+
+def _remove_leftovers(scores: Path) -> None:
+    """Remove what counts left that were killed: folders of which nobody holds the lock."""
+    for folder in sorted(scores.glob(".*")):
+        if not folder.is_dir():
+            continue
+        with contextlib.suppress(OSError), _lock_of(folder).open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            _lock_of(folder).unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Bring a folder's entries to the disk, so that a rename survives a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _mapped(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
