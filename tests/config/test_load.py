@@ -195,7 +195,7 @@ def test_problems_of_every_source_come_together(recipe):
         ),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
-        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite number: it must be in [0, 100]"),
+        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite number: it must be in (0, 1]"),
         (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is not a finite number"),
         (
             f"[training]\nseed = {2**63}\n",
@@ -205,7 +205,7 @@ def test_problems_of_every_source_come_together(recipe):
         (
             "[optimizer]\nlr = 1e30\n",
             2,
-            "optimizer.lr = 1e+30 is out of range: it must be in [0, 100], because a step of AdamW",
+            "optimizer.lr = 1e+30 is out of range: it must be in (0, 1], because a step of AdamW",
         ),
         ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small"),
     ],

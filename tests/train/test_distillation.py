@@ -29,7 +29,7 @@ def teachers_weights() -> tuple[Config, dict[str, torch.Tensor]]:
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A run that has learned nothing yet, with another width and other experts than the student."""
     folder = tmp_path_factory.mktemp("teacher")
-    changes = parity.TINY | parity.SAVING | TEACHER | {"job.dump_folder": str(folder), "optimizer.lr": 0.0}
+    changes = parity.TINY | parity.SAVING | TEACHER | {"job.dump_folder": str(folder), "optimizer.lr": 1e-300}
     world.run(1, parity.train, parity.arguments(changes | {"training.steps": 1}))
     return str(folder / "run")
 

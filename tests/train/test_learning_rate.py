@@ -7,9 +7,13 @@ import math
 
 import pytest
 
+from tests import parity
 from titanmoe.config.fields import flat
-from titanmoe.config.schema import Config, LRSchedule
-from titanmoe.train.learning_rate import LearningRate, changed_rate, lr_factor
+from titanmoe.config.schema import Config, LRSchedule, Optimizer
+from titanmoe.fold.degrees import derive
+from titanmoe.models.count import parameters
+from titanmoe.train.header import header
+from titanmoe.train.learning_rate import LearningRate, changed_rate, high_rate, lr_factor
 
 
 @pytest.mark.parametrize(
@@ -70,3 +74,29 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     config.optimizer.lr = 1e-4
     assert changed_rate(60, before, rate(config)) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
     assert changed_rate(60, {}, rate(config)) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": 2e-2}, []),
+        ({"lr": 3e-2}, ["optimizer.lr = 0.03: above 0.02, which is high for AdamW; 1e-4 to 1e-3 is usual"]),
+        ({"name": "muon", "lr": 2e-2}, []),
+        ({"name": "muon", "lr": 0.1, "adamw_lr": 1e-3}, []),
+        ({"name": "muon", "lr": 0.1}, ["optimizer.lr = 0.1: above 0.02, which is high for AdamW"]),
+        ({"name": "muon", "lr": 0.3, "adamw_lr": 1e-3}, ["optimizer.lr = 0.3: above 0.2, which is high for Muon's"]),
+        ({"lr": 1e-3, "groups": [{"match": ["*"], "lr": 0.5}]}, ["optimizer.groups, group 1, lr = 0.5: above 0.02"]),
+        ({"name": "somebody.s:Optimizer", "lr": 0.5}, []),
+    ],
+)
+def test_a_rate_that_is_far_from_usual_is_said(options: dict, said: list[str]) -> None:
+    lines = high_rate(Optimizer(**options)).splitlines()
+    assert len(lines) == len(said) and all(line.startswith(text) for line, text in zip(lines, said, strict=True))
+
+
+def test_the_header_has_it() -> None:
+    for lr, there in ((1e-2, False), (1.0, True)):
+        config = parity.read({"optimizer.lr": lr}, 1)
+        rows = header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).batches
+        assert ("learning rate" in rows) == there
+    assert "optimizer.lr = 1: above 0.02" in str(rows["learning rate"])

@@ -355,6 +355,22 @@ def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):
     assert "step 52  COLLAPSE: layer 3" in capsys.readouterr().out
 
 
+def test_a_busy_expert_is_reported_after_fifty_steps_and_a_collapse_after_ten():
+    for loads, step, text in (
+        (
+            [13.0, 1, 1, 1, 1, 1, 1, 1],
+            50,
+            "layer 0: the busiest expert had over 4 times the mean load for 50 steps, now 5.2",
+        ),
+        ([800.0, 1, 1, 0, 0, 0, 0, 0], 10, "layer 0: all tokens have chosen the same expert for 10 steps, 8.0 times"),
+    ):
+        watch = Collapse(8, 1)
+        reported = {n: texts for n in range(1, 61) if (texts := list(watch.check({0: loads})))}
+        assert list(reported)[:1] == [step] and any(line.startswith(text) for line in reported[step])
+    even = Collapse(4, 4)  # every token visits every expert
+    assert not any(list(even.check({0: [9.0] * 4})) for _ in range(60))
+
+
 def test_an_expert_that_recovers_is_reported_again_when_it_dies_again():
     watch = Collapse(4, 2)
     reported = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]

@@ -275,6 +275,8 @@ def test_groups_have_rates_and_decay_of_their_own() -> None:
         ([{"match": ["embed.*"], "lr": 1.0}] * 2, "embed.weight is in groups 1 and 2"),
         ([{"match": "embed.*", "rate": 1.0}], "group 1: unknown key rate: a group has match, lr and weight_decay"),
         ([{"match": ["embed.*"]}], "group 1 changes nothing"),
+        ([{"match": ["embed.*"], "lr": 5.0}], "group 1: lr = 5.0 must be a number in (0, 1]"),
+        ([{"match": ["embed.*"], "lr": 0.0}], "must be a number in (0, 1] (to keep weights as they are, name them in"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(words: list[dict], said: str) -> None:

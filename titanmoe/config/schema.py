@@ -329,8 +329,8 @@ class Optimizer:
 
     name: str = "adamw"
     """Which optimizer. {parts}"""
-    lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE)] = 3e-4
-    """Peak learning rate. Smaller for larger models."""
+    lr: Annotated[float, Range(0, 1, without_low=True, reason=FAR_BELOW_ONE)] = 3e-4
+    """Peak learning rate. Smaller for larger models. The header warns above 2e-2, and for muon's matrices above 2e-1."""
     beta1: Annotated[float, BELOW_ONE] = 0.9
     """Decay of the first moment, AdamW's running mean of gradients. Nearly always 0.9."""
     beta2: Annotated[float, BELOW_ONE] = 0.95
@@ -367,7 +367,7 @@ class Optimizer:
     """muon only: every head's queries, keys and values are matrices of their own. By default those of all heads are one."""
     router_matrix: bool = False
     """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
-    adamw_lr: Annotated[float, Range(0, 100, reason=FAR_BELOW_ONE, derived=True)] = -1.0
+    adamw_lr: Annotated[float, Range(0, 1, without_low=True, reason=FAR_BELOW_ONE, derived=True)] = -1.0
     """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
     moments_dtype: Literal["as_weights", "bfloat16"] = "as_weights"
     """bfloat16 halves the memory of moments and momentum, which are then updated in float32 and rounded."""

@@ -17,6 +17,7 @@ from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.collapse import unbalanced
 from titanmoe.train.console import mapping, saving
+from titanmoe.train.learning_rate import high_rate
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.runtime import segments
 
@@ -29,7 +30,7 @@ class Header:
     """The rows that only the recipe, the mapping and the device decide."""
 
     mapping: dict[str, str]
-    batches: dict[str, str]
+    batches: dict[str, str | Text]
     routing: dict[str, str]
     checkpoint: Checkpoint
     checkpoint_bytes: int
@@ -56,7 +57,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     frozen = 0 if tuning.rank else parameters.total - trained
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
-    balance = unbalanced(model, config.moe)
+    balance, rate = unbalanced(model, config.moe), high_rate(config.optimizer)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
         {
@@ -65,6 +66,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
             "experts": mapping(fold.expert_axes),
         },
         ({"balance": balance} if balance else {})
+        | ({"learning rate": Text(rate, "bold red", overflow="fold")} if rate else {})
         | {
             "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
             "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "

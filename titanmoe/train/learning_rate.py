@@ -8,6 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from titanmoe.config.schema import LRSchedule
+from titanmoe.config.schema import Optimizer as Options
+
+HIGH = {"AdamW": 2e-2, "Muon's matrices": 2e-1}
+"""Peak rates above these are far from any that is usual."""
+USUAL = {
+    "AdamW": "1e-4 to 1e-3 is usual for a model from scratch and for LoRA, 1e-6 to 1e-5 for all weights of a model "
+    "that has learnt already",
+    "Muon's matrices": '3e-4 is usual with adjust_lr = "match_rms", 2e-2 with "original"',
+}
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
@@ -35,6 +44,27 @@ class LearningRate:
 
     def __call__(self, step: int) -> float:
         return self.peak * lr_factor(step, self.steps, self.options)
+
+
+def high_rate(options: Options) -> str:
+    """Return the header's line on peak rates that are far too high for most models; "" if none is."""
+    of_adamw = {"optimizer.lr": options.lr}
+    of_matrices: dict[str, float] = {}
+    if options.name == "muon":
+        of_matrices = {"optimizer.lr": options.lr}
+        of_adamw = {"optimizer.adamw_lr": options.adamw_lr} if options.adamw_lr > 0 else of_adamw
+    elif options.name != "adamw":
+        return ""
+    groups = {
+        f"optimizer.groups, group {n}, lr": table["lr"] for n, table in enumerate(options.groups, 1) if "lr" in table
+    }
+    # A group of Muon's may have matrices: only what is too high for these is said of it.
+    (of_matrices if of_matrices else of_adamw).update(groups)
+    lines = []
+    for kind, rates in (("AdamW", of_adamw), ("Muon's matrices", of_matrices)):
+        high = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items() if rate > HIGH[kind])
+        lines += [f"{high}: above {HIGH[kind]:g}, which is high for {kind}; {USUAL[kind]}"] * bool(high)
+    return "\n".join(lines)
 
 
 def changed_rate(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:

@@ -34,7 +34,7 @@ def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
 
 def share(rate: float | None, options: Options) -> float:
     """What to multiply the scheduled rate by, for a peak rate of its own."""
-    return 1.0 if rate is None or not options.lr else rate / options.lr
+    return 1.0 if rate is None else rate / options.lr
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
@@ -60,11 +60,6 @@ def contradictions(config: Config) -> Iterator[Violation]:
                 f"{FIELD}: {name} is in groups {' and '.join(map(str, of))}: let the patterns of only one match it",
             )
             break
-    if not config.optimizer.lr and any("lr" in table for table in groups):
-        yield Violation(
-            (FIELD, "optimizer.lr"),
-            f"{FIELD} has rates of its own, which the schedule moves as it moves optimizer.lr, and that is 0: set it",
-        )
 
 
 def _malformed(number: int, table: dict) -> Iterator[str]:
@@ -77,7 +72,10 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
         yield f'{place}: match must be a list of patterns of names, as in match = ["layers.*.moe.router.weight"]'
     for key in ("lr", "weight_decay"):
         value = table.get(key, 0.0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
-            yield f"{place}: {key} = {toml_value(value)} must be a number in [0, 100]"
+        rate = key == "lr" and key in table
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= (1 if rate else 100)
+        if not fits or (rate and not value):
+            limits = "(0, 1] (to keep weights as they are, name them in training.freeze)" if rate else "[0, 100]"
+            yield f"{place}: {key} = {toml_value(value)} must be a number in {limits}"
     if not {"lr", "weight_decay"} & table.keys():
         yield f"{place} changes nothing: set its lr or its weight_decay"
