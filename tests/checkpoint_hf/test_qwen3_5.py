@@ -93,6 +93,20 @@ def test_what_is_not_followed_is_refused(change, text):
         interpret(OUTER | {"text_config": 7}, "config.json")
 
 
+LEFT_OUT = {"rms_norm_eps": 1e-5, "head_dim": 128, "initializer_range": 0.1, "max_position_embeddings": 4096}
+
+
+def test_keys_beside_text_config_are_no_keys_of_the_text_model():
+    """transformers takes the default of its class where text_config leaves one out."""
+    text = {key: value for key, value in TEXT.items() if key not in LEFT_OUT}
+    parsed, plain = (interpret(OUTER | {"text_config": text} | more, "config.json") for more in (LEFT_OUT, {}))
+    theirs = models.transformers.Qwen3_5MoeConfig(**OUTER | {"text_config": dict(text)} | LEFT_OUT).text_config
+    assert parsed.model == plain.model and parsed.model.norm_eps == theirs.rms_norm_eps == 1e-6
+    assert parsed.model.head_dim == theirs.head_dim == 256 and parsed.model.init_std == theirs.initializer_range
+    assert parsed.unknown == [f"{key} (beside text_config)" for key in sorted(LEFT_OUT)]
+    assert parsed.model.media_tokens == [248056, 248057]  # which transformers reads there
+
+
 def test_all_that_is_wrong_is_said_at_once():
     wrong = {"tie_word_embeddings": True, "attn_output_gate": False, "hidden_size": None}
     with pytest.raises(ConfigError) as refused:

@@ -94,6 +94,25 @@ def test_a_run_that_goes_on_refuses_another_model_to_begin_from(tmp_path):
         world.run(1, train, str(tmp_path), str(other), random | {"training.steps": 2})
 
 
+def test_samples_beyond_what_the_model_was_made_for_are_said(tmp_path):
+    model = models.make("qwen3_moe", vocab_size=320, max_position_embeddings=24)
+    folder = models.save(model, tmp_path / "in")
+    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe(folder).model).items()}
+    for name, seq_len in (("long", 32), ("fits", 24)):
+        run = changes | {"training.seq_len": seq_len}
+        for steps in (1, 2):  # it is said of a run that goes on, too
+            hf = str(folder) if steps == 1 else ""
+            world.run(1, train, str(tmp_path / name), hf, run | {"training.steps": steps})
+        events = [json.loads(line) for line in (tmp_path / name / "run/events.jsonl").read_text().splitlines()]
+        texts = [event["text"] for event in events if event["kind"] == "data"]
+        assert len(texts) == 2 * (name == "long")
+        assert all("training.seq_len = 32 is above 24, the max_position_embeddings of its" in text for text in texts)
+    stretched = configs.describe(folder).model
+    assert configs.context_note(folder, stretched, 96)
+    yarn = dataclasses.replace(stretched, rope_scaling="yarn", rope_factor=4.0, rope_original_len=24)
+    assert not configs.context_note(folder, yarn, 96) and configs.context_note(folder, yarn, 97)
+
+
 def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     with pytest.raises(

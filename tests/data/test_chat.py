@@ -1,12 +1,20 @@
 """What the assistant said, and nothing else, counts towards the loss."""
 
+import json
+import re
 import sys
 
+import numpy as np
 import pytest
 
 from tests.support.byte_pairs import CHATML, MARKED
+from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.formats import FORMATS
+from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.tokenize import plan_shards
+from titanmoe.data.tokenize_unit import TokenizeJob
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 TALK = [
@@ -274,3 +282,72 @@ def test_a_prompt_has_the_ids_of_transformers(template, bpe):
     talk = [*TALK, {"role": "user", "content": "And <|im_end|>?"}]
     ids = Chat(template, "t", open_tokenizer(str(bpe))).encode_prompt(talk).tolist()
     assert ids == theirs.apply_chat_template(talk, **options)["input_ids"]
+
+
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    + CHATML
+)
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "née", "parameters": {"type": "object"}}}]
+CALLS = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_tools_of_a_record_are_written_as_transformers_does(bpe, marked):
+    from transformers import PreTrainedTokenizerFast
+
+    template = WITH_TOOLS.replace(CHATML, MARKED) if marked else WITH_TOOLS
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
+    options = dict(chat_template=template, tokenize=True, return_dict=True, tools=TOOLS)
+    expected = theirs.apply_chat_template(CALLS, **options)["input_ids"]
+    chat = Chat(template, "t", open_tokenizer(str(bpe)))
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        tokens, weights = chat.encode(CALLS, tools)
+        assert tokens.tolist() == expected and 0 < (weights > 0).sum() < 12
+    without, _ = chat.encode(CALLS)  # nothing stays behind
+    assert without.tolist() == chat.encode(CALLS, [])[0].tolist() == chat.encode(CALLS, "")[0].tolist() != expected
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "said"),
+    [
+        (CHATML, TOOLS, "it has tools, and the chat template t does not write them: use one that does, or leave"),
+        (WITH_TOOLS, "[{", "its tools are a text that is not JSON"),
+        (WITH_TOOLS, {"name": "add"}, "its tools are an object, not a list of JSON schemas"),
+        (WITH_TOOLS, ["add"], "its tools are a list, not a list of JSON schemas"),
+    ],
+)
+def test_tools_that_would_be_lost_are_refused(template, tools, said):
+    with pytest.raises(ChatError, match=re.escape(said)):
+        Chat(template, "t", ByteTokenizer()).encode(CALLS, tools)
+
+
+@pytest.mark.parametrize("format", ["chat", "preference"])
+def test_tools_of_a_file_are_in_its_shards(format, tmp_path, capsys):
+    record = {"messages": CALLS} if format == "chat" else {"prompt": CALLS[:1], "chosen": CALLS[1:], "rejected": WRONG}
+    (tmp_path / "with.jsonl").write_text(json.dumps(record | {"tools": TOOLS}) + "\n" + json.dumps(record) + "\n")
+    (tmp_path / "t.jinja").write_text(WITH_TOOLS)
+    (tmp_path / "plain.jinja").write_text(CHATML)
+    words = ["tokenize", str(tmp_path / "with.jsonl"), "--format", format, "--workers", "1", "--chat-template"]
+    assert main([*words, str(tmp_path / "t.jinja"), "--out", str(tmp_path / "out")]) == 0
+    documents = ShardDocuments(tmp_path / "out")
+    lengths = np.diff(documents.starts[:]).tolist()
+    each = len(lengths) // 2
+    with_tools, without = lengths[:each], lengths[each:]
+    added = len(f"<|im_start|>system\n{json.dumps(TOOLS[0], ensure_ascii=False)}\n<|im_end|>\n".encode())
+    assert with_tools == [length + added for length in without]
+    assert main([*words, str(tmp_path / "plain.jinja"), "--out", str(tmp_path / "refused")]) == 2
+    assert "with.jsonl:1: it has tools, and the chat template" in capsys.readouterr().err
+
+
+def test_shards_from_before_tools_were_read_are_not_taken_for_those_with_tools(tmp_path):
+    (tmp_path / "t.jinja").write_text(WITH_TOOLS)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")
+    job = TokenizeJob([str(tmp_path / "one.jsonl")], "", format="chat", chat_template=str(tmp_path / "t.jinja"))
+    with pytest.MonkeyPatch.context() as before:
+        before.setattr(FORMATS.look_up("chat"), "beside", ())
+        old = plan_shards(job).identity
+    assert plan_shards(job).identity != old
+
+
+WRONG = [{"role": "assistant", "content": "3"}]

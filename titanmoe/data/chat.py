@@ -29,6 +29,8 @@ ANSWER = "zebra"
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
 WEIGHT, MOST_WEIGHT = "weight", 1e6
+TOOLS = "tools"
+"""The field of a record beside its messages with the tools that the assistant may call: a list of JSON schemas."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """What data sets call a message's reasoning."""
 
@@ -60,11 +62,45 @@ class Chat:
             text = _shorten(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
         self.marks_generation = self._compiled.marks_generation
+        self._tools: list[dict[str, Any]] | None = None
+        """Those of the conversation that is being encoded."""
 
-    def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens, and how much each counts as a label (float32): 0 unless it is the assistant's. ChatError: this
-        conversation is at fault; ConfigError: the template is."""
+    def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return a conversation's tokens, and how much each counts as a label: 0 unless the assistant says it.
+
+        Args:
+            messages: as a record has them.
+            tools: a list of JSON schemas, or such a list as a text, which the template writes; None or empty for none.
+
+        Raises:
+            ChatError: this conversation is at fault.
+            ConfigError: the template is.
+        """
         _check_messages(messages)
+        self._tools = self._read_tools(tools)
+        try:
+            return self._encode(messages)
+        finally:
+            self._tools = None
+
+    def _read_tools(self, tools: Any) -> list[dict[str, Any]] | None:
+        if isinstance(tools, str):
+            try:
+                tools = parse_json(tools.encode()) if tools.strip() else None
+            except ValueError as error:
+                raise ChatError(f"its {TOOLS} are a text that is not JSON: {_shorten(str(error))}") from None
+        if not tools:
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise ChatError(f"its {TOOLS} are {json_type_name(tools)}, not a list of JSON schemas, or one as a text")
+        if not re.search(rf"\b{TOOLS}\b", self.template):
+            raise ChatError(
+                f"it has {TOOLS}, and the chat template {self.origin} does not write them: use one that does, or leave "
+                f"the field {TOOLS!r} out"
+            )
+        return tools
+
+    def _encode(self, messages: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         text, spans = self._render_with_marks(messages) if self.marks_generation else self._render_by_prefixes(messages)
         tokens_T, begin_T, end_T = self.tokenizer.encode_with_offsets(text)
         weight_T = np.zeros(len(tokens_T), np.float32)
@@ -126,7 +162,7 @@ class Chat:
     def _render_unchecked(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
             variables = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
-            return variables | {"tools": None, "documents": None} | self.tokenizer.marks
+            return variables | {TOOLS: self._tools, "documents": None} | self.tokenizer.marks
 
         try:
             return self._compiled.render(*(names(*request) for request in requests))

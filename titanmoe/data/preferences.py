@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.chat import Chat, ChatError
+from titanmoe.data.chat import TOOLS, Chat, ChatError
 from titanmoe.data.reader import json_type_name
 from titanmoe.data.tokenizer import Tokenizer
 
@@ -24,12 +24,15 @@ Document = tuple[np.ndarray, np.ndarray | None]
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> tuple[Document, Document]:
     """Without the marks of a document. ChatError: the record is at fault. chat: needed for messages."""
     prompt, chosen, rejected = split_pair(record)
+    tools = record.get(TOOLS)
     if isinstance(chosen, str):
+        if tools:
+            raise ChatError(f"it has {TOOLS}, which a chat template writes, and its answers are texts: use messages")
         return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
     if chat is None:
         raise ChatError("it has messages, and there is no chat template: name one (chat_template)")
     earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-    return chat.encode([*earlier, *chosen]), chat.encode([*earlier, *rejected])
+    return chat.encode([*earlier, *chosen], tools), chat.encode([*earlier, *rejected], tools)
 
 
 def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:

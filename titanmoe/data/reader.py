@@ -68,11 +68,18 @@ class Reader:
     skipping it would mean uncompressing it.
     """
 
-    def __init__(self, span: Span, field: str, most_mb: int = 128, further: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        span: Span,
+        field: str,
+        most_mb: int = 128,
+        further: tuple[str, ...] = (),
+        beside: tuple[str, ...] = (),
+    ):
         """further: fields whose values are read too, where there are any; a record's value is then all of them by
-        name."""
+        name, and `field` need not be there. beside: the same, of records that have `field`."""
         self.span, self.field, self.at, self.empty = span, field, 0, False
-        self.further = further
+        self.further, self.beside = further, beside
         self.most_mb, self.most = most_mb, most_mb * MIB
 
     def whole(self) -> bytes:

@@ -18,15 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import titanmoe
 from titanmoe.config import ConfigError
-from titanmoe.data.read_files import find_files, spans
-from titanmoe.data.reader import InputFile, Span
+from titanmoe.data.formats import FORMATS
+from titanmoe.data.read_files import documents, find_files, spans
+from titanmoe.data.reader import InputFile, Reader, Record, Span
 from titanmoe.data.remote import is_url
 from titanmoe.data.shards import (
     DTYPES,
@@ -45,6 +46,8 @@ from titanmoe.data.write_shards import store_tokenizer, write_json
 LOCK, PLAN = ".lock", "plan.json"
 IGNORED_OPTIONS = ("out", "bad_lines", "max_document_mb")
 """Options that change no shard that can have been finished."""
+MOST_LOOKED_INTO = 16
+"""Files of which the first record is read to see which fields they have."""
 LEAST_UNIT, UNITS = 8 << 20, 256
 """Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
 TOKEN_BYTES = 4
@@ -87,10 +90,24 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # as in shards from before there were weights
         del settings["label_weights"]
+    if _has_fields_beside(job, sources):  # shards from before have none of the records' tools
+        settings["beside"] = FORMATS.look_up(job.format).beside
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
     return ShardPlan(job, tokenizer, sources, identity)
+
+
+def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
+    """Return whether the first record of one of the first files has fields beside its messages, such as tools."""
+    beside = FORMATS.look_up(job.format).beside
+    for source in sources[:MOST_LOOKED_INTO] if beside else ():
+        with suppress(ConfigError):  # said when it is read
+            first = next(spans(source, LEAST_UNIT), None)
+            record = first and next(documents(Reader(first, job.column, job.max_document_mb, (), beside)), None)
+            if isinstance(record, Record) and any(record.value.get(name) for name in beside):
+                return True
+    return False
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.chat import TOOLS, Chat, ChatError, open_chat
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.preferences import FIELDS, Document, encode_pair
 from titanmoe.data.read_files import documents
@@ -121,8 +121,9 @@ class ShardUnit:
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
-            further = FIELDS if self.job.answers > 1 else ()
-            reader = Reader(span, self.job.column, self.job.max_document_mb, further)
+            further = (*FIELDS, TOOLS) if self.job.answers > 1 else ()
+            beside = FORMATS.look_up(self.job.format).beside
+            reader = Reader(span, self.job.column, self.job.max_document_mb, further, beside)
             entries = documents(reader)
             for entry in entries if self.job.masked else texts_only(entries, self.job.column):
                 if to_skip:
@@ -156,7 +157,10 @@ class ShardUnit:
 
     def _conversations(self, entry: Record) -> list[Document]:
         if self.job.answers == 1:
-            return [self._marked(*self.chat.encode(entry.value))]
+            messages, tools = entry.value, None
+            if FORMATS.look_up(self.job.format).beside:
+                messages, tools = messages.get(self.job.column), messages.get(TOOLS)
+            return [self._marked(*self.chat.encode(messages, tools))]
         pair = [self._marked(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
         if np.array_equal(pair[0][0], pair[1][0]):
             raise ChatError("both answers are the same tokens, so neither is better")

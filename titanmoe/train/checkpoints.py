@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,6 +59,8 @@ class Checkpoints:
     begun: int = 0
     """The step that was already done when this process started."""
     saver: Saver | None = None
+    origin: Path | None = None
+    """The checkpoint that it has begun from."""
 
     @property
     def adapters(self) -> bool:
@@ -91,6 +94,8 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
         notes = self._begin()
+        if note := self._context_note():
+            notes["context"] = note
         self.begun = self.state.step
         if self.saver and (tokenizer := self.loader.mix.tokenizer):
             self._carry(partial(_files, tokenizer))
@@ -106,7 +111,7 @@ class Checkpoints:
             notes = self._begin_from_hf() if self.options.initial_hf else {}
             self._sum_base()
             return self._begin_adapters(notes)
-        saved = Checkpoint(beginning.path)
+        saved, self.origin = Checkpoint(beginning.path), beginning.path
         if self.adapters and "base" in saved.record:
             self._begin_base()
         changes = self.load(saved, beginning.model_only)
@@ -120,6 +125,20 @@ class Checkpoints:
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         notes = {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
         return self._begin_adapters(notes) if beginning.model_only else notes
+
+    def _context_note(self) -> str:
+        """Return what to say of samples that are longer than the model that the run began from was made for."""
+        from titanmoe.checkpoint.hf.config import CONFIG, context_note
+        from titanmoe.checkpoint.hf.fetch import local_folder
+
+        folder = local_folder(self.options.initial_hf) if self.options.initial_hf else None
+        if folder is None and self.origin is not None:
+            with contextlib.suppress(CheckpointError):
+                file = layout.carried(self.origin).get(CONFIG)
+                folder = file.parent if file else None
+        if folder is None:
+            return ""
+        return context_note(folder, self.model, self.about_run["config"]["training"]["seq_len"])
 
     def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
         """Fills new adapters from PEFT's, if the recipe names some."""

@@ -49,7 +49,7 @@ class Trainer:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)
             if training.metrics.writes:
-                for line in (line for row, line in notes.items() if row.endswith(LOST)):
+                for line in (line for row, line in notes.items() if row.endswith((*LOST, "context"))):
                     training.metrics.event(self.step, "data", line)
             for observer in (checks, *((training.metrics, training.clock) if training.metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))

@@ -158,7 +158,27 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
         problems.append(f"{source} has another {TIED} than its {TEXT}: they must agree")
     if problems := problems + _unfollowed(hf, config, source):
         raise ConfigError(problems)
-    return ParsedConfig(hf, replace(model, size=nearest_size(model)), config, sorted(config.keys() - known_keys(hf)))
+    unknown = [f"{key} (beside {TEXT})" for key in misplaced_keys(outer, hf)]
+    unknown += sorted(config.keys() - known_keys(hf))
+    return ParsedConfig(hf, replace(model, size=nearest_size(model)), config, unknown)
+
+
+def context_note(folder: Path, model: Model, seq_len: int) -> str:
+    """Return a line for the header if samples are longer than what a folder's model was made for; "" if not."""
+    try:
+        context = describe(folder).json.get("max_position_embeddings")
+    except ConfigError:  # carried along from another version, or of another kind
+        return ""
+    if type(context) is not int:
+        return ""
+    stretched = int(model.rope_factor * model.rope_original_len) if model.rope_scaling == "yarn" else 0
+    if seq_len <= max(context, stretched):
+        return ""
+    return (
+        f"training.seq_len = {seq_len:,} is above {context:,}, the max_position_embeddings of its {CONFIG}: positions "
+        "beyond that are new to the model; lower seq_len, or stretch RoPE (model.change with rope_scaling, or a larger "
+        "rope_theta)"
+    )
 
 
 def _unfollowed(hf: HuggingFace, config: dict[str, Any], source: str) -> list[str]:
@@ -175,14 +195,29 @@ def known_keys(hf: HuggingFace) -> set[str]:
 
 
 def text_part(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
-    """The keys of the text model of one that also takes other things, with those of all its parts."""
+    """Return the keys of the text model of one that also takes other things, with those of all its parts.
+
+    A key of the text model that stands beside text_config alone is left out: transformers does not look for it there.
+    """
     if not hf.outer_type or config.get("model_type") != hf.outer_type:
         return config
     text = config.get(TEXT)
     if not isinstance(text, dict):
         raise ConfigError([f"{source} has no object {TEXT}, which has the keys of its text model"])
-    whole = {key: value for key, value in config.items() if key not in (TEXT, "vision_config")}
+    parts = {TEXT, "vision_config", *misplaced_keys(config, hf)}
+    whole = {key: value for key, value in config.items() if key not in parts}
     return whole | text | {"model_type": hf.model_type}
+
+
+def misplaced_keys(config: dict[str, Any], hf: HuggingFace) -> list[str]:
+    """Return keys of the text model that stand beside text_config, which does not have them."""
+    if not hf.outer_type or config.get("model_type") != hf.outer_type:
+        return []
+    keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
+    of_text = {"max_position_embeddings", AUX_LOSS, hf.mtp_key}.union(
+        hf.absent, hf.fixed, KEYS_OF_EVERY_MODEL, TRAINING_ONLY, *keys_read
+    )
+    return sorted(of_text.difference(hf.outer_keys, [TIED], config[TEXT]) & config.keys())
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:

@@ -8,6 +8,7 @@ class Conversations(FormatRules):
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
     conversations = True
+    beside = ("tools",)
 
     def takes(self, extension: str) -> bool:
         return extension in (*jsonl.FORMAT.extensions, *parquet.FORMAT.extensions)

@@ -27,6 +27,8 @@ class FormatRules(Rules):
     conversations = False
     """Whether a record's value is the messages of a chat, which a template makes into text, with loss only on what the
     assistant said. `auto` chooses no such format."""
+    beside: tuple[str, ...] = ()
+    """Fields of a record that are read beside `field`, where there are any; its value is then all of them by name."""
     answers = 1
     """2: a record is a pair of answers, and its value the whole record (titanmoe.data.preferences)."""
     tokenized = False

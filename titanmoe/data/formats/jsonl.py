@@ -21,13 +21,15 @@ class Jsonl(Format):
     def read(self, reader: Reader) -> Iterator[Record | Bad]:
         for where, line in reader.lines():
             if not line.isspace():
-                yield _record(line, where, reader.field, reader.further)
+                yield _record(line, where, reader.field, reader.further, reader.beside)
 
 
 FORMAT = Jsonl()
 
 
-def _record(line: bytes, where: Callable[[], str], field: str, further: tuple[str, ...]) -> Record | Bad:
+def _record(
+    line: bytes, where: Callable[[], str], field: str, further: tuple[str, ...], beside: tuple[str, ...]
+) -> Record | Bad:
     text = decode(line, where)
     if isinstance(text, Bad):
         return text
@@ -44,7 +46,8 @@ def _record(line: bytes, where: Callable[[], str], field: str, further: tuple[st
         return Bad(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
     if field not in record and not further:
         return Bad(no_field(where(), field, list(record)))
-    value = {name: record[name] for name in (field, *further) if name in record} if further else record[field]
+    names = (field, *further, *beside) if further or beside else ()
+    value = {name: record[name] for name in names if name in record} if names else record[field]
     try:
         has_surrogate = "\\u" in text and _has_surrogate(value)
     except RecursionError:

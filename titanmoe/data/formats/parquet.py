@@ -40,7 +40,7 @@ class Parquet(Format):
         names = file.schema_arrow.names
         if field not in names and not reader.further:
             raise ConfigError([no_field(span.file, field, names)])
-        columns = [name for name in names if name in (field, *reader.further)]
+        columns = [name for name in names if name in (field, *reader.further, *reader.beside)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
         for group in range(span.start, span.stop):
@@ -53,7 +53,7 @@ class Parquet(Format):
                     if batch.nbytes > reader.most and batch.slice(n, 1).nbytes > reader.most:
                         raise reader.too_long(where(), " and ".join(map(repr, columns)))
                     row = {name: batch.column(name)[n].as_py() for name in columns}
-                    yield Record(where, row if reader.further else row[field])
+                    yield Record(where, row if reader.further or reader.beside else row[field])
 
 
 FORMAT = Parquet()

@@ -7,6 +7,7 @@ class Preferences(Conversations):
     help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected answer, text or messages, for dpo."
     field = "chosen"
     conversations = False
+    beside = ()
     answers = 2
 
 

@@ -87,6 +87,8 @@ class HuggingFace:
     """How many blocks of multi-token prediction there are."""
     outer_type: str = ""
     """model_type of config.json with these keys within `text_config`, beside those of what else than text it takes."""
+    outer_keys: tuple[str, ...] = ()
+    """Keys beside `text_config` that transformers reads there for the text model, too."""
     outer_names: Mapping[str, str] = field(default_factory=dict)
     """How names of tensors begin in its files, and how the same ones do otherwise."""
     left_out: Mapping[str, str] = field(default_factory=dict)

@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 _MEDIA = "image_token_id", "video_token_id"
+_OUTER = (*_MEDIA, "vision_start_token_id", "vision_end_token_id")
 
 
 def _read_media(config: hf.Json) -> dict[str, object]:
@@ -58,7 +59,7 @@ HF = replace(
         hf.rope(1e4, part=0.25),
         qwen3_next.KINDS,
         hf.SHARED,
-        hf.Special((*_MEDIA, "vision_start_token_id", "vision_end_token_id"), _read_media, _write_media),
+        hf.Special(_OUTER, _read_media, _write_media),
     ),
     absent=qwen3_next.ABSENT,
     fixed=hf.FIXED
@@ -66,6 +67,7 @@ HF = replace(
     | {"mlp_only_layers": [], "mtp_use_dedicated_embeddings": False},
     mtp_key="mtp_num_hidden_layers",
     outer_type="qwen3_5_moe",
+    outer_keys=_OUTER,
     outer_names={"model.language_model.": "model."},
     left_out={"model.visual.": "they read images and video, and only text is trained"},
 )
