@@ -17,7 +17,7 @@ from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
-from titanmoe.models.layers import plain_rotate, rotate, rotate_both
+from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.balance import entropy_and_count as balance_spread
@@ -48,7 +48,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
-    from titanmoe.ops.kernels import choice_rows, put, score_spread
+    from titanmoe.ops.kernels import choice_rows, put, rms_norm, score_spread
     from titanmoe.ops.kernels.parts import bfloat16_parts
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
@@ -229,6 +229,45 @@ def test_rows_by_expert(counts: list[list[int]]) -> None:
     rows = int(count.sum())
     for got, want in zip(*(by_expert(count, rows, kernels) for kernels in ("triton", "torch")), strict=True):
         assert torch.equal(got, want)
+
+
+def normed(norm: Any, x: Tensor, weight: Tensor, begin: int) -> list[Tensor]:
+    """y of the last numbers of x's rows, and the gradients of x and of the weight."""
+    y = norm(x[..., begin:], weight, 1e-6)
+    grad = random(*y.shape[:-1], y.shape[-1] + 4, dtype=y.dtype, seed=7).detach()[..., 4:]  # a part of longer rows
+    return [y, *torch.autograd.grad(y, (x, weight), grad)]
+
+
+@pytest.mark.parametrize(
+    "shape, begin",
+    [((3, 5, 4, 64), 0), ((2, 70, 128), 8), ((9, 100), 1), ((3, 2048), 0), ((2, 8192), 0), ((0, 64), 0), ((5, 3), 0)],
+)
+@pytest.mark.parametrize("warps", [8, rms_norm.WARPS if installed() else 0])
+def test_rms_norm(shape: tuple[int, ...], begin: int, warps: int, monkeypatch: Any) -> None:
+    """With 8 warps a program of backward has several blocks of rows; the last is not full."""
+    monkeypatch.setattr(rms_norm, "WARPS", warps)
+    for dtype, of_weight in zip((*DTYPES, torch.bfloat16), (*DTYPES, torch.float32), strict=True):
+        x, weight = random(*shape, dtype=dtype), random(shape[-1] - begin, dtype=of_weight, seed=1)
+        got, want = (normed(norm, x, weight, begin) for norm in (rms_norm.rms_norm, plain_norm))
+        for g, a, w in zip(got, normed(rms_norm.rms_norm, x, weight, begin), want, strict=True):
+            close(g, w, dtype, terms=2 * max(x.numel() // shape[-1], shape[-1]))
+            assert torch.equal(g, a), "two runs differ"
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
+def test_norms_of_modules(kind: type[RMSNorm]) -> None:
+    """Rows of queries with gaps between them; a weight that begins at zero; a weight that is not trained."""
+    for adds_one, trained in ((False, True), (True, True), (False, False)):
+        x, results = random(2, 3, 4, 20, dtype=torch.float64), []
+        for kernels in ("triton", "torch"):
+            norm = kind(16, 1e-5, torch.float64, adds_one, kernels).to(DEVICE)
+            norm.weight = torch.nn.Parameter(random(16, dtype=torch.float64, seed=1).detach(), requires_grad=trained)
+            y = norm(x[:, :, 1:3, :16])
+            assert (type(y.grad_fn).__name__ == "_RMSNormBackward") == (kernels == "triton")
+            wanted = [x, norm.weight] if trained else [x]
+            results.append([y, *torch.autograd.grad(y, wanted, random(*y.shape, dtype=y.dtype, seed=2).detach())])
+        for got, want in zip(*results, strict=True):
+            close(got, want, torch.float64)
 
 
 @pytest.mark.parametrize("queries, keys, width", [(4, 2, 12), (3, 3, 64), (5, 1, 8)])

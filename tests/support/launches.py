@@ -114,8 +114,8 @@ def recipe_of(recipe: Path, *overrides: str) -> tuple[Config, int]:
 
 
 def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
-    """All that a rank of the recipe launches in a step, compiled; also what benchmarks, 8 bits, gradients that are
-    accumulated and symm_mem need."""
+    """All that a rank of the recipe launches in a step, compiled; also what benchmarks, 8 bits, norms by
+    Triton, gradients that are accumulated and symm_mem need."""
     whole, ranks = recipe_of(recipe, *overrides)
     config, ranks = cut(whole), ranks // whole.parallelism.pp
     real = FakeRecorder.compute
@@ -129,7 +129,7 @@ def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
         rehearse(config, ranks, 0, "h100")
         narrow = config.training.mixed_precision_param == "bfloat16"
         others = replace(config.moe, force_balance=True, expert_dtype="fp8" if narrow else "compute")
-        others = replace(others, accumulate_weight_gradients=True)
+        others = replace(others, accumulate_weight_gradients=True, kernels="triton")
         rehearse(replace(config, moe=others), ranks, 0, "h100")
         place_N = torch.empty(64, dtype=torch.int64, device="meta")
         compute_dtype = getattr(torch, config.training.mixed_precision_param)

@@ -64,7 +64,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.empty(model.num_heads, dtype=dtype)) if model.attention_sinks else None
         self.window = window(model, layer)
         self.qk_norm, self.q_norm, self.k_norm = model.qk_norm, None, None
-        norm = model.norm_eps, dtype, model.norm_adds_one
+        norm = model.norm_eps, dtype, model.norm_adds_one, kernels
         if model.qk_norm == "head":
             self.q_norm, self.k_norm = (RMSNorm(model.head_dim, *norm) for _ in "qk")
         elif model.qk_norm == "full":

@@ -49,12 +49,12 @@ class LatentAttention(nn.Module):
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
         if model.q_lora_rank:
             self.wq_a = Linear(model.dim, model.q_lora_rank, dtype=dtype)
-            self.q_norm = RMSNorm(model.q_lora_rank, LATENT_EPS, dtype, model.norm_adds_one)
+            self.q_norm = RMSNorm(model.q_lora_rank, LATENT_EPS, dtype, model.norm_adds_one, kernels)
             self.wq_b = Linear(model.q_lora_rank, queries, dtype=dtype)
         else:
             self.wq = Linear(model.dim, queries, dtype=dtype)
         self.wkv_a = Linear(model.dim, latent + model.qk_rope_head_dim, dtype=dtype)
-        self.kv_norm = RMSNorm(latent, LATENT_EPS, dtype, model.norm_adds_one)
+        self.kv_norm = RMSNorm(latent, LATENT_EPS, dtype, model.norm_adds_one, kernels)
         self.wkv_b = Linear(latent, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype=dtype)
         self.wo = Linear(heads * model.v_head_dim, model.dim, dtype=dtype)
         self.latent = [latent, model.qk_rope_head_dim]

@@ -67,16 +67,39 @@ def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(index.shape, dtype=dtype, device=index.device)
 
 
+NORM_KERNEL_BY_DEFAULT = False
+"""Whether kernels = "auto" computes RMSNorm by Triton on GPUs. It has not been timed there. "triton" does in any case.
+"""
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None, adds_one: bool = False):
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        dtype: torch.dtype | None = None,
+        adds_one: bool = False,
+        kernels: str = "auto",
+    ):
         """adds_one: x is multiplied by one plus the weight, which begins at zero."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
-        self.eps, self.adds_one = eps, adds_one
+        self.eps, self.adds_one, self.kernels = eps, adds_one, kernels
         self.initial = {"weight": zeros} if adds_one else {}
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.by_triton(x):
+            from titanmoe.ops.kernels.rms_norm import rms_norm
+
+            return rms_norm(x, self.factor(), self.eps)
         return device.way(x, norm, cpu=rowwise.norm)(x, self.factor(), self.eps)
+
+    def by_triton(self, x: Tensor) -> bool:
+        """Return whether Triton's kernel computes it, which holds a row in registers. A compiler fuses torch's
+        operations itself."""
+        chosen = self.kernels == "triton" or NORM_KERNEL_BY_DEFAULT
+        holds = x.shape[-1] <= (4096 if x.dtype == torch.float64 else 8192)
+        return chosen and holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
 
     def factor(self) -> Tensor:
         """In the dtype of the weight, which the kernel needs: in 16 bits as coarse as an ordinary norm's weight."""
@@ -103,6 +126,8 @@ class SplitRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, tp: Group = NO_GROUP, rows: slice | None = None) -> Tensor:
         """rows: as in `Linear`. A head that several ranks have is in the mean as often, as is every other."""
+        if tp.size == 1 and self.by_triton(x):
+            return super().forward(x)
         factor = self.factor()
         return plain_norm(x, factor if rows is None else factor[rows], self.eps, tp)
 

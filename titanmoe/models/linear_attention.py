@@ -85,7 +85,7 @@ class GatedDelta(nn.Module):
         self.wo = Linear(heads.value_width, model.dim, dtype=dtype)
         taps = (nn.Parameter(torch.empty(width, heads.conv_width, dtype=dtype)) for width in widths)
         self.conv_q, self.conv_k, self.conv_v = taps
-        self.norm = RMSNorm(heads.value_dim, model.norm_eps, dtype)
+        self.norm = RMSNorm(heads.value_dim, model.norm_eps, dtype, kernels=kernels)
         self.wb = self.wa = self.dt_bias = self.A_log = self.wg_a = self.wg_b = None
         if heads.gate == "gla":
             self.wg_a = Linear(model.dim, GLA_RANK, dtype=dtype)

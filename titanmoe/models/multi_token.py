@@ -31,9 +31,11 @@ class _AddGradient(torch.autograd.Function):
 
 
 class MultiToken(nn.Module):
-    def __init__(self, model: Model, weight: float, block: nn.Module, microbatches: int, dtype: torch.dtype):
+    def __init__(
+        self, model: Model, weight: float, block: nn.Module, microbatches: int, dtype: torch.dtype, kernels: str
+    ):
         super().__init__()
-        dim, norm = model.dim, (model.dim, model.norm_eps, dtype, model.norm_adds_one)
+        dim, norm = model.dim, (model.dim, model.norm_eps, dtype, model.norm_adds_one, kernels)
         self.hidden_norm = RMSNorm(*norm)
         self.embed_norm = RMSNorm(*norm)
         self.project = Linear(2 * dim, dim, dtype=dtype)

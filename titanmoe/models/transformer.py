@@ -39,7 +39,7 @@ class Block(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        norm = model.dim, model.norm_eps, dtype, model.norm_adds_one
+        norm = model.dim, model.norm_eps, dtype, model.norm_adds_one, options.kernels
         self.attention_norm = RMSNorm(*norm)
         self.attention = mixer.build(model, layer, dtype, options.kernels)
         self.ffn_norm = RMSNorm(*norm)
@@ -123,7 +123,8 @@ class Transformer(nn.Module):
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
             extra = block(model.num_layers)
-            self.mtp = nn.ModuleList([MultiToken(model, config.training.mtp_weight, extra, microbatches, dtype)])
+            weight = config.training.mtp_weight
+            self.mtp = nn.ModuleList([MultiToken(model, weight, extra, microbatches, dtype, kernels)])
             if not first:
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()

@@ -213,7 +213,7 @@ class Head(nn.Module):
         norm_adds_one: bool = False,
     ):
         super().__init__()
-        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one)
+        self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
         self.with_entropy, self.kept, self.top, self.temperature = False, 0, 0, 1.0

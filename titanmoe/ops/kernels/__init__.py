@@ -3,6 +3,7 @@
 choice_rows   which row each choice gets          titanmoe.moe.assign
 rows          tokens to routed rows and back      titanmoe.moe.permute
 rotate        rotary positions                    titanmoe.models.layers
+rms_norm      norms of rows                       titanmoe.models.layers
 latent_heads  queries and keys of latents        titanmoe.models.latent_attention
 swiglu        the experts' activation             titanmoe.moe.swiglu.plain_swiglu
 score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count

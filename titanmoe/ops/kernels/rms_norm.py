@@ -1,0 +1,147 @@
+"""RMSNorm of rows in one pass, forward and backward.
+
+Reference: `titanmoe.models.layers.plain_norm`. With r = 1 / sqrt(mean(x^2) + eps), all means over a row's D numbers:
+
+    y = x r w        dx = r (dy w - x r^2 mean(dy w x))        dw = sum of dy x r over rows
+
+Backward computes r again from x, which it reads anyway: that moves fewer bytes than a saved r. Each of its programs
+sums dw over its rows and writes that sum once; the sums of all programs are then added in a fixed order, so no result
+depends on the order of execution. Everything is float32 (or float64) until a single rounding at the end.
+
+Narrow rows, such as those of queries and keys, share a program. Rows may be farther apart than they are long.
+
+Shapes: R rows, D width of a row, P programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.ops.kernels.kernel_launch import kernel, wide
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+
+NUMBERS = 16
+"""Numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
+WARPS = 132 * 16
+"""Warps of backward's programs, whatever the device, so that dw is the same on all: 16 on each multiprocessor of an
+H100, which has registers for so many."""
+
+
+@triton.jit(do_not_specialize=["R"])
+def _rms_norm_forward(x, weight, out, R, of_x, D: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr,
+                      ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    d = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < R) & (d < D)
+    value = tl.load(x + row * of_x + d, mask=inside, other=0.0).to(WIDE)
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(WIDE)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / D + EPS)[:, None]
+    tl.store(out + row * D + d, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _rms_norm_backward(grad, x, weight, grad_x, sums, R, of_grad, of_x, D: tl.constexpr, EPS: tl.constexpr,
+                       WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+                       WEIGHT_GRAD: tl.constexpr):  # fmt: skip
+    d = tl.arange(0, COLUMNS)[None, :]
+    w = tl.load(weight + d, mask=d < D, other=0.0).to(WIDE)
+    total = tl.zeros([ROWS, COLUMNS], dtype=WIDE)
+    for block in range(tl.program_id(0), tl.cdiv(R, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = (row < R) & (d < D)
+        value = tl.load(x + row * of_x + d, mask=inside, other=0.0).to(WIDE)
+        dy = tl.load(grad + row * of_grad + d, mask=inside, other=0.0).to(WIDE)
+        slope = dy * w
+        scale = tl.rsqrt(tl.sum(value * value, 1) / D + EPS)[:, None]
+        along = scale * scale * (tl.sum(slope * value, 1) / D)[:, None]
+        tl.store(grad_x + row * D + d, (scale * (slope - value * along)).to(grad_x.dtype.element_ty), mask=inside)
+        if WEIGHT_GRAD:
+            total += dy * value * scale
+    if WEIGHT_GRAD:
+        tl.store(sums + tl.program_id(0) * D + tl.arange(0, COLUMNS), tl.sum(total, 0), mask=tl.arange(0, COLUMNS) < D)
+
+
+def _block(width: int, dtype: torch.dtype) -> tuple[dict[str, Any], int]:
+    """Return a program's launch options and its number of rows."""
+    columns, of_thread = triton.next_power_of_2(width), NUMBERS // 2 if dtype == torch.float64 else NUMBERS
+    warps = min(max(columns // (32 * of_thread), 4), 32)
+    rows = max(warps * 32 * of_thread // columns, 1)
+    return dict(D=width, WIDE=wide(dtype), ROWS=rows, COLUMNS=columns, num_warps=warps), rows
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return x as (R, D), a copy only where its rows are not evenly spaced or the numbers of a row are not adjacent."""
+    x_RD = x.reshape(-1, x.shape[-1])
+    return x_RD if x_RD.stride(1) == 1 else x_RD.contiguous()
+
+
+@kernel("titanmoe::rms_norm_forward")
+def rms_norm_forward(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    x_RD, out = _rows(x), x.new_empty(x.shape)
+    options, rows = _block(x.shape[-1], x.dtype)
+    if R := len(x_RD):
+        _rms_norm_forward[(triton.cdiv(R, rows),)](
+            x_RD, weight_D.contiguous(), out, R, x_RD.stride(0), EPS=eps, **options
+        )
+    return out
+
+
+@rms_norm_forward.register_fake
+def _(x, weight_D, eps):
+    return x.new_empty(x.shape)
+
+
+def _programs(x: Tensor) -> int:
+    """Return how many programs backward has."""
+    options, rows = _block(x.shape[-1], x.dtype)
+    return min(triton.cdiv(x.numel() // x.shape[-1], rows), max(WARPS // options["num_warps"], 1))
+
+
+def _sums(x: Tensor, wanted: bool) -> Tensor:
+    return x.new_empty(_programs(x) if wanted else 0, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@kernel("titanmoe::rms_norm_backward")
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight_D: Tensor, eps: float, weight_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x, and sums of the weight's gradient, (P, D), to be added; P = 0 without weight_grad."""
+    grad_RD, x_RD, grad_x = _rows(grad), _rows(x), x.new_empty(x.shape)
+    options, _ = _block(x.shape[-1], x.dtype)
+    sums_PD = _sums(x, weight_grad)
+    if R := len(x_RD):
+        _rms_norm_backward[(_programs(x),)](
+            grad_RD, x_RD, weight_D.contiguous(), grad_x, sums_PD, R, grad_RD.stride(0), x_RD.stride(0),
+            EPS=eps, WEIGHT_GRAD=weight_grad, **options,
+        )  # fmt: skip
+    return grad_x, sums_PD
+
+
+@rms_norm_backward.register_fake
+def _(grad, x, weight_D, eps, weight_grad):
+    return x.new_empty(x.shape), _sums(x, weight_grad)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight_D, eps):
+        ctx.save_for_backward(x, weight_D)
+        ctx.eps = eps
+        return rms_norm_forward(x, weight_D, eps)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight_D = ctx.saved_tensors
+        wanted = gradient_wanted(ctx, 1)
+        grad_x, sums_PD = rms_norm_backward(grad, x, weight_D, ctx.eps, wanted)
+        return grad_x, sums_PD.sum(0).to(weight_D.dtype) if wanted else None, None
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dim, in x's dtype, with gradients of x and the weight."""
+    return _RMSNorm.apply(x, with_own_node(weight_D), eps)
