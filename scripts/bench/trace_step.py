@@ -131,7 +131,10 @@ def elements(dims: Any) -> int:
 
 
 def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
-    """The least microseconds that an operation on these inputs can take; 0 if the trace does not have the inputs."""
+    """Return the least microseconds that an operation on these inputs can take; 0 if the trace does not tell: it has
+    neither attention's mask, nor which rows are picked, nor what our own autograd functions read besides arguments."""
+    if re.match(r"(?!aten::)|.*(attention|index|gather|scatter)", operation["name"]):
+        return 0.0
     args = operation.get("args", {})
     dims, types = args.get("Input Dims", []), args.get("Input type", [])
     read = sum(elements(d) * WIDTH.get(t, 0) for d, t in zip(dims, types, strict=False))

@@ -27,7 +27,7 @@ from titanmoe.models.layers import plain_norm  # noqa: E402
 from titanmoe.ops import kernels  # noqa: E402
 
 CHOICES = ((16, 16), (16, 20), (8, 32), (32, 12))
-"""Numbers per thread and warps per multiprocessor; titanmoe/ops/kernels/rms_norm.py takes the first."""
+"""Numbers per thread and warps per multiprocessor; titanmoe/ops/kernels/rms_norm.py takes the second."""
 
 
 def seconds(run: Callable[[], Any], device: str) -> float:

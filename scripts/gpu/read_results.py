@@ -37,19 +37,16 @@ def read_pytest(log: str, found: str) -> list[Row]:
 
 
 def read_layers(log: str, found: str) -> list[Row]:
-    """Return a row of layers.py for each model, side and routing, and one for each of its goals."""
+    """Return a row of layers.py for each model and side, and one with its parts where they were timed."""
     rows = []
     for row in json.loads(found or "{}").get("rows", []):
         name = f"{row['shape']} {row['side']}"
-        for routing in ("balanced", "learned"):
-            if routing in row:
-                of, share = row[routing], row[routing]["mfu"]
-                mfu = "" if share is None else f", MFU {share:.1%}"
-                text = f"{of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}, {row['layers']} layers"
-                rows.append(Row(f"{name} {routing}", True, text))
+        figures = [figure(routing, row[routing]) for routing in ("balanced", "learned") if routing in row]
         peaks = [f"{row[f'{key}_GiB']:.1f} {key}" for key in ("allocated", "rehearsed") if f"{key}_GiB" in row]
         if peaks:
-            rows.append(Row(f"{name} peak GiB", True, ", ".join(peaks)))
+            figures.append(f"peak GiB {', '.join(peaks)}")
+        if figures:
+            rows.append(Row(name, True, "; ".join([*figures, f"{row['layers']} layers"])))
         for why in ("failed", "parts failed", "out_of_memory", "not compared"):
             if why in row:
                 rows.append(Row(name, why == "not compared", f"{why}: {row[why]}"[:300]))
@@ -58,6 +55,12 @@ def read_layers(log: str, found: str) -> list[Row]:
             text = ", ".join(f"{p['part']} {p['ms']:.2f} ms ({p['of_floor']:.0%})" for p in parts)
             rows.append(Row(f"{name} parts (of their floor)", True, text))
     return rows
+
+
+def figure(routing: str, of: dict[str, float]) -> str:
+    """Return time, speed and MFU of a step in words."""
+    mfu = "" if of["mfu"] is None else f", MFU {of['mfu']:.1%}"
+    return f"{routing} {of['s'] * 1e3:.1f} ms, {of['tokens_per_s']:,.0f} tokens/s{mfu}"
 
 
 def read_lines(log: str, found: str) -> list[Row]:

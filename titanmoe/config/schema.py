@@ -509,7 +509,7 @@ class MoE:
     expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
     """Precision that experts multiply in. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else are unchanged. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
     accumulate_weight_gradients: bool = False
-    """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). Its kernel has not been timed on a GPU yet (docs/kernels.md)."""
+    """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). On an H200 its kernel is slower with one microbatch a step (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
 

@@ -67,11 +67,6 @@ def zeros(key: int, index: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(index.shape, dtype=dtype, device=index.device)
 
 
-NORM_KERNEL_BY_DEFAULT = False
-"""Whether kernels = "auto" computes RMSNorm by Triton on GPUs. It has not been timed there. "triton" does in any case.
-"""
-
-
 class RMSNorm(nn.Module):
     def __init__(
         self,
@@ -97,9 +92,8 @@ class RMSNorm(nn.Module):
     def by_triton(self, x: Tensor) -> bool:
         """Return whether Triton's kernel computes it, which holds a row in registers. A compiler fuses torch's
         operations itself."""
-        chosen = self.kernels == "triton" or NORM_KERNEL_BY_DEFAULT
         holds = x.shape[-1] <= (4096 if x.dtype == torch.float64 else 8192)
-        return chosen and holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
+        return holds and fused(self.kernels, x) and not torch.compiler.is_compiling()
 
     def factor(self) -> Tensor:
         """In the dtype of the weight, which the kernel needs: in 16 bits as coarse as an ordinary norm's weight."""

@@ -27,9 +27,9 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 NUMBERS = 16
 """Numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
-WARPS = 132 * 16
-"""Warps of backward's programs, whatever the device, so that dw is the same on all: 16 on each multiprocessor of an
-H100, which has registers for so many."""
+WARPS = 132 * 20
+"""Warps of backward's programs, whatever the device, so that dw is the same on all: 20 on each multiprocessor of an
+H100 or H200, the fastest of those that scripts/gpu/norms.py tries."""
 
 
 @triton.jit(do_not_specialize=["R"])
