@@ -208,6 +208,11 @@ def test_problems_of_every_source_come_together(recipe):
             "optimizer.lr = 1e+30 is out of range: it must be in (0, 1], because a step of AdamW",
         ),
         ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small"),
+        ("learning_rate = 1e-4\n", 1, "unknown key learning_rate: did you mean optimizer.lr?"),
+        ("[training]\nlearning_rate = 1e-4\n", 2, "unknown key training.learning_rate: did you mean optimizer.lr?"),
+        ("[data]\nmax_seq_length = 64\n", 2, "unknown key data.max_seq_length: did you mean training.seq_len?"),
+        ("[optimizer]\nlora_rank = 8\n", 2, "unknown key optimizer.lora_rank: did you mean lora.rank?"),
+        ("dry-run = true\n", 1, "unknown key dry-run: --print-config prints every field"),
     ],
 )
 def test_problem_in_a_recipe(recipe, text, line, says):
@@ -253,7 +258,19 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         ),
         (["--data.paths=[1]"], "data.paths = [1] is not a list of strings"),
         (["--data.paths=[a"], "data.paths = [a is not a list of strings"),
-        (["--training.steps", "0"], "training.steps = 0 is out of range: it must be at least 1"),
+        (
+            ["--training.steps", "0"],
+            "training.steps = 0 is out of range: it must be at least 1, or -1: -1 takes what training.epochs needs; "
+            "--print-config, titanmoe plan and titanmoe rehearse start no run",
+        ),
+        (["--learning_rate", "1e-4"], "unknown option --learning_rate: it is --optimizer.lr 1e-4 here"),
+        (["--max_seq_length=512"], "unknown option --max_seq_length: it is --training.seq_len 512 here"),
+        (["--optimizer.lora_rank", "8"], "unknown option --optimizer.lora_rank: did you mean --lora.rank?"),
+        (["--lora-alpha", "8"], "unknown option --lora-alpha: did you mean --lora.alpha?"),
+        (
+            ["--dry-run"],
+            "unknown option --dry-run: --print-config prints every field and starts nothing, titanmoe plan",
+        ),
         (["--config"], "--config needs a file"),
         (["--config="], "--config needs a file"),
     ],
@@ -466,6 +483,8 @@ def test_format_problems():
     text = format_problems([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")
     assert text.startswith("error: 10 problems in my.toml and the command line\n\n   1. p0\n")
     assert text.endswith("\n  10. two\n      lines")
+    text = format_problems([*"abc", "and 1,039 more soon after them"])
+    assert text.startswith("error: 1,042 problems\n\n  1. a\n")
     with pytest.raises(ConfigError, match=r"^error: 1 problem in the command line\n\n  1\. command line: unknown"):
         read("--nonsense")
 

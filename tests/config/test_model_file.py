@@ -74,14 +74,14 @@ def test_all_disagreements_are_refused_at_once_with_both_values(read, tmp_path, 
     (tmp_path / "my.toml").write_text(
         '[model]\nhf = "there"\nrope_theta = 1e6\ntop_k = 2\n[model.own]\ntaps = 4\n[moe]\naux_loss = 0.5\n'
     )
-    refusals = problems(read, "--config", "my.toml", "--model.norm_topk", "true", "--training.steps", "0")
+    refusals = problems(read, "--config", "my.toml", "--model.norm_topk", "true", "--training.seed", "-1")
     assert [problem.split(": leave it out")[0] for problem in refusals] == [
         "my.toml:3: model.rope_theta = 1000000.0, but there/config.json says 500000.0",
         "my.toml:4: model.top_k = 2, but there/config.json says 3",
         "command line: model.norm_topk = true, but there/config.json says false",
         "my.toml:6: model.own.taps = 4, but there/config.json says 8",
         "my.toml:8: moe.aux_loss = 0.5, but there/config.json says 0.01",
-        "command line: training.steps = 0 is out of range: it must be at least 1, or -1",
+        "command line: training.seed = -1 is out of range: it must be at least 0",
     ]
     assert refusals[0].endswith('list "rope_theta" in model.change')
     assert refusals[3].endswith('list "own.taps" in model.change')
@@ -108,10 +108,10 @@ def test_a_wrong_family_does_not_hide_the_rest(read):
 
 
 def test_a_file_that_cannot_be_read_is_named_with_all_else(read):
-    assert problems(read, "--model.hf", "gone", "--training.steps", "0") == [
+    assert problems(read, "--model.hf", "gone", "--training.seed", "-1") == [
         "command line: gone is not there",
         "command line: and nowhere else",
-        "command line: training.steps = 0 is out of range: it must be at least 1, or -1",
+        "command line: training.seed = -1 is out of range: it must be at least 0",
     ]
 
 

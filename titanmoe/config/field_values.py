@@ -103,11 +103,11 @@ def _names() -> dict[str, tuple[str, str, str]]:
 
 
 def nearest_field(path: str) -> str:
-    """The field or table probably meant: the same name elsewhere, a similar one in the same table, any similar one; or
-    empty."""
+    """The field or table probably meant: the same name elsewhere (lora_rank is lora.rank), a similar one in the same
+    table, any similar one; or empty."""
     table, _, name = path.replace("-", "_").rpartition(".")
     known = _names()
-    same = [other for other, (_, _, field_name) in known.items() if field_name == name]
+    same = [other for other, (_, _, field_name) in known.items() if name in (field_name, other.replace(".", "_"))]
     if same:
         return closest(path, same) or same[0]
     siblings = {field_name: other for other, (where, _, field_name) in known.items() if where == table}

@@ -36,7 +36,8 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
                 why = f", because {limits.reason}" if limits.reason and number > 0 else ""
                 if number in limits:
                     why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
-                text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}"
+                instead = f": {limits.instead}" if limits.instead else ""
+                text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}{instead}"
                 violations.append(Violation((path,), text))
     return violations
 

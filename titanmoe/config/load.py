@@ -23,6 +23,9 @@ from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find_recipe
 from titanmoe.config.schema import OWN, Config
 
+_UNLISTED = re.compile(r"and (\d[\d,]*) more ")
+"""How the last of many problems begins, which stands for those that are not listed."""
+
 
 class ConfigError(ValueError):
     """A config that cannot run. `problems` has every reason, `source` says where the config comes from."""
@@ -36,10 +39,15 @@ class ConfigError(ValueError):
 
 
 def format_problems(problems: Sequence[str], source: str = "") -> str:
-    """A header with the count and the source, then the problems by number."""
+    """Return a header with the count and the source, then the problems by number.
+
+    A last problem that reads "and N more ..." counts as N.
+    """
     if len(problems) == 1 and not source:
         return f"error: {problems[0]}"
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    unlisted = _UNLISTED.match(problems[-1]) if problems else None
+    total = len(problems) - 1 + int(unlisted[1].replace(",", "")) if unlisted else len(problems)
+    count = "1 problem" if total == 1 else f"{total:,} problems"
     lines = [f"error: {count} in {source}" if source else f"error: {count}", ""]
     width = len(str(len(problems)))
     for number, problem in enumerate(problems, 1):
@@ -244,9 +252,10 @@ def _take_own(settings: Settings, own: dict[str, Field]) -> None:
 
 
 def _hint(path: str) -> str:
-    near, table = other_names.FIELDS.get(path) or nearest_field(path), path.rpartition(".")[0]
-    if path in other_names.ADVICE:
-        return other_names.ADVICE[path]
+    name = path.replace("-", "_")
+    near, table = other_names.field_of(name) or nearest_field(path), path.rpartition(".")[0]
+    if name in other_names.ADVICE:
+        return other_names.ADVICE[name]
     if near:
         return f"did you mean {near}?"
     if table in tables():

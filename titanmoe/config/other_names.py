@@ -48,6 +48,17 @@ _FIELDS = {
     "deterministic-mode": "training.deterministic",
     "manual-gc-interval": "training.gc_every",
     "lr": "optimizer.lr",
+    # transformers, TRL, PEFT and Axolotl
+    "learning-rate": "optimizer.lr",
+    **dict.fromkeys(("max-seq-length", "max-length", "model-max-length", "sequence-len"), "training.seq_len"),
+    "max-steps": "training.steps",
+    "per-device-train-batch-size": "training.local_batch_size",
+    "logging-steps": "metrics.log_every",
+    "save-steps": "checkpoint.interval",
+    "save-total-limit": "checkpoint.keep_last",
+    "eval-steps": "validation.interval",
+    "lora-r": "lora.rank",
+    "lora-target-modules": "lora.targets",
     "clip-grad": "optimizer.max_grad_norm",
     "weight-decay": "optimizer.weight_decay",
     "adam-beta1": "optimizer.beta1",
@@ -117,6 +128,12 @@ _NO_COPIES = (
     "steps as you can afford to repeat"
 )
 _ADVICE = {
+    "dry-run": "--print-config prints every field and starts nothing, titanmoe plan says what memory and time a run "
+    "takes, and titanmoe rehearse runs a step of any rank without GPUs",
+    "gradient-accumulation-steps": "--training.global_batch_size N counts the samples of all ranks and microbatches",
+    "gradient-checkpointing": "--activation_checkpoint.mode full, full_but_rows, selective or moe",
+    "warmup-ratio": "--lr_schedule.warmup_steps N counts steps",
+    "output-dir": "--job.dump_folder DIR: a run saves into its own folder below it",
     **dict.fromkeys(("checkpoint.local", "checkpoint.local_folder"), _NO_COPIES),
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
@@ -206,11 +223,18 @@ FIELDS = {_plain(name): path for name, path in _FIELDS.items()}
 ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
+def field_of(name: str) -> str:
+    """Return the path of our field for a name elsewhere, in whatever table it is written; empty if there is none."""
+    return FIELDS.get(name) or FIELDS.get(name.rpartition(".")[2], "")
+
+
 def hint(name: str, texts: Sequence[str]) -> str:
     """What to write in place of an unknown option; empty if the name is not known from elsewhere."""
     name = _plain(name)
     if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"
-    if name in FIELDS:
-        return f"it is {' '.join([f'--{FIELDS[name]}', *texts])} here"
-    return ADVICE.get(name, "")
+    if name in ADVICE:
+        return ADVICE[name]
+    if path := field_of(name):
+        return f"it is {' '.join([f'--{path}', *texts])} here"
+    return ""

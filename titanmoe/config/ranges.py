@@ -21,6 +21,8 @@ class Range(NamedTuple):
     """Whether -1 is allowed too: the value is then derived."""
     reason: str = ""
     """Why the range ends where it does."""
+    instead: str = ""
+    """What to do for what a value outside may be meant to do."""
 
     def __contains__(self, value: object) -> bool:
         if self.derived and value == -1:

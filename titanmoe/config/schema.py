@@ -32,6 +32,7 @@ Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 FAR_BELOW_ONE = "a step of AdamW moves every weight by about lr, and weights are far below 1"
+NO_STEPS = "-1 takes what training.epochs needs; --print-config, titanmoe plan and titanmoe rehearse start no run"
 OWN = "model.own"
 
 
@@ -243,7 +244,7 @@ class Validation:
 class Training:
     """How long, how much at a time, in which precision."""
 
-    steps: Annotated[int, Range(1, derived=True)] = 100
+    steps: Annotated[int, Range(1, derived=True, instead=NO_STEPS)] = 100
     """Optimizer steps of the whole run. The schedule ends with them. -1: as many as `epochs` take, which is the default where those are set."""
     epochs: Annotated[int, Range(0, EPOCHS)] = 0
     """In place of `steps`: how often every sequence of every source is trained on, for fine-tuning (docs/data.md). A run says how many steps that is, and --print-config too. 0: `steps` says how long, and sources that end start over."""
