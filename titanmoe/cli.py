@@ -16,6 +16,7 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
+import titanmoe
 from titanmoe.checkpoint.checkpoint_command import add_checkpoint
 from titanmoe.checkpoint.hf.convert_command import add_convert
 from titanmoe.config.load import ConfigError, format_problems, read_draft
@@ -55,7 +56,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="titanmoe", description="Trains Mixture-of-Experts models, and has the tools around a run."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"titanmoe {titanmoe.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="subcommand")
     add_train(commands)
     add_slurm(commands)
     add_fold(commands)
@@ -71,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     add_plan(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and "overrides" not in args:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(rest)}")
     args.overrides = rest
     try:
         code = args.run(args)

@@ -23,7 +23,7 @@ WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
 def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="list, inspect, verify or compare checkpoints",
+        help="ls, inspect, verify or diff: a run's checkpoints",
         description="Look at a run's checkpoints.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")

@@ -14,7 +14,7 @@ EVERY_S = 10
 
 
 def add_data(commands: argparse._SubParsersAction) -> None:
-    data = commands.add_parser("data", help="check token shards")
+    data = commands.add_parser("data", help="verify token shards")
     verify = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "verify",
         help="read every byte of token shards and compare checksums",
