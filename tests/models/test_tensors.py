@@ -57,6 +57,28 @@ def test_adapters_of_matrices_that_are_not_there_are_refused():
     assert "training.freeze is not used with lora.rank = 4" in two
     one, two = refused([], LoRA(targets=["*"], experts_rank=2))
     assert "lora.targets" in one and "lora.experts_rank" in two
+    (text,) = refused([], LoRA(alpha=64.0))
+    assert text.startswith("lora.alpha = 64.0 does nothing with lora.rank = 0, which makes no adapters: set rank")
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        (LoRA(rank=32, experts_rank=48), ""),
+        (LoRA(rank=33, experts_rank=1), "lora.rank = 33 exceeds 32, the smaller side of the largest matrix that it "),
+        (LoRA(rank=1000), "lora.rank = 1000 exceeds 32, the smaller"),
+        (LoRA(rank=32, experts_rank=49), "lora.experts_rank = 49 exceeds 48, the smaller side of the largest matrix"),
+        (
+            LoRA(rank=100, targets=["*.experts.w2"]),
+            "lora.experts_rank = 100 (-1: lora.rank // model.top_k) exceeds 48, the smaller",
+        ),
+        (LoRA(rank=100, experts_rank=2, targets=["*.experts.w2"]), ""),
+    ],
+)
+def test_a_rank_above_that_of_all_its_matrices_is_refused(lora, says):
+    sizes = {"dim": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "expert_hidden": 48}
+    found = refused([], lora, **sizes, top_k=1, norm_topk=False)
+    assert len(found) == bool(says) and all(text.startswith(says) for text in found)
 
 
 @pytest.mark.parametrize("family", names())

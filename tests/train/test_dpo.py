@@ -11,6 +11,7 @@ import torch
 
 from tests import parity, reference
 from titanmoe.comm.collectives import NO_GROUP
+from titanmoe.config import ConfigError
 from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT
 from titanmoe.models.vocabulary import Scores
 from titanmoe.tokens import IGNORE
@@ -91,3 +92,11 @@ def test_its_metrics_are_of_each_pair() -> None:
     assert accuracy == sum(answers[n] > answers[n + 1] for n in (0, 2)) / 2
     assert kl == pytest.approx(float(gain.square().sum()) / 2 / 4, rel=1e-6)
     assert dpo.take_metrics(torch.zeros(())).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("objective", ["cross_entropy", "distillation"])
+def test_beta_needs_the_objective(objective: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf'"{objective}" reads nothing of dpo\.beta = 0\.3: use objective = "dpo", or'
+    ):
+        parity.read({"training.objective": objective, "dpo.beta": BETA}, 1)

@@ -100,3 +100,13 @@ def test_the_header_has_it() -> None:
         rows = header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).batches
         assert ("learning rate" in rows) == there
     assert "optimizer.lr = 1: above 0.02" in str(rows["learning rate"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"lora.rank": 0}, "; all are trained"), ({"lora.rank": 4}, " are trained, in adapters")],
+)
+def test_the_header_says_what_is_trained(changes: dict, said: str) -> None:
+    config = parity.read(changes, 1)
+    rows = header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).mapping
+    assert rows["model"].endswith(said)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.ranges import Violation
-from titanmoe.config.schema import Config, Model
+from titanmoe.config.schema import Config, LoRA, Model
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerRules, Shape, Split
 
@@ -171,9 +171,8 @@ def expert_splits(model: Model) -> dict[str, Split]:
 def contradictions(config: Config) -> Iterator[Violation]:
     patterns, lora = config.training.freeze, config.lora
     if not lora.rank:
-        unused = {"targets": (lora.targets, []), "experts_rank": (lora.experts_rank, -1)}
-        for name, (value, without) in unused.items():
-            if value != without:
+        for name in ("targets", "experts_rank", "alpha"):
+            if (value := getattr(lora, name)) != getattr(LoRA(), name):
                 yield Violation(
                     (f"lora.{name}", "lora.rank"),
                     f"lora.{name} = {value} does nothing with lora.rank = 0, which makes no adapters: set rank, such "
@@ -222,6 +221,7 @@ def unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator
 def _lora(config: Config, adaptable: list[str]) -> Iterator[Violation]:
     lora, freeze = config.lora, config.training.freeze
     yield from unmatched("lora.targets", lora.targets, adaptable)
+    yield from _high_rank(config)
     if freeze:
         yield Violation(
             ("training.freeze", "lora.rank"),
@@ -235,3 +235,25 @@ def _lora(config: Config, adaptable: list[str]) -> Iterator[Violation]:
             f'"{config.moe.expert_dtype}" rounds the frozen experts to 8 bits (a quantised base, which has no adapters '
             'here): use expert_dtype = "compute"',
         )
+
+
+def _high_rank(config: Config) -> Iterator[Violation]:
+    """Refuse a rank that is above that of every matrix which has such adapters."""
+    tuning = Tuning.of(config)
+    for field, rank, of_experts in (
+        ("lora.rank", tuning.rank, False),
+        ("lora.experts_rank", tuning.experts_rank, True),
+    ):
+        sides = [
+            min(shape[-2:])
+            for name, shape in shapes(config.model)
+            if tuning.rank_of(name) and (".experts." in name) == of_experts
+        ]
+        if sides and rank > max(sides):
+            derived = " (-1: lora.rank // model.top_k)" if of_experts and config.lora.experts_rank == -1 else ""
+            yield Violation(
+                (field, "model.family"),
+                f"{field} = {rank}{derived} exceeds {max(sides)}, the smaller side of the largest matrix "
+                f"that it adapts: more than {max(sides)} changes it no further: use at most that",
+            )
+            return

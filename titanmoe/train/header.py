@@ -51,7 +51,9 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
     tuning, stored = Tuning.of(config), getattr(torch, training.dtype).itemsize
     trained = trained_parameters(model, tuning)
-    if not tuning.trains_all:
+    if tuning.trains_all:
+        count += "; all are trained"
+    else:
         count += f"; {trained:,} are trained" + ", in adapters" * bool(tuning.rank)
     # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
     frozen = 0 if tuning.rank else parameters.total - trained

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import DPO, Config
 from titanmoe.data.formats import answers_in
 
 
@@ -55,6 +55,12 @@ class ObjectiveRules(Rules):
                     f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
                     f'is set: use objective = "distillation", or {name} = ""',
                 )
+        if config.dpo != DPO() and not self.reference:
+            yield Violation(
+                ("training.objective", "dpo.beta"),
+                f'training.objective = "{config.training.objective}" reads nothing of dpo.beta = {config.dpo.beta}: '
+                'use objective = "dpo", or leave beta out',
+            )
 
     def _other_data(self, config: Config) -> Iterator[Violation]:
         """Pairs of answers where it learns from none, or the other way round."""
