@@ -192,6 +192,11 @@ def test_contents_that_a_template_cannot_take_are_named():
         ("hello", "not a list of messages"),
         ([{"content": "a"}], 'message 1 is not like {"role"'),
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
+        (
+            [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}],
+            "its roles are 'human', 'gpt', and one has to be 'assistant': write \"human\" as \"user\" and \"gpt\" as",
+        ),
+        ([{"from": "human", "value": "a"}], ', but ShareGPT\'s: write "from" as "role" ("human" as "user", "gpt" as'),
         ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
         ([{"role": "assistant"}], "the chat template t refuses it: no content"),
     ],
@@ -232,7 +237,12 @@ def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     assert open_chat(str(file), ByteTokenizer()).template == MARKED
     assert open_chat("", open_tokenizer(str(bpe))).template == CHATML
     assert "the byte tokenizer has no chat template of its own" in why("", "bytes")
-    assert "has no chat template (chat_template.jinja, or in tokenizer_config.json)" in why("", str(tmp_path))
+    refusal = why("", str(tmp_path))
+    assert (
+        "has no chat template (chat_template.jinja, or in tokenizer_config.json): copy one there, or name " in refusal
+    )
+    shipped = re.search(r"with data\.chat_template .* such as (.*), which is ChatML", refusal)[1]
+    assert open_chat(shipped, ByteTokenizer()).marks_generation
     settings = '{"chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]}'
     (tmp_path / "tokenizer_config.json").write_text(settings)
     assert open_chat("", open_tokenizer(str(tmp_path))).template == "b"

@@ -88,7 +88,7 @@ BAD = [
     ({"prompt": "a", "chosen": "b", "rejected": [said("assistant", "c")]}, "one answer is a text and the other a list"),
     ({"prompt": ASKED, "chosen": "b", "rejected": "c"}, "the prompt is a list of messages, and its answers are texts"),
     ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is a number, not a text or a list of messages"),
-    (CHATS[0], "it has messages, and there is no chat template: name one (chat_template)"),
+    (CHATS[0], "it has messages, and there is no chat template: name a Jinja file with data.chat_template"),
 ]
 
 

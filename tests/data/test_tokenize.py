@@ -4,11 +4,13 @@ wrong."""
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,14 +275,46 @@ def test_mistakes_are_reported_before_any_work(tmp_path, here):
         assert "another process is writing to" in problems(tmp_path, "x", source)
 
 
+QUESTION, ANSWER = "why", "the fox"
+ALPACA = {"instruction": QUESTION, "input": "", "output": ANSWER}
+SHARE_GPT = {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]}
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "says"),
+    [
+        (ALPACA, "from_alpaca", "Alpaca's records are read once each is a chat in a field messages"),
+        (
+            SHARE_GPT,
+            "from_sharegpt",
+            "read with --format chat --field conversations (data.format, data.field); if they",
+        ),
+    ],
+)
+def test_other_forms_of_chats_are_known_and_become_chats(record, name, says, tmp_path, bpe):
+    """By the lines of Python that the message leads to. 25 of a kind are counted, and written out once."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "chats.jsonl"
+    source.write_text(25 * f"{json.dumps(record)}\n")
+    for format in ("chat", "jsonl"):
+        message = problems(tmp_path, format, source, format=format, tokenizer=str(bpe))
+        assert says in message and message.count("#other-forms-of-chats") == 1
+        assert message.endswith(f"in.jsonl:20: as {source}:1\nand 5 more soon after them")
+    page = (ROOT / "docs/fine-tuning.md").read_text()
+    lines: dict[str, Any] = {}
+    exec(re.search(r"## Other forms of chats\n.*?```python\n(.*?)```", page, re.DOTALL)[1], lines)
+    lines["convert"](source, target, lines[name])
+    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    assert [json.loads(line) for line in target.open()] == 25 * [{"messages": chat}]
+
+
 def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the fox"}]
     bad = [{"role": "user", "content": "why"}]
     (tmp_path / "a.jsonl").write_bytes(lines([talk, bad, talk[::-1]], field="messages"))
     message = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
     assert message.endswith(
-        "a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from (mend it, or leave such ones "
-        'out: bad_lines = "skip")'
+        "a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from: its roles are 'user', and one "
+        "has to be 'assistant' (mend it, or leave such ones out: bad_lines = \"skip\")"
     )
     manifest = run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe), bad_lines="skip")
     shards, tokenizer = ShardDocuments(tmp_path / "x"), open_tokenizer(str(bpe))

@@ -16,7 +16,8 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.reader import json_type_name
+from titanmoe.config.recipes import SHIPPED
+from titanmoe.data.reader import RENAME, json_type_name
 from titanmoe.data.template import NotText, OverBudget, Template
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
 
@@ -24,6 +25,11 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
 
 
+NAME_ONE = (
+    "name a Jinja file with data.chat_template (--chat-template of titanmoe tokenize), such as "
+    f"{SHIPPED / 'chatml.jinja'}, which is ChatML"
+)
+"""What to do without a chat template."""
 ANSWER = "zebra"
 """Looked for in what a template writes, to see what comes after an answer."""
 MOST_TEMPLATE = 1 << 17
@@ -304,7 +310,7 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
             ) from None
     folder = getattr(tokenizer, "file", None)
     if folder is None:
-        raise ConfigError(["the byte tokenizer has no chat template of its own: name a Jinja file (chat_template)"])
+        raise ConfigError([f"the byte tokenizer has no chat template of its own: {NAME_ONE}"])
     own, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
     if own.is_file():
         return Chat(_read(own), str(own), tokenizer)
@@ -312,7 +318,8 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
     if isinstance(template_text, list):  # several, by name
         template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
     if not template_text:
-        raise ConfigError([f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS}): name a Jinja file"])
+        lacks = f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS})"
+        raise ConfigError([f"{lacks}: copy one there, or {NAME_ONE}"])
     return Chat(template_text, str(settings), tokenizer)
 
 
@@ -331,7 +338,9 @@ def _check_messages(messages: Any) -> None:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+            share_gpt = isinstance(message, dict) and "from" in message and "value" in message
+            why = f", but ShareGPT's: {RENAME}" if share_gpt else ""
+            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}{why}')
         weight = message.get(WEIGHT, 1)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
             raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MOST_WEIGHT:g}")
@@ -345,7 +354,11 @@ def _check_messages(messages: Any) -> None:
     if answers and not any(message.get(WEIGHT, 1) for message in answers):
         raise ChatError("all of the assistant's messages have the weight 0, so there is nothing to learn from")
     if not answers:
-        raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
+        roles = dict.fromkeys(message["role"] for message in messages)
+        why = f": its roles are {', '.join(map(repr, roles))}, and one has to be 'assistant'"
+        if not roles.keys().isdisjoint(("human", "gpt")):
+            why += ': write "human" as "user" and "gpt" as "assistant"'
+        raise ChatError(f"the assistant says nothing in it, so there is nothing to learn from{why}")
 
 
 def _split_at_marks(text: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.chat import TOOLS, Chat, ChatError
+from titanmoe.data.chat import NAME_ONE, TOOLS, Chat, ChatError
 from titanmoe.data.reader import json_type_name
 from titanmoe.data.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: Chat | None)
             raise ChatError(f"it has {TOOLS}, which a chat template writes, and its answers are texts: use messages")
         return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
     if chat is None:
-        raise ChatError("it has messages, and there is no chat template: name one (chat_template)")
+        raise ChatError(f"it has messages, and there is no chat template: {NAME_ONE}")
     earlier = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
     return chat.encode([*earlier, *chosen], tools), chat.encode([*earlier, *rejected], tools)
 

@@ -19,6 +19,19 @@ from titanmoe.data.decompress import COMPRESSED, open_decompressed
 from titanmoe.data.remote import is_url, open_url, url_errors
 
 MIB = 1 << 20
+RENAME = (
+    'write "from" as "role" ("human" as "user", "gpt" as "assistant") and "value" as "content" '
+    "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)"
+)
+"""What makes messages of ShareGPT's."""
+OTHER_FORMS = {
+    "conversations": "chats in that field are read with --format chat --field conversations (data.format, data.field); "
+    f"if they are ShareGPT's, {RENAME}",
+    "instruction": "Alpaca's records are read once each is a chat in a field messages (--format chat, data.format): "
+    "instruction and input are what the user says, output what the assistant says "
+    "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)",
+}
+"""How records of another form are read, by a field that tells the form."""
 
 
 class Bad(NamedTuple):
@@ -147,7 +160,10 @@ def no_field(where: str, field: str, names: list[str]) -> str:
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
     if "messages" in names and field == "text":
         return f"{where}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
-    fix = "name the one that holds text with --field (data.field, or data.fields for each path)"
+    if form := next((form for column, form in OTHER_FORMS.items() if column in names), ""):
+        return f"{where}: has no field {field!r}, {hint}: {form}"
+    what = "the list of messages" if field == "messages" else "text"
+    fix = f"name the one that holds {what} with --field (data.field, or data.fields for each path)"
     return f"{where}: has no field {field!r}, {hint}: {fix}"
 
 

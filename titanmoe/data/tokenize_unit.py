@@ -212,9 +212,15 @@ def _is_bad(entry: Record | Bad, own_documents: list[Document]) -> bool:
 
 
 def _refusal(bad: list[Bad]) -> ConfigError:
-    """bad: the first one, and those that were read with it."""
-    more = len(bad) - REFUSED
-    problems = [f'{entry.why} (mend it, or leave such ones out: bad_lines = "skip")' for entry in bad[:REFUSED]]
+    """bad: the first one, and those that were read with it. What is wrong with several in a row is written once."""
+    more, problems, before, written = len(bad) - REFUSED, [], "", ""
+    for entry in bad[:REFUSED]:
+        place, _, why = entry.why.partition(": ")
+        if why == written:
+            problems.append(f"{place}: as {before}")
+        else:
+            before, written = place, why
+            problems.append(f'{entry.why} (mend it, or leave such ones out: bad_lines = "skip")')
     return ConfigError(problems + [f"and {more:,} more soon after them"] * (more > 0))
 
 
