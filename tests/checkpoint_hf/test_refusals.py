@@ -82,7 +82,18 @@ def refused(capsys, folder, *options):
             {"mlp_layer_types": ["sparse", "dense", "dense"]},
             "has mlp_layer_types, with which it has experts in the blocks [0] of 3",
         ),
-        ("mixtral", {"model_type": "llama"}, "--upcycle gives it experts"),
+        ("mixtral", {"model_type": "llama"}, "it is dense: titanmoe convert --upcycle "),
+        (
+            "mixtral",
+            {"model_type": "llama"},
+            " gives it experts, and --checkpoint.load OUT with --checkpoint.model_only",
+        ),
+        (
+            "mixtral",
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 2.0}},
+            "type 'dynamic', model.rope_scaling is none or yarn: up to max_position_embeddings it changes nothing, so "
+            'for such a seq_len name a copy of the folder whose config.json has rope_type = "default" there',
+        ),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu', titanmoe's mixtral only has \"silu\""),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096, titanmoe's mixtral only has null"),
         ("olmoe", {"sliding_window": 4096}, "sliding_window = 4096, titanmoe's olmoe only has null"),
@@ -231,6 +242,15 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
         "model.layers.1.self_attn.q_proj.weight: shape (3, 32) in the files, (32, 32) in this model",
     ):
         assert line in lines
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_another_number_of_layers_than_the_files_have_is_one_line(copy, capsys, number):
+    folder = copy(lambda config, tensors: config.update(num_hidden_layers=number))
+    assert refused(capsys, folder) == (
+        f"error: 1 problem in {folder}\n\n  1. {folder}/config.json has num_hidden_layers = {number}, and the files "
+        "have 2 layers: correct the number, or add the files that are missing\n"
+    )
 
 
 def test_names_share_a_line_where_that_says_everything():

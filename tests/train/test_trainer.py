@@ -137,6 +137,8 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
     assert answers[0].startswith("step 1: loss nan")
     assert "first parameter with a non-finite gradient:" in answers[0]
     assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
+    assert "They came so from what the run begins from (model.hf, checkpoint.load): look at its files." in answers[0]
+    assert "Lower optimizer.lr" not in answers[0]
 
 
 def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
@@ -160,6 +162,7 @@ def test_a_nan_in_a_buffer_is_no_sound_weight() -> None:
     answers = world.run(2, _with_a_nan_in_a_buffer, {"parallelism.experts.ep": 2, "data.source": "synthetic"})
     assert answers[0] == answers[1]
     assert "were already not finite after step 1: on rank 1 layers.1.moe.router.expert_bias (1 of" in answers[0]
+    assert "Lower optimizer.lr or raise lr_schedule.warmup_steps" in answers[0]
 
 
 def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:

@@ -102,11 +102,13 @@ class Guard:
         culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
         rank, weights = next(((rank, name) for rank, (_, name) in enumerate(names) if name), (0, ""))
         before = f"The weights are still those of step {step - 1}"
+        advice = "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
+        if weights and step == 1:
+            advice = "They came so from what the run begins from (model.hf, checkpoint.load): look at its files."
         if weights:
             before = f"The weights were already not finite after step {step - 1}: on rank {rank} {weights}"
         raise NonFinite(
-            f"step {step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. {self.checks.explained()}"
-            "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
+            f"step {step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. {self.checks.explained()}{advice}"
         )
 
     # ---- going back

@@ -45,6 +45,11 @@ TRAINING_ONLY = {
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
 
+UPCYCLE = (
+    "titanmoe convert --upcycle {} OUT gives it experts, and --checkpoint.load OUT with --checkpoint.model_only true "
+    "trains that"
+)
+"""What to do with a dense model."""
 ANOTHER_FAMILY = "docs/extending.md#a-family shows how to add one that has more"
 
 KEYS_OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
@@ -229,7 +234,9 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     if kind in accepted_types:
         return accepted_types[kind]
     if kind in other_kind_types:
-        hint = "it has experts, --from-hf converts it" if dense else "it is dense, --upcycle gives it experts"
+        hint = (
+            "it has experts, --from-hf converts it" if dense else f"it is dense: {UPCYCLE.format(Path(source).parent)}"
+        )
     elif kind in LATER:
         how = "docs/extending.md#a-family-with-a-layer-of-its-own shows how to add it"
         hint = f"it needs {LATER[kind]}, which is not here: {how}"

@@ -118,8 +118,25 @@ class HuggingFaceSource:
         hint = "not part of this model"
         if any(self._is_mtp(name) for name in extra):
             hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
-        kinds = {"missing": in_model.keys() - in_files.keys(), hint: extra, **by_problem}
-        return [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
+        depth, layers = self._depth_problem(in_files)
+        missing, extra = (
+            {name for name in names if _layer(name) not in layers}
+            for names in (in_model.keys() - in_files.keys(), extra)
+        )
+        kinds = {"missing": missing, hint: extra, **by_problem}
+        return depth + [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
+
+    def _depth_problem(self, in_files: Iterable[str]) -> tuple[list[str], set[int]]:
+        """Return what to do if the files have the first layers of the model alone, or more; and which differ."""
+        norms = (name for name in in_files if name.endswith(".input_layernorm.weight") and not self._is_mtp(name))
+        stored, expected = {_layer(name) for name in norms} - {None}, set(range(self.model.num_layers))
+        if stored == expected or stored != set(range(len(stored))):
+            return [], set()
+        problem = (
+            f"{self.path / configs.CONFIG} has num_hidden_layers = {len(expected)}, and the files have {len(stored)} "
+            "layers: correct the number, or add the files that are missing"
+        )
+        return [problem], stored ^ expected
 
     def _unused_parts(self) -> dict[str, Stored]:
         """Scales that belong to no weight, and the like."""
@@ -148,9 +165,9 @@ class HuggingFaceSource:
 
     def _is_mtp(self, name: str) -> bool:
         """DeepSeek-V3 stores multi-token prediction as additional blocks, Qwen apart from the others."""
-        number = re.match(r"model\.layers\.(\d+)\.", name)
+        layer = _layer(name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
-        return name.startswith("mtp.") or (number is not None and first <= int(number[1]) < first + count)
+        return name.startswith("mtp.") or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
         """Two matrices, compared in blocks of rows."""
@@ -160,6 +177,12 @@ class HuggingFaceSource:
         shape, dtype = tensors[a]
         blocks = cut((0, 0), shape, dtype.itemsize, COPIED)
         return all(torch.equal(self.weights.read(a, *at), self.weights.read(b, *at)) for at in blocks)
+
+
+def _layer(name: str) -> int | None:
+    """Return the number in model.layers.NUMBER."""
+    number = re.match(r"model\.layers\.(\d+)\.", name)
+    return None if number is None else int(number[1])
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:

@@ -173,7 +173,13 @@ def _read_rope(config: Json, theta: float, default: Json, part: float) -> dict[s
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
     turned = _turned(config, rotated, part > 0)
     if kind not in ("default", "yarn"):
-        raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn")
+        way_out = "choose a model with one of these"
+        if kind == "dynamic":
+            way_out = (
+                "up to max_position_embeddings it changes nothing, so for such a seq_len name a copy of the folder "
+                'whose config.json has rope_type = "default" there'
+            )
+        raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn: {way_out}")
     if kind == "default":
         unused = {name: getattr(Model(), name) for name in (*_ROPE, "rope_original_len", "rope_truncate")}
         return {"rope_theta": float(base), "rope_scaling": "none", **turned, **unused}
