@@ -13,7 +13,7 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Training
 from titanmoe.load_colours import colour_share, colour_share_clear
 from titanmoe.report.answers import correlations, rank_correlation
 from titanmoe.report.charts import (
@@ -214,6 +214,19 @@ def test_every_curve_is_on_its_sheet(tmp_path):
             if isinstance(mark, Stroke | Area):
                 xs, ys = zip(*mark.points, strict=True)
                 assert min(xs) >= 0 and max(xs) <= sheet.width and min(ys) >= 0 and max(ys) <= sheet.height, name
+
+
+def test_the_loss_of_dpo_is_per_pair(tmp_path):
+    pairs = make_run(tmp_path / "pairs", config=Config(training=Training(objective="dpo")), val_loss=0.5)
+    tokens = make_run(tmp_path / "tokens", val_loss=2.0)
+    for runs, unit in (
+        ([pairs], "nats per pair"),
+        ([tokens], "nats per token"),
+        ([pairs, tokens], "nats per token, or per pair"),
+    ):
+        drawn = sheets(read_runs(runs))
+        for name in ("loss", "loss_narrow", "val_loss"):
+            assert f">{unit}<" in svg(drawn[name])
 
 
 def test_the_largest_logit_is_drawn_if_it_was_measured(tmp_path):

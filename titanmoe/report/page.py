@@ -44,11 +44,13 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
 
     marks = marks_of(runs[0]) if len(runs) == 1 else []  # with several runs it would be unclear whose they are
-    loss = dict(title="Loss", unit="nats per token", curves=curves("loss"), smoothed=True, marks=marks)
+    objectives = {run.settings().get("training.objective") for run in runs}
+    unit = "nats per pair" if objectives == {"dpo"} else f"nats per token{', or per pair' * ('dpo' in objectives)}"
+    loss = dict(title="Loss", unit=unit, curves=curves("loss"), smoothed=True, marks=marks)
     charts = {
         "loss": curves_chart(**loss, size=WIDE),
         "loss_narrow": curves_chart(**loss),
-        "val_loss": curves_chart("Validation loss", "nats per token", curves("val_loss")),
+        "val_loss": curves_chart("Validation loss", unit, curves("val_loss")),
         "accuracy": curves_chart("Preferences", "share of pairs won", curves("preference.accuracy"), percent),
         "chosen": curves_chart("Reward of chosen answers", "nats times beta", curves("preference.chosen")),
         "rejected": curves_chart("Reward of rejected answers", "nats times beta", curves("preference.rejected")),
