@@ -17,6 +17,7 @@ from huggingface_hub import constants
 from tests import world
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.hf import fetch
+from titanmoe.cli import main as titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.config.load import load
 from titanmoe.parts import PARTS
@@ -136,6 +137,16 @@ def test_without_a_network_the_message_says_what_to_do(cache):
     assert text.startswith("owner/model is no folder here, the cache ")
     assert "no route: check the name, the network and HF_TOKEN, or fetch it elsewhere (hf download owner/model)" in text
     assert "And more" not in text
+
+
+@pytest.mark.parametrize("recipe", ["sft_debug", "dpo_debug"])
+def test_recipes_for_fine_tuning_say_how_their_model_is_made(tmp_path, monkeypatch, cache, capsys, recipe):
+    monkeypatch.chdir(tmp_path)
+    assert titanmoe(["train", recipe]) == 2
+    folder = tmp_path / "models/small"
+    expected = f"models/small is no folder here (looked for {folder}): make it and its data with "
+    assert expected + "python scripts/make_small_model.py, in titanmoe's folder\n" in capsys.readouterr().err
+    assert cache.calls == [], "nobody else's model of that name is fetched"
 
 
 def test_without_the_package_the_message_names_it(cache, monkeypatch):

@@ -26,6 +26,8 @@ CARRIED = (CONFIG, "generation_config.json", FILE, *OTHER_FILES)
 DESCRIPTION = (*CARRIED, INDEX)
 """Small files: enough for all that needs no weights."""
 HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
+SMALL_MODEL, MAKE_SMALL_MODEL = "models/small", "python scripts/make_small_model.py"
+"""The model of the recipes for fine-tuning on any machine, and what makes it. The hub has no owner called models."""
 CACHE = "TITANMOE_CACHE"
 """The environment variable with the folder for what is fetched from URLs; the hub's package has a cache of its own."""
 
@@ -138,6 +140,9 @@ def _one_at_a_time(folder: Path, key: str) -> Iterator[None]:
 def _from_hub(repo: str, revision: str, patterns: tuple[str, ...], complete: Callable[[Path], bool]) -> Path:
     """What the cache has is taken from there, without asking whether there is anything newer: ranks that start one
     after the other agree, and a run goes on with what it began with."""
+    if repo == SMALL_MODEL:
+        make = f"make it and its data with {MAKE_SMALL_MODEL}, in titanmoe's folder"
+        raise ConfigError([f"{repo} is no folder here (looked for {Path(repo).absolute()}): {make}"])
     try:
         import huggingface_hub
         from huggingface_hub.constants import HF_HUB_CACHE
