@@ -200,6 +200,31 @@ def test_a_full_disk_is_one_line_that_names_the_file_and_harms_nothing(run, monk
     with pytest.raises(CheckpointError, match=r"step-00000040.writing/rank-00000-000.distcp: No space left on device"):
         make(run / "checkpoints", 40)
     assert start_of(run) == ("step-00000030", [])
+    assert not list((run / "checkpoints").glob("*.writing")), "its bytes are free again"
+
+
+def test_a_failed_save_that_lacks_nothing_but_its_name_is_not_removed(run, monkeypatch):
+    def fail(unfinished: Path, target: Path) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "_rename_into_place", fail)
+        with pytest.raises(CheckpointError, match="step-00000040: Input/output error"):
+            make(run / "checkpoints", 40)
+    rewrite(run / "checkpoints/step-00000040.writing", number=4)
+    assert layout.leftover_bytes(run / "checkpoints") == 0, "the next start does not remove it either"
+    assert start_of(run)[0] == "step-00000040.writing"
+
+
+def test_leftovers_are_what_the_next_start_removes(run):
+    folder = run / "checkpoints"
+    for name, size in {"step-00000040.writing/hf": 5, "step-00000001.removing": 7, "mine": 11}.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "file").write_bytes(b"x" * size)
+    (folder / "step-00000050.writing").symlink_to(folder / "mine")
+    assert layout.leftover_bytes(folder) == 12 and layout.leftover_bytes(run / "none") == 0
+    layout.sweep(folder)
+    assert layout.leftover_bytes(folder) == 0 and (folder / "mine/file").exists()
 
 
 def test_a_byte_lost_on_the_way_is_found_before_the_checkpoint_is_visible(run, monkeypatch):

@@ -90,6 +90,7 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
         assert ends[0][1] < 10, "it does not train on unsaved"
         folder = tmp_path / save / "run/checkpoints"
         assert list(layout.steps(folder)) == [2] and layout.damage(layout.candidates(folder)[0]) == []
+        assert not list(folder.glob("*.writing")), "a full disk does not stay full"
 
 
 def train(folder: str, more: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -51,6 +52,18 @@ def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path, forks: bo
     assert done.stdout.startswith(f"2 ranks; logs in {tmp_path}/logs\n") and "\nstep " in done.stdout
     start = json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[0])
     assert start["environment"]["ranks"] == 2 and start["environment"]["command"].startswith("titanmoe train --")
+
+
+def test_a_full_disk_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    """It has no room for a checkpoint, nor for the logs and notes of the launcher."""
+    full = {"do": "fail", "errno": errno.ENOSPC, "on": ["write"], "times": 99}
+    paths = ("step-00000002.writing", "logs/rank0.json", "logs/rank1.json", "agent.log")
+    done = started(tmp_path, faults=[full | {"path": path} for path in paths], forks=True, **LONG).wait()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/run/checkpoints/step-00000002.writing/rank-0000")
+    assert ": No space left on device: " in line and " more bytes are needed and " in line
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step*")] == ["step-00000001"]
 
 
 def test_ctrl_c_once_saves_and_ends_quietly(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError
-from titanmoe.launcher.agent import LaunchResult, Logs
+from titanmoe.launcher.agent import AgentLog, LaunchResult, Logs
 from titanmoe.launcher.message import Failure, first_failure, message, oom_kills, parts_of_step, ranks_ended_by_hang
 from titanmoe.launcher.train_command import verdict
 from titanmoe.train import failure
@@ -141,6 +145,40 @@ def test_a_rank_leaves_its_reason_for_the_launcher_alone(tmp_path, monkeypatch):
     except ValueError as error:
         failure.leave_traceback(error)
     assert json.loads(file.read_text())["message"].startswith(f"ValueError: what went wrong ({__file__}:")
+
+
+def test_what_the_disk_of_the_logs_has_no_room_for_is_kept_in_memory(tmp_path, monkeypatch):
+    wrong, write = failed(tmp_path, 3, 1), Path.write_text
+
+    def write_text(file: Path, *args: object, **kwargs: object) -> int:
+        if file.parent == tmp_path:
+            file.touch()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+        return write(file, *args, **kwargs)
+
+    monkeypatch.setenv(failure.FILE, str(wrong.note_file))
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with failure.notes_in_memory():
+        spare = Path(os.environ[failure.SPARE])
+        failure.leave_advice(lambda: "each rank holds much")
+        killed = replace(wrong, exitcode=-signal.SIGKILL)
+        assert message(killed, 4, out_of_memory=True).splitlines()[1] == "each rank holds much"
+        assert failure.leave_note("the disk is full", alike=True)
+        assert message(wrong, 4) == "error: the disk is full"
+        Logs(tmp_path).reify({0: {"RANK": "3"}})
+        assert [file.name for file in spare.iterdir()] == ["rank3.json.memory"], "not told of the next attempt"
+    assert not spare.exists() and failure.SPARE not in os.environ
+    assert not failure.leave_note("nobody can read this"), "so that the rank prints it"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["rank3.log"], "nothing is left unfinished"
+
+
+def test_the_agent_does_not_fill_the_screen_where_its_log_cannot_be_written(capsys):
+    for file in ("/dev/full", "/dev/null/agent.log"):
+        log = AgentLog(file, delay=True)
+        log.handle(logging.LogRecord("torch", logging.ERROR, "", 1, "failed (exitcode: 1)", (), None))
+        with contextlib.suppress(OSError):
+            log.close()
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -44,11 +44,29 @@ def save(
     finite: bool = False,
 ) -> None:
     """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
-    and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged. finite: refuse
-    NaN and infinity."""
+    and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged; what it has
+    written is removed, so that a full disk does not stay full. finite: refuse NaN and infinity."""
     first = group is None or dist.get_rank(group) == 0
-    progress = progress or SaveProgress()
     unfinished = target.with_name(target.name + layout.WRITING)
+    try:
+        _save(target, unfinished, pieces, manifest, group, carried, progress or SaveProgress(), finite)
+    except CheckpointError:  # raised on all ranks, so none of them is still writing
+        if first:
+            layout.erase_incomplete(unfinished)
+        raise
+
+
+def _save(
+    target: Path,
+    unfinished: Path,
+    pieces: Pieces,
+    manifest: Callable[[dict[str, Sum]], Manifest],
+    group: Group,
+    carried: Mapping[str, Path] | None,
+    progress: SaveProgress,
+    finite: bool,
+) -> None:
+    first = group is None or dist.get_rank(group) == 0
     on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
     on_all_ranks(group, lambda: _check_visible(unfinished))
     writer = Writer(unfinished, progress, finite)

@@ -223,6 +223,19 @@ def make_empty(unfinished: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
+def erase_incomplete(unfinished: Path) -> None:
+    """Remove what a failed save has written, unless it lacks nothing but its name; what cannot be removed stays."""
+    if not unfinished.is_symlink() and not os.path.lexists(unfinished / MANIFEST):
+        erase(unfinished)
+
+
+def leftover_bytes(folder: Path) -> int:
+    """Return the bytes that the next start will free: of saves that were interrupted, and of removals."""
+    names = [name for name in _entries(folder) if _LEFT.search(name) and not os.path.islink(folder / name)]
+    left = [folder / name for name in names if not os.path.lexists(folder / name / MANIFEST) or WRITING not in name]
+    return sum(file.lstat().st_size for entry in left for file in entry.rglob("*") if file.is_file())
+
+
 def check_files(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if their contents are right."""
     if broken := [

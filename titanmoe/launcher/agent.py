@@ -61,7 +61,8 @@ class Logs(LogsSpecs):
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            Path(notes[local]).unlink(missing_ok=True)  # an earlier start's, with the same --logs
+            for place in failure.places(Path(notes[local])):
+                place.unlink(missing_ok=True)  # an earlier attempt's, or an earlier start's with the same --logs
             env.update(self.environment)
             env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
@@ -192,4 +193,16 @@ def _log_to_file(folder: Path) -> None:
         if name.startswith("torch.distributed."):
             inner = logging.getLogger(name)
             inner.handlers, inner.propagate = [], True
-    log.handlers, log.propagate = [logging.FileHandler(folder / AGENT, delay=True)], False
+    log.handlers, log.propagate = [AgentLog(folder / AGENT, delay=True)], False
+
+
+class AgentLog(logging.FileHandler):
+    """The agent's log. A line that cannot be written, as on a full disk, is left out: the terminal is for the reason
+    why the run failed."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):  # opening it
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass

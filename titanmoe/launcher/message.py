@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanmoe.train.failure import ADVICE
+from titanmoe.train.failure import ADVICE, places
 
 TAIL = 8
 """Lines of a log that are shown if the rank left no message."""
@@ -56,10 +57,10 @@ class Failure:
 
 
 def read_note(file: Path) -> dict:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    for place in places(file):
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads(place.read_text(encoding="utf-8"))
+    return {}
 
 
 def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
@@ -126,7 +127,7 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
 
 def _advice(failure: Failure) -> list[str]:
     file = failure.note_file.with_name(failure.note_file.name + ADVICE)
-    return [file.read_text(encoding="utf-8")] if file.exists() else []
+    return [place.read_text(encoding="utf-8") for place in places(file) if place.exists()][:1]
 
 
 def _tail(log: Path) -> list[str]:

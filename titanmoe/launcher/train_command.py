@@ -26,6 +26,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first_failure, message, oom_kills
 from titanmoe.parts import PARTS
+from titanmoe.train.failure import notes_in_memory
 from titanmoe.train.handed_on import FILE, Checked, handed_on
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
@@ -269,6 +270,12 @@ def final_config(
 
 
 def start(prepared: PreparedRun) -> int:
+    """Start the ranks, wait for them and print why they failed, if they did; return the exit code."""
+    with notes_in_memory():
+        return _start(prepared)
+
+
+def _start(prepared: PreparedRun) -> int:
     from torch.distributed.run import parse_args
 
     from titanmoe.launcher.agent import Logs, launch

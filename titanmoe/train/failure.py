@@ -5,13 +5,15 @@ Under torchrun nobody reads it, and the rank prints its message itself.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +21,8 @@ from titanmoe.config import ConfigError, exit_with
 
 FILE = "TITANMOE_FAILURE"
 """The environment variable with the file's name."""
+SPARE = "TITANMOE_FAILURE_SPARE"
+"""The environment variable with a folder in memory, for what does not fit on the disk of the logs."""
 ADVICE = ".memory"
 """The suffix of the file with the text of `leave_advice`."""
 OF_OTHERS = re.compile(
@@ -36,23 +40,57 @@ def leave_note(
     during: Mapping[int, str] | None = None,
     following: Iterable[int] = (),
 ) -> bool:
-    """Returns whether there is a launcher to read it. consequence: another rank failed before this one. alike: all
+    """Return whether there is a launcher that can read it. consequence: another rank failed before this one. alike: all
     ranks say the same. during: which part of the step ranks were in that cannot say so themselves. following:
     ranks of this machine that end because of what this note says, whatever they end with."""
     if not (file := os.environ.get(FILE)):
         return False
     note = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
     note |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
-    new = Path(f"{file}.new")
-    new.write_text(json.dumps(note), encoding="utf-8")
-    new.replace(file)
-    return True
+    return _write(Path(file), json.dumps(note))
+
+
+def _write(file: Path, text: str) -> bool:
+    """Write a file, completely or not at all, in memory if its disk is full; return whether that was possible."""
+    for place in places(file):
+        new = place.with_name(f"{place.name}.new")
+        try:
+            new.write_text(text, encoding="utf-8")
+            new.replace(place)
+            return True
+        except OSError:
+            with contextlib.suppress(OSError):
+                new.unlink(missing_ok=True)
+    return False
+
+
+def places(file: Path) -> list[Path]:
+    """Return where a rank's note, or its advice, may be: in the folder of the logs, or in memory."""
+    spare = os.environ.get(SPARE)
+    return [file, Path(spare, file.name)] if spare else [file]
+
+
+@contextlib.contextmanager
+def notes_in_memory() -> Iterator[None]:
+    """Give the ranks that this process starts a folder in memory for notes that their disk has no room for."""
+    memory = Path("/dev/shm")
+    where = memory if os.access(memory, os.W_OK | os.X_OK) else None
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="titanmoe-", dir=where)
+    except OSError:  # no room there either
+        yield
+        return
+    with folder as os.environ[SPARE]:
+        try:
+            yield
+        finally:
+            del os.environ[SPARE]
 
 
 def leave_advice(make: Callable[[], str]) -> None:
     """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
     if file := os.environ.get(FILE):
-        Path(f"{file}{ADVICE}").write_text(make(), encoding="utf-8")
+        _write(Path(f"{file}{ADVICE}"), make())
 
 
 def refuse(error: ConfigError) -> NoReturn:
