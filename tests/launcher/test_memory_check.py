@@ -59,12 +59,16 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
     assert fits == [False, True], "and half of them are not"
 
 
+TRIAL = ["--data.source=synthetic", "--checkpoint.enable=false"]
+"""Without what a recipe needs on the disk."""
+
+
 def test_it_can_be_started_all_the_same(on):
-    prepared = prepare(parse_words(["olmoe_7b_a1b", "--memory", "ignore"]))
+    prepared = prepare(parse_words(["olmoe_7b_a1b", "--memory", "ignore", *TRIAL]))
     assert prepared.nproc == 8 and "memory" not in " ".join(prepared.request.words)
     assert "--memory 'no' is not ignore" in refused("debug", "--memory", "no").problems[0]
     on(Machine(0, 2))  # a system that does not say how much it has
-    assert prepare(parse_words(["olmoe_7b_a1b"])).nproc == 8
+    assert prepare(parse_words(["olmoe_7b_a1b", *TRIAL])).nproc == 8
 
 
 def test_small_recipes_start(on):
@@ -104,7 +108,7 @@ def test_a_gpu_is_of_one_rank(on):
     (problem,) = refused(*words, "--activation_checkpoint.mode", "none").problems
     assert re.match(r"a rank needs at least \d+(\.\d)? GB of memory, and a GPU of this machine has 85.9 GB \(", problem)
     (change,) = re.findall(r"a rank\): (.*) fits; ", problem)
-    assert prepare(parse_words([*words, "--activation_checkpoint.mode", "none", *change.split()])).nproc == 8
+    assert prepare(parse_words([*words, "--activation_checkpoint.mode", "none", *change.split(), *TRIAL])).nproc == 8
     on(Machine(8, 64, 26 << 30))
     (problem,) = refused("mixtral_8x7b").problems
     assert re.search(r"\): (\d+) GPUs of 27.9 GB are enough, as titanmoe plan mixtral_8x7b --ranks \1 --hard", problem)

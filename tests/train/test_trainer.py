@@ -49,7 +49,7 @@ def test_rows_travel_as_the_run_is_told_and_its_header_says_why(monkeypatch: pyt
     def build_training(config: Config, runtime: object, likeliest: bool) -> SimpleNamespace:
         return SimpleNamespace(chunks=config.moe.chunks, set_up={"pipeline": "1F1B"})
 
-    monkeypatch.setattr(launch, "read", lambda argv, world, parts: Config())
+    monkeypatch.setattr(launch, "read", lambda argv, world, parts, check_inputs: Config())
     monkeypatch.setattr(launch, "start", lambda config: runtime)
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     monkeypatch.setattr("titanmoe.train.build.build_training", build_training)

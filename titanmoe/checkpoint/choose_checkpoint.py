@@ -64,6 +64,11 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
     return start
 
 
+def weights_under(options: Options) -> str:
+    """Return the name of the weights on which new adapters begin: a model, a checkpoint, or "" for random ones."""
+    return options.initial_hf or (options.load if options.model_only else "")
+
+
 FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a folder of its own"
 
 

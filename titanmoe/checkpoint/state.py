@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
+from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config, MoE
@@ -128,6 +129,38 @@ def refused_adapters(old: Mapping[str, Any], new: Mapping[str, Any], has_base: b
         rank = old.get("lora.rank")
         return [f"it has only adapters and none of the weights under them: set lora.rank = {rank}, as it was"]
     return []
+
+
+def refused_record(
+    record: Mapping[str, Any], now: Mapping[str, Any], path: Any, adapters: bool, model_only: bool, initial_adapter: str
+) -> list[str]:
+    """Return why a run cannot begin from a checkpoint, or go on from it, as far as its manifest says.
+
+    Args:
+        record: the manifest's.
+        now: the run's config, by path.
+        path: of the checkpoint.
+        adapters: whether the run trains adapters.
+        model_only: whether it takes weights alone.
+        initial_adapter: the folder of PEFT from which its adapters begin, if any.
+    """
+    old, has_base = flat_record(record.get("config", {})), "base" in record
+    problems = refusals(old, now) + refused_adapters(old, now, has_base, adapters)
+    if adapters and not has_base and not model_only:
+        problems.append(
+            "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "
+            f"checkpoint.load = {toml_value(str(path))} and checkpoint.model_only = true"
+        )
+    if has_base and model_only and initial_adapter:
+        problems.append("it has adapters, and checkpoint.initial_adapter names others: leave it out")
+    if model_only:
+        return problems
+    if not record.keys() >= {"loader", "step", "tokens"}:
+        how = record.get("made", "not made by a training run")
+        return [*problems, f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them"]
+    problems += refused_optimizer(old, now, path)
+    problems += refused_freeze(old, now, path)
+    return problems + ([] if adapters else refused_weights(old, now))  # a digest says more than a name
 
 
 def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

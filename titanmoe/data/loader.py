@@ -207,6 +207,12 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run of the same samples stopped; the batch size and the number of data ranks may differ."""
+        if problems := self.why_not_from(state):
+            raise ConfigError(problems)
+        self._restart_from(int(state["consumed"]), state["sources"])
+
+    def why_not_from(self, state: dict[str, Any]) -> list[str]:
+        """Return why this loader cannot continue from that state: what its samples depend on has changed."""
         names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
         unknown = "it would be unknown which samples were already seen"
         problems = [
@@ -225,9 +231,7 @@ class Loader:
             problems.append(
                 f"{self._describe_changed_data(state)}: {unknown}; give it that data again, or start a new run"
             )
-        if problems:
-            raise ConfigError(problems)
-        self._restart_from(int(state["consumed"]), state["sources"])
+        return problems
 
     def _describe_changed_data(self, state: dict[str, Any]) -> str:
         """What the run was trained on, and what it is given now: sources that are the same are left out."""

@@ -15,7 +15,7 @@ from titanmoe.data.formats import FORMATS
 from titanmoe.data.remote import is_url
 from titanmoe.data.scores import Classes, classes_of
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
-from titanmoe.data.tokenize import is_unfinished, plan_shards, tokenize
+from titanmoe.data.tokenize import ShardPlan, is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
 from titanmoe.data.tokenize_unit import TokenizeJob
 
@@ -25,18 +25,9 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
     field: of its records; data.field if not given.
     """
-    path = Path(entry).expanduser()
+    path = _existing(config, entry)
     name = path.name or entry
-    if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
-        raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
-    if not is_url(entry) and not path.exists() and not glob.has_magic(entry):
-        raise ConfigError(
-            [
-                f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "
-                "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
-            ]
-        )
-    if FORMATS.look_up(config.data.format).tokenized or is_shards(path) or is_unfinished(path):
+    if _is_tokenized(config, path):
         documents = ShardDocuments(path, name)
     else:
         documents = ShardDocuments(_tokenize_into_cache(config, entry, name, field or config.data.field), name)
@@ -56,13 +47,48 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
     return documents
 
 
-def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> Path:
+def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
+    """Return what `open_documents` would have to tokenize; None if it finds token shards, perhaps in the cache.
+
+    Raises a ConfigError if the entry's files, the tokenizer or the chat template cannot be used. Writes nothing.
+    """
+    if _is_tokenized(config, _existing(config, entry)):
+        return None
+    plan, out = _plan(config, entry, field or config.data.field)
+    return None if is_shards(out) else plan
+
+
+def _existing(config: Config, entry: str) -> Path:
+    """Return the path of an entry of data.paths, which may be a pattern or a URL; ConfigError if there is none."""
+    path = Path(entry).expanduser()
+    if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
+        raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
+    if not is_url(entry) and not path.exists() and not glob.has_magic(entry):
+        raise ConfigError(
+            [
+                f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "
+                "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
+            ]
+        )
+    return path
+
+
+def _is_tokenized(config: Config, path: Path) -> bool:
+    return FORMATS.look_up(config.data.format).tokenized or is_shards(path) or is_unfinished(path)
+
+
+def _plan(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
+    """Return how an entry becomes token shards, and their folder in the cache."""
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
     plan = plan_shards(job)
     _check_vocab_size(config, entry, plan.tokenizer.vocab_size)
-    out = Path(config.job.dump_folder, data.cache, plan.identity)
+    return plan, Path(config.job.dump_folder, data.cache, plan.identity)
+
+
+def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> Path:
+    plan, out = _plan(config, entry, field)
 
     def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)
@@ -78,7 +104,7 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
-    manifest = tokenize(replace(plan, job=replace(job, out=str(out))), cores(), wait=True, log=log)
+    manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), cores(), wait=True, log=log)
     if new and os.environ.get("RANK", "0") == "0":
         for line in summary(str(out), manifest):
             log(line)

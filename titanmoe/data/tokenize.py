@@ -39,7 +39,7 @@ from titanmoe.data.shards import (
     read_manifest,
     wrong_sizes,
 )
-from titanmoe.data.tokenize_unit import TokenizeJob, chat_of, dtype_name, record_name
+from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob, chat_of, dtype_name, record_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import store_tokenizer, write_json
 
@@ -48,6 +48,8 @@ IGNORED_OPTIONS = ("out", "bad_lines", "max_document_mb")
 """Options that change no shard that can have been finished."""
 MOST_LOOKED_INTO = 16
 """Files of which the first record is read to see which fields they have."""
+FIRST_RECORDS = 8
+"""How many records of a file are tried before a run starts."""
 LEAST_UNIT, UNITS = 8 << 20, 256
 """Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
 TOKEN_BYTES = 4
@@ -108,6 +110,20 @@ def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
             if isinstance(record, Record) and any(record.value.get(name) for name in beside):
                 return True
     return False
+
+
+def check_first_records(plan: ShardPlan) -> None:
+    """Raise a ConfigError if one of the first records cannot be used and is not to be left out (bad_lines).
+
+    Looks into the first files, and into large ones only where a line can be read without the rest of the file.
+    """
+    if plan.job.bad_lines != "error":
+        return
+    unit = ShardUnit(plan.job, plan.tokenizer, chat_of(plan.job, plan.tokenizer), 0, 0, 0)
+    for source in plan.sources[:MOST_LOOKED_INTO]:
+        first = next(spans(source, LEAST_UNIT), None)
+        if first and first.bytes <= LEAST_UNIT:
+            unit.check(first, FIRST_RECORDS)
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:

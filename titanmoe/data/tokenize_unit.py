@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,32 @@ class ShardUnit:
             progress(size, tokens)
         self._close(last=True)
 
+    def check(self, span: Span, count: int) -> None:
+        """Raise a ConfigError if one of the first records of a span is bad. Tokenizes conversations alone."""
+        _, entries = self._entries(span)
+        first = list(islice(entries, count))
+        if self.job.masked:
+            bad = [entry for entry, own_documents in self._encoded(first) if _is_bad(entry, own_documents)]
+        else:
+            bad = [entry for entry in first if isinstance(entry, Bad)]
+        if bad:
+            raise _refusal(bad)
+
+    def _entries(self, span: Span) -> tuple[Reader, Iterator[Record | Bad]]:
+        """Return a reader of the span, and what it reads."""
+        further = (*FIELDS, TOOLS) if self.job.answers > 1 else ()
+        beside = FORMATS.look_up(self.job.format).beside
+        reader = Reader(span, self.job.column, self.job.max_document_mb, further, beside)
+        entries = documents(reader)
+        return reader, entries if self.job.masked else texts_only(entries, self.job.column)
+
     def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | Bad], int]]:
         """Records, and how much of the input they and those passed over make up."""
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
-            further = (*FIELDS, TOOLS) if self.job.answers > 1 else ()
-            beside = FORMATS.look_up(self.job.format).beside
-            reader = Reader(span, self.job.column, self.job.max_document_mb, further, beside)
-            entries = documents(reader)
-            for entry in entries if self.job.masked else texts_only(entries, self.job.column):
+            reader, entries = self._entries(span)
+            for entry in entries:
                 if to_skip:
                     to_skip -= 1
                     continue

@@ -54,8 +54,7 @@ def run_score(words: Sequence[str]) -> int:
     if what == "labels" and options:
         request.problems.append("command line: --temperature is of distributions: give --top K too")
     try:
-        prepared = prepare(request)
-        return start(replace(prepared, checked=prepared.checked._replace(scores=what)))
+        return start(prepare(replace(request, scores=what)))
     except KeyboardInterrupt:
         waiting("")
         return 130

@@ -73,6 +73,8 @@ class Request:
     fitted: list[str] = field(default_factory=list)
     """Overrides that --fit adds."""
     problems: list[str] = field(default_factory=list)
+    scores: str = ""
+    """What the ranks count in place of training, as in `Checked`."""
     typed: list[str] = field(default_factory=list)
     """The whole command line, as typed."""
 
@@ -229,7 +231,8 @@ def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, Checked]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
-    from titanmoe.train.launch import fitted, resolve
+    from titanmoe.train.check_inputs import resolve_checked
+    from titanmoe.train.launch import fitted, only_forward, resolve
     from titanmoe.train.refusals import refusals
     from titanmoe.train.run_folder import check_free
 
@@ -250,10 +253,14 @@ def final_config(
 
     def finish(config: Config) -> Config:
         nonlocal checked
-        checked = Checked(config, world, draft.source)
+        checked = Checked(config, world, draft.source, request.scores)
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
-        return resolve(fitted(config, nproc, world)[0], world)
+        config, _ = fitted(config, nproc, world)
+        if draft.command_line.print_config:
+            return resolve(config, world)
+        used = only_forward(config) if request.scores else config
+        return resolve_checked(config, lambda config: resolve(config, world), used)
 
     checked = None
     try:

@@ -14,19 +14,24 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.adapters import Adapters, disagreements
+from titanmoe.checkpoint.adapters import Adapters
 from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start, start_from_path
+from titanmoe.checkpoint.choose_checkpoint import (
+    StartPoint,
+    checkpoints_of,
+    choose_start,
+    start_from_path,
+    weights_under,
+)
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
-from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Checkpoint as Options
-from titanmoe.config.schema import Config, LoRA, Model
+from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.models.tensors import stored_name
@@ -120,8 +125,6 @@ class Checkpoints:
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
-        if beginning.model_only and "base" in saved.record and self.options.initial_adapter:
-            raise ConfigError([f"{saved.path} has adapters, and checkpoint.initial_adapter names others: leave it out"])
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         notes = {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
         return self._begin_adapters(notes) if beginning.model_only else notes
@@ -145,8 +148,9 @@ class Checkpoints:
         if not (folder := self.options.initial_adapter):
             return notes
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
+        from titanmoe.checkpoint.hf.peft_base import first_adapters
 
-        adapters = raise_on_all_ranks(self.group, self._adapters_to_begin_from)
+        adapters = raise_on_all_ranks(self.group, lambda: first_adapters(Path(folder), self.model, self.lora))
         compared = self._compare_base(adapters)
         for name, (_, piece) in self._targets(with_moments=False).items():
             fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
@@ -159,28 +163,13 @@ class Checkpoints:
     def _compare_base(self, adapters: Adapters) -> str:
         """Return what was compared of the run's weights and those that PEFT's adapters were trained on."""
         from titanmoe.checkpoint.hf.merge import open_weights
-        from titanmoe.checkpoint.hf.peft_base import compare_base
+        from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_name
 
-        if under := self.options.initial_hf or (self.options.load if self.options.model_only else ""):
+        under = weights_under(self.options)
+        refuse_name(adapters, under)
+        if under:
             return compare_base(adapters, open_weights(under, self.model), under, self.group)
-        if adapters.base:
-            raise ConfigError(
-                [
-                    f"its adapters are for {adapters.base}, and this run begins from random weights: name the model in "
-                    "model.hf or checkpoint.initial_hf"
-                ],
-                str(adapters.path),
-            )
         return "on random weights: its adapter_config.json names no base"
-
-    def _adapters_to_begin_from(self) -> Adapters:
-        from titanmoe.checkpoint.hf.peft_read import read_peft
-
-        folder = Path(self.options.initial_adapter).expanduser()
-        adapters = read_peft(folder, self.model)
-        if problems := disagreements(adapters, Config(model=self.model, lora=self.lora)):
-            raise ConfigError(problems, str(folder))
-        return adapters
 
     def _begin_base(self) -> None:
         """Fills the weights under adapters that come from a checkpoint of their own, as when the run began."""
@@ -208,13 +197,10 @@ class Checkpoints:
 
     def _begin_from_hf(self) -> dict[str, str]:
         from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
-        from titanmoe.checkpoint.hf.source import open_hf
+        from titanmoe.checkpoint.hf.source import open_first_weights
 
         folder = self._same_folder(self.options.initial_hf)
-        source = open_hf(folder, self.model)
-        if source.has_mtp and not self.model.mtp_depth:
-            source = open_hf(folder, self.model, drop=("mtp",))
-        source.check()
+        source = open_first_weights(folder, self.model)
         for name, (_, piece) in self._targets(with_moments=False, base=self.adapters).items():
             fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
         if self.saver:
@@ -267,28 +253,15 @@ class Checkpoints:
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the run from a checkpoint made under any mapping; returns what has changed since it was saved."""
         before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
-        has_base = "base" in saved.record
-        problems = state.refusals(before, now)
-        problems += state.refused_adapters(before, now, has_base, self.adapters)
-        if self.adapters and not has_base and not model_only:
-            problems.append(
-                "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "
-                f"checkpoint.load = {toml_value(str(saved.path))} and checkpoint.model_only = true"
-            )
+        has_base, first_adapter = "base" in saved.record, self.options.initial_adapter
+        problems = state.refused_record(saved.record, now, saved.path, self.adapters, model_only, first_adapter)
         if self.adapters and has_base and saved.record["base"] != self.about_run["base"]:
             problems.append(
                 f"its adapters were trained on other weights (digest {saved.record['base']}, and here "
                 f"{self.about_run['base']}): name the same ones in checkpoint.initial_hf, or in checkpoint.load with "
                 "model_only = true, and with the same training.mixed_precision_param"
             )
-        if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
-            how = saved.record.get("made", "not made by a training run")
-            problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
-        elif not model_only:
-            problems += state.refused_optimizer(before, now, saved.path)
-            problems += state.refused_freeze(before, now, saved.path)
-            if not self.adapters:  # the digest of the weights under them says more than a name
-                problems += state.refused_weights(before, now)
+        if not model_only and "loader" in saved.record:
             try:
                 self.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:

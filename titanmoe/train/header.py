@@ -17,8 +17,8 @@ from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.train.collapse import unbalanced
 from titanmoe.train.console import mapping, saving
+from titanmoe.train.disk_room import checkpoint_bytes
 from titanmoe.train.learning_rate import high_rate
-from titanmoe.train.optimizers.rules import OPTIMIZERS
 from titanmoe.train.runtime import segments
 
 TRIED = ("2.11", "2.13", "2.14", "2.15")
@@ -49,16 +49,12 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
-    tuning, stored = Tuning.of(config), getattr(torch, training.dtype).itemsize
+    tuning = Tuning.of(config)
     trained = trained_parameters(model, tuning)
     if tuning.trains_all:
         count += "; all are trained"
     else:
         count += f"; {trained:,} are trained" + ", in adapters" * bool(tuning.rank)
-    # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
-    frozen = 0 if tuning.rank else parameters.total - trained
-    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
-    moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
     balance, rate = unbalanced(model, config.moe), high_rate(config.optimizer)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
@@ -78,7 +74,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         },
         {"routing": forced} if config.moe.force_balance else {},
         config.checkpoint,
-        trained * stored + moments + frozen * getattr(torch, training.mixed_precision_param).itemsize,
+        checkpoint_bytes(config),
     )
 
 

@@ -21,6 +21,7 @@ from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.train import failure
+from titanmoe.train.check_inputs import resolve_checked
 from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.refusals import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
@@ -96,8 +97,11 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
     return replace(config, parallelism=parallelism), change
 
 
-def read(argv: list[str], world: int, parts: Parts) -> Config:
-    """The resolved config of a command line; raises ConfigError with every problem."""
+def read(argv: list[str], world: int, parts: Parts, check_inputs: bool = False) -> Config:
+    """Return the resolved config of a command line; raise a ConfigError with every problem.
+
+    check_inputs: also check what the run reads, which one of its ranks does for all.
+    """
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
     draft = read_draft(argv, parts)
@@ -116,6 +120,8 @@ def read(argv: list[str], world: int, parts: Parts) -> Config:
     def finish(config: Config) -> Config:
         nonlocal change
         config, change = fitted(config, node, world)
+        if check_inputs and not draft.command_line.print_config:
+            return resolve_checked(config, lambda config: resolve(config, world))
         return resolve(config, world)
 
     config = draft.finish(check, finish)
@@ -179,7 +185,7 @@ def main(
             config = only_forward(config) if checked.scores else config
         else:
             waiting("reading the recipe")
-            config = read(argv, world_size(), parts)
+            config = read(argv, world_size(), parts, check_inputs=read_environment().rank == 0)
         if config.checkpoint.initial_hf:
             from titanmoe.checkpoint.hf.fetch import fetch_first_weights
 

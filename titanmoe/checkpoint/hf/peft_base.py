@@ -7,16 +7,60 @@ model of the first lies on this machine, it compares the weights. Shapes are com
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
-from titanmoe.checkpoint.adapters import Adapters
+from titanmoe.checkpoint.adapters import Adapters, disagreements
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.hf.merge import BASE, Weights, digest_of, open_weights
+from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config, LoRA, Model
 
 KEY = "base_model_name_or_path"
+
+
+def first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
+    """Return the adapters that a run begins from; ConfigError if they are not for its model, or not as its [lora]."""
+    adapters = read_peft(folder.expanduser(), model)
+    if problems := disagreements(adapters, Config(model=model, lora=lora)):
+        raise ConfigError(problems, str(adapters.path))
+    return adapters
+
+
+def refuse_name(adapters: Adapters, under: str) -> None:
+    """Raise a ConfigError if adapters have a base, and not the weights of this name, as far as names tell.
+
+    Args:
+        under: the name of the weights that a run puts them on; "" for random ones.
+    """
+    named = adapters.base
+    if named and not under:
+        raise ConfigError(
+            [
+                f"its adapters are for {named}, and this run begins from random weights: name the model in "
+                "model.hf or checkpoint.initial_hf"
+            ],
+            str(adapters.path),
+        )
+    if named and place_of(named) != place_of(under) and local_folder(named) is None:
+        _refuse_other_name(adapters, under)
+
+
+def _refuse_other_name(adapters: Adapters, under: str) -> None:
+    named = adapters.base
+    if last_name(named) != last_name(under):
+        raise ConfigError(
+            [
+                f"its adapters are for {named} ({KEY} in adapter_config.json), which is not on this machine to be "
+                f"compared, and {under} has another name: name {named}{BASE}, or, if they are the same weights, write "
+                f"{under} there"
+            ],
+            str(adapters.path),
+        )
 
 
 def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group) -> str:
@@ -36,15 +80,7 @@ def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group)
         return f"{under} is the base that adapter_config.json names"
     if all(on_all_ranks(group, lambda: local_folder(named) is not None)):
         return _compare_weights(adapters, weights, under, group)
-    if last_name(named) != last_name(under):
-        raise ConfigError(
-            [
-                f"its adapters are for {named} ({KEY} in adapter_config.json), which is not on this machine to be "
-                f"compared, and {under} has another name: name {named}{BASE}, or, if they are the same weights, write "
-                f"{under} there"
-            ],
-            str(adapters.path),
-        )
+    _refuse_other_name(adapters, under)
     return f"names and shapes were compared, not weights: adapters for {named}, on {under}"
 
 

@@ -191,6 +191,15 @@ def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Hug
     return HuggingFaceSource(path, configs.describe(path), model, drop)
 
 
+def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:
+    """Return the source of a run's first weights, checked; multi-token prediction that the model lacks is left out."""
+    source = open_hf(folder, model)
+    if source.has_mtp and not model.mtp_depth:
+        source = open_hf(folder, model, drop=("mtp",))
+    source.check()
+    return source
+
+
 def compress_names(names: Iterable[str]) -> list[str]:
     """Every name; names that differ only in numbers share a line if they are all the combinations of some numbers."""
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}

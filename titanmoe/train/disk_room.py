@@ -1,0 +1,70 @@
+"""Whether a run's checkpoints fit on their disk, asked before it starts: otherwise it trains until the first save."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, continues, run_folder
+from titanmoe.config.schema import Config
+from titanmoe.models.count import parameters, trained_parameters
+from titanmoe.models.tensors import Tuning
+from titanmoe.train.console import format_size
+from titanmoe.train.optimizers.rules import OPTIMIZERS
+
+
+def checkpoint_bytes(config: Config) -> int:
+    """Return about how many bytes a checkpoint of the run has: weights and the optimizer's state."""
+    training, tuning = config.training, Tuning.of(config)
+    trained = trained_parameters(config.model, tuning)
+    # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
+    frozen = 0 if tuning.rank else parameters(config.model).total - trained
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
+    stored, held = (getattr(torch, dtype).itemsize for dtype in (training.dtype, training.mixed_precision_param))
+    return trained * stored + moments + frozen * held
+
+
+def disk_shortage(config: Config, step: int = 0) -> str:
+    """Return what to say if the checkpoints that the run will have at one time do not fit on their disk; "" if they do.
+
+    These are the last checkpoint.keep_last and the one that is written before the oldest is removed, or fewer if the
+    run saves less often. Of a run that keeps all of them only the next one has to fit. What an interrupted save has
+    left counts as free, as the start removes it.
+
+    Args:
+        config: with the number of steps that the run makes.
+        step: the one that the run goes on from.
+    """
+    options, run = config.checkpoint, run_folder(config.job)
+    if not options.enable or not (saves := _saves(options.interval, step, config.training.steps)):
+        return ""
+    folder = checkpoints_of(run, options)
+    there = len(layout.steps(folder)) if continues(options) else 0
+    number = max(1, min(saves, options.keep_last + 1 - there)) if options.keep_last else 1
+    each, disk = checkpoint_bytes(config), next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        usage, left = shutil.disk_usage(disk), layout.leftover_bytes(folder) if continues(options) else 0
+    except OSError:  # said where it is written to
+        return ""
+    free = usage.free + left
+    if number * each <= free or not usage.total:  # some file systems do not know
+        return ""
+    which = f"{number} checkpoints of about {format_size(each)} have" if number > 1 else ""
+    which = which or f"a checkpoint of about {format_size(each)} has"
+    limited = 1 < number == options.keep_last + 1 - there
+    keeps = f" (checkpoint.keep_last = {options.keep_last}, and the one being written)" if limited else ""
+    lower = "lower checkpoint.keep_last, " if number > 2 else ""  # with 1 there are 2 at one time
+    return (
+        f"{which} to fit{keeps} in {folder.absolute()}, and only {format_size(free)} are free there: make room, {lower}"
+        "name another checkpoint.folder or job.dump_folder, or save nothing with --checkpoint.enable false"
+    )
+
+
+def _saves(interval: int, step: int, steps: int) -> int:
+    """Return how often a run saves after a step: at every multiple of the interval, and at its end."""
+    if step >= steps:
+        return 0
+    return steps // interval - step // interval + (steps % interval > 0) if interval else 1
