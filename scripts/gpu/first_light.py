@@ -260,7 +260,7 @@ def table(report: dict[str, Any]) -> str:
         lines += ["| failed | check | why |", "|---|---|---|"]
         lines += [cells(r["name"], row["name"], row["text"]) for r, row in failed[:16]]
         lines += [f"and {len(failed) - 16} more in the archive"] * (len(failed) > 16) + [""]
-    lines += ["| part | result | seconds | checks | |", "|---|---|---|---|---|"]
+    lines += ["| part | result | seconds | checks | note |", "|---|---|---|---|---|"]
     for r in sorted(results, key=lambda r: r["state"] == "ok"):
         good = sum(row["ok"] for row in r["rows"])
         lines.append(cells(r["name"], r["state"], f"{r['seconds']:.0f}", f"{good} of {len(r['rows'])}", r["note"]))
