@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
@@ -127,7 +129,9 @@ def test_a_rank_of_the_pipeline_that_has_not_sent() -> None:
 
 def test_a_cycle_names_its_ranks() -> None:
     some = [seen(0, STEP[:1]), seen(1, [(TP, "all_gather")])]
-    assert list(of(some, stage=1).late) == [0, 1]
+    found = of(some, stage=1)
+    assert found.late == {0: "waits for rank 1 in a circle", 1: "waits for rank 0 in a circle"}
+    assert "waits for nobody" not in found.text
 
 
 def test_a_disk_that_does_not_answer() -> None:
@@ -155,3 +159,107 @@ def test_nobody_is_behind() -> None:
     found = of([seen(rank, STEP[:3]) for rank in range(4)])
     assert found.late == {}
     assert found.text.startswith("hang: ranks 0-3 wait for each other, and none is behind: check the network")
+
+
+def test_a_barrier_too_many_between_two_steps() -> None:
+    """The others' next message over the world is in the next step, and has the barrier's number."""
+    barrier = seen(2, [*STEP, (WORLD, "barrier")], step=6, phase="between steps")
+    barrier.recorded = replace_numbers(barrier.recorded, {"0": 11, "1": 10, "2": 10})
+    found = of([barrier, *(seen(rank, STEP[:1], phase="data") for rank in (0, 1, 3))])
+    assert list(found.late) == [2]
+    assert "issued barrier over world as number 11 there, where 3 other ranks issued all-reduce over" in found.text
+
+
+def test_who_is_alone_in_its_step_while_all_wait_for_each_other() -> None:
+    """A barrier too many again, but the next step begins with messages of other groups: there the others wait for it,
+    and it waits for them.
+    """
+    numbers = {"0": 13, "1": 11, "2": 12}
+    waits = [(WORLD, "all_reduce"), (TP, "all_gather"), (EP, "all_to_all"), (EP, "all_to_all"), (WORLD, "all_reduce")]
+    for rank in range(4):
+        some = [seen(other, [(TP, "all_gather")], step=8, phase="data") for other in range(4)]
+        for one in some:
+            one.recorded = replace_numbers(one.recorded, numbers | {"0": 12, "1": 12})
+        some[rank] = seen(rank, [*waits, (WORLD, "barrier")], phase="between steps")
+        some[rank].recorded = replace_numbers(some[rank].recorded, numbers)
+        others = "1-3", "0, 2-3", "0-1, 3", "0-2"
+        assert of(some).late == {rank: f"in step 7, when ranks {others[rank]} are in step 8"}
+    # The other way round, three wait at a barrier that one has left out.
+    some = [seen(other, [*waits, (WORLD, "barrier")]) for other in range(4)]
+    some[1] = seen(1, [(TP, "all_gather")], step=8, phase="data")
+    some[1].recorded = replace_numbers(some[1].recorded, numbers | {"0": 12, "1": 12})
+    assert of(some).late == {1: "in step 8, when ranks 0, 2-3 are in step 7"}
+
+
+def replace_numbers(recorded: FlightRecord, numbers: dict[str, int]) -> FlightRecord:
+    """The same record, with these as the numbers of the latest messages of each group."""
+    left, last = dict(numbers), []
+    for message in reversed(recorded.last):
+        last.insert(0, message._replace(number=left[str(message.group)]))
+        left[str(message.group)] -= 1
+    return recorded._replace(last=tuple(last), numbers=numbers)
+
+
+def test_a_rank_that_does_not_finish_when_the_others_have() -> None:
+    done = {"phase": "between steps", "stack": [], "state": "ended"}
+    closes = {"phase": "between steps", "stack": ["/lib/python3.11/threading.py:9 in join", "mine.py:1 in f"]}
+    found = of([seen(rank, STEP, **(closes if rank == 1 else done)) for rank in range(4)])
+    assert found.late == {1: "has not finished, as ranks 0, 2-3 have"}
+    assert found.text.endswith("\n  ranks 0, 2-3 have finished") and "the others wait" not in found.text
+    waits = {"phase": "between steps", "stack": IN_MESSAGE}
+    found = of([seen(rank, STEP, **(done if rank == 1 else waits)) for rank in range(4)])
+    assert found.late == {1: "has finished its run"}
+
+
+IN_MESSAGE = ["/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/moe/layer.py:50 in forward"]
+
+
+def address(rank: int) -> str:
+    return f"10.0.0.{rank}"
+
+
+def connected(unanswered: dict[int, list[int]], reached: dict[int, list[int]] | None = None) -> list[RankStatus]:
+    """Ranks with a connection to each other one. All have issued the same messages."""
+    some = [seen(rank, STEP[:3], stack=IN_MESSAGE) for rank in range(4)]
+    for one in some:
+        one.recorded = one.recorded._replace(unfinished={str(EP): 11} if one.rank in (1, 2) else {})
+        peers = {name: [[address(one.rank), address(peer)] for peer in ranks] for name, ranks in {
+            "pairs": [rank for rank in range(4) if rank != one.rank],
+            "unanswered": unanswered.get(one.rank, []),
+            "reached": (reached or {}).get(one.rank, []),
+        }.items()}  # fmt: skip
+        one.connections = Connections(**peers)
+    return some
+
+
+def test_a_link_is_the_suspect_if_all_its_connections_wait() -> None:
+    found = of(connected({0: [1], 1: [2], 3: [1]}))
+    assert found.text.startswith("hang: rank 1 on node0 cannot be reached, in step 7\n")
+    assert found.late == {
+        1: "what ranks 0, 2-3 and it send each other is not acknowledged: look at the network of 10.0.0.1"
+    }
+    # Of a single connection, the end that reaches others is not to blame.
+    assert list(of(connected({0: [1]})).late) == [0, 1]
+    assert list(of(connected({0: [1]}, {0: [2], 3: [0, 2]})).late) == [1]
+    assert list(of(connected({0: [1]}, {0: [2], 3: [0, 1]})).late) == [0, 1]
+    # A peer that is no rank, such as a server of data, does not count.
+    elsewhere = connected({0: [9]})
+    assert of(elsewhere).late == {}
+
+
+def test_a_message_that_all_have_sent_waits_for_the_network() -> None:
+    """Ranks 1 and 2 are the last of the chain, and nobody is behind."""
+    some = connected({})
+    for one in some:
+        if one.rank in (0, 3):
+            one.recorded = seen(one.rank, STEP[:4]).recorded
+    found = of(some)
+    assert found.late == {} and "check the network" in found.text
+    assert "  number 11 over ep was sent by all of ranks 0-3 and has not reached ranks 1-2" in found.text
+    some[1].stack = ["titanmoe/moe/layer.py:50 in forward"]
+    assert list(of(some).late) == [1], "it is not in that message, which may complete without it"
+
+
+def test_a_status_as_another_machine_reads_it() -> None:
+    one = connected({0: [1]})[0]
+    assert RankStatus.from_json(json.loads(json.dumps(one.as_json()))) == one

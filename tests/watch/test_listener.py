@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests import parity, world
 from titanmoe.observe import Observer, listening
@@ -92,13 +93,28 @@ def test_what_the_flight_recorder_has_of_a_step() -> None:
     for found, axes in results:
         assert found.issued == len(found.last) or found.issued > len(found.last) > 10
         assert [message.index for message in found.last] == list(range(found.issued))[-len(found.last) :]
-        assert found.differs == -1
+        assert found.differs == -1 and found.unfinished == {}
         assert {message.op for message in found.last} >= {"all_reduce", "all_to_all"}
         assert any("world" in axes[message.group] for message in found.last)
         for group, number in found.numbers.items():
             assert number == max([m.number for m in found.last if m.group == int(group)] or [number])
     assert [m.kind for m in results[0][0].last] == [m.kind for m in results[1][0].last]
     assert FlightRecord.from_json(found.as_json()) == found
+
+
+def waits_for_rank_1() -> dict[str, int]:
+    groups, store = {dist.group.WORLD.group_name: 7}, dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["read"])
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    found = read_recorder(groups, 0, 0)
+    store.set("read", "")
+    work.wait()
+    return {} if dist.get_rank() == 1 else {"7": found.numbers["7"] - found.unfinished["7"]}
+
+
+def test_a_message_that_has_not_completed() -> None:
+    assert world.run(2, waits_for_rank_1) == [{"7": 0}, {}]
 
 
 def test_a_skipped_message_shows_as_a_difference_from_the_step_before() -> None:

@@ -47,6 +47,8 @@ class FlightRecord(NamedTuple):
     """By group (as text, as in JSON), the number of its latest message."""
     differs: int = -1
     """The first message of this step that is not what the step before had at its place, or -1."""
+    unfinished: Mapping[str, int] = {}
+    """By group (as text), the number of its earliest message that has not completed."""
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()
@@ -66,9 +68,13 @@ def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightR
     # A step whose beginning is no longer there cannot be compared.
     comparable = before > 0 and bool(entries) and entries[0][0] < before
     numbers: dict[str, int] = {}
-    for _, group, *_, number in entries:
+    unfinished: dict[str, int] = {}
+    for _, finished, group, *_, number in entries:
         numbers[str(group)] = max(number, numbers.get(str(group), 0))
-    return FlightRecord(len(step), tuple(step[-MOST:]), numbers, first_difference(step, previous) if comparable else -1)
+        if not finished:
+            unfinished[str(group)] = min(number, unfinished.get(str(group), number))
+    differs = first_difference(step, previous) if comparable else -1
+    return FlightRecord(len(step), tuple(step[-MOST:]), numbers, differs, unfinished)
 
 
 def first_difference(step: list[Collective], previous: list[Collective]) -> int:
@@ -76,12 +82,12 @@ def first_difference(step: list[Collective], previous: list[Collective]) -> int:
     return next((index for index, (now, then) in pairs if now.kind != then.kind), -1)
 
 
-Entry = tuple[int, int, str, str, int, int]
-"""When it was issued, then a Collective without its index."""
+Entry = tuple[int, bool, int, str, str, int, int]
+"""When it was issued, whether it has completed, then a Collective without its index."""
 
 
 def _messages(entries: Iterator[Entry]) -> list[Collective]:
-    return [Collective(index, *entry[1:]) for index, entry in enumerate(entries)]
+    return [Collective(index, *entry[2:]) for index, entry in enumerate(entries)]
 
 
 def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
@@ -93,7 +99,8 @@ def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
         op = entry["profiling_name"].partition(":")[2].removeprefix("_").removesuffix("_base")
         sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         elements = sum(math.prod(size) for size in sizes)
-        yield entry["time_created_ns"], group, op, dtypes[0] if dtypes else "", elements, entry["collective_seq_id"]
+        dtype, number = dtypes[0] if dtypes else "", entry["collective_seq_id"]
+        yield entry["time_created_ns"], entry["retired"], group, op, dtype, elements, number
 
 
 def save(folder: Path, rank: int) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import FlightRecord, MessageKind
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.process_groups import LaneGroups
@@ -35,14 +36,17 @@ class RankStatus:
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
+    connections: Connections = field(default_factory=Connections)
 
     def as_json(self) -> dict[str, Any]:
-        return vars(self) | {"position": self.position._asdict(), "recorded": self.recorded.as_json()}
+        nested = {"recorded": self.recorded.as_json(), "connections": vars(self.connections)}
+        return vars(self) | {"position": self.position._asdict()} | nested
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> RankStatus:
-        position, recorded = Position(**value["position"]), FlightRecord.from_json(value["recorded"])
-        return RankStatus(**value | {"position": position, "recorded": recorded})
+        nested = {"recorded": FlightRecord.from_json(value["recorded"])}
+        nested["connections"] = Connections(**value["connections"])
+        return RankStatus(**value | {"position": Position(**value["position"])} | nested)
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,21 @@ def judge(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: i
     late = (
         _with_odd_message(statuses, groups, stage)
         or _with_new_message(statuses, groups, stage)
+        or _with_odd_number(statuses, groups)
         or _not_running(statuses)
-        or dict.fromkeys(_last_of_chains(by_rank, groups), "")
+        or _alone_in_step(by_rank, groups)
+    )
+    cut_off = {} if late else _cut_off(statuses)
+    late = (
+        late
+        or cut_off
+        or _finished(statuses)
+        or _last_of_chains(by_rank, groups)
         or dict.fromkeys(_in_own_code(statuses), "")
         or {status.rank: "" for status in statuses if _is_saving(status)}
     )
-    return LateRanks(late, report(by_rank, groups, late), {rank: _during(by_rank[rank]) for rank in late})
+    text = report(by_rank, groups, late, bool(cut_off))
+    return LateRanks(late, text, {rank: _during(by_rank[rank]) for rank in late})
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
@@ -74,12 +87,88 @@ def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
         "stopped": "stopped by a signal",
         "silent": "does not answer: its process lives, but none of its Python threads runs",
         "gone": "has exited: its process is gone",
-        "ended": "has finished its run",
-        "unknown": "its machine does not answer",
+        "unknown": "its machine does not answer, or its network is down",
     }
-    for states in (("failed",), ("gone", "unknown"), ("stopped", "silent"), ("ended",)):
+    for states in (("failed",), ("gone", "unknown"), ("stopped", "silent")):
         if ranks := {status.rank: words[status.state] for status in statuses if status.state in states}:
             return ranks
+    return {}
+
+
+def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
+    """Ranks that have finished while others wait for them; or, if nobody does, those that have not finished."""
+    ended = [status.rank for status in statuses if status.state == "ended"]
+    running = [status for status in statuses if status.state != "ended"]
+    if not ended:
+        return {}
+    if any(in_message(status.stack) or status.phase != "between steps" for status in running):
+        return dict.fromkeys(ended, "has finished its run")
+    return {status.rank: f"has not finished, as {_ranks(ended)} {_have(ended)}" for status in running}
+
+
+def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
+    """Ranks whose address is an end of every connection between ranks that is not acknowledged. If it is a single
+    connection, the end that reaches somebody else is not to blame.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for status in statuses:
+        for address in {own for own, _ in status.connections.pairs}:
+            ranks_of.setdefault(address, []).append(status.rank)
+    every = {frozenset(pair) for status in statuses for pair in status.connections.unanswered}
+    pairs = [pair for pair in every if len(pair) == 2 and pair <= ranks_of.keys()]
+    suspects = frozenset.intersection(*pairs) if pairs else frozenset[str]()
+    reached = {address for status in statuses for pair in status.connections.reached for address in pair}
+    late = {}
+    for address in suspects - reached or suspects:
+        peers = {rank for pair in pairs for peer in pair - {address} for rank in ranks_of[peer]}
+        for rank in ranks_of[address]:
+            late[rank] = (
+                f"what {_ranks(peers)} and it send each other is not acknowledged: look at the network of {address}"
+            )
+    return late
+
+
+def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+    """Ranks in the step that fewest are in, if in an earlier step somebody waits for a message that a rank in a later
+    one has not issued: then one of the two has called it too often, or not often enough.
+    """
+    conflicts = {
+        status.step: other.step
+        for status in by_rank.values()
+        for other in (by_rank[rank] for rank in _waits_for(status, by_rank, groups))
+        if status.step < other.step
+    }
+    if not conflicts:
+        return {}
+    involved = {*conflicts, *conflicts.values()}
+    counts = Counter(status.step for status in by_rank.values() if status.step in involved)
+    fewest = min(counts.values())
+    late = {}
+    for status in by_rank.values():
+        if counts[status.step] == fewest:
+            others = [other.rank for other in by_rank.values() if other.step in involved - {status.step}]
+            where = ", ".join(str(step) for step in sorted(involved - {status.step}))
+            late[status.rank] = f"in step {status.step}, when {_ranks(others)} {_are(others)} in step {where}"
+    return late
+
+
+def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+    """Ranks that issued another operation than most of a group as the message of the same number there."""
+    issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
+    for status in statuses:
+        for message in status.recorded.last:
+            key = message.group, message.number, groups[message.group].of(status.rank)
+            issued.setdefault(key, {})[status.rank] = message.op
+    for (group, number, _), ops in sorted(issued.items()):
+        (usual, count), *rivals = Counter(ops.values()).most_common()
+        if rivals and count > rivals[0][1]:
+            due = _collective_text(groups, group, usual)
+            return {
+                rank: f"issued {_collective_text(groups, group, op)} as number {number} there, where {count} other "
+                f"ranks issued {due}"
+                for rank, op in ops.items()
+                if op != usual
+            }
     return {}
 
 
@@ -127,11 +216,30 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
     return late
 
 
-def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> list[int]:
-    """Ranks at the end of a chain of waits: others wait for them, and they wait for nobody; or those of a cycle."""
+def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+    """Ranks at the end of a chain of waits: others wait for them, and they wait for nobody; or those of a cycle. Not a
+    rank in a message that everybody has sent: that waits for the network.
+    """
     waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
-    return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
+    if last := [rank for rank in sorted(awaited) if not waits[rank]]:
+        stuck = {rank for ranks in _stuck_messages(by_rank, groups).values() for rank in ranks}
+        return dict.fromkeys((rank for rank in last if rank not in stuck), "")
+    return {rank: f"waits for {_ranks(waits[rank])} in a circle" for rank in sorted(awaited)}
+
+
+def _stuck_messages(
+    by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]
+) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
+    """Return who waits in a message that all ranks of its group have issued, by group, number and ranks."""
+    stuck: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
+    for rank, status in by_rank.items():
+        for name, number in status.recorded.unfinished.items():
+            ranks = groups[int(name)].of(rank)
+            issued = [by_rank[peer].recorded.numbers.get(name, 0) for peer in ranks if peer in by_rank]
+            if in_message(status.stack) and min(issued) >= number:
+                stuck.setdefault((int(name), number, ranks), []).append(rank)
+    return stuck
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> set[int]:
@@ -159,26 +267,37 @@ def _is_saving(status: RankStatus) -> bool:
 # ---- the report
 
 
-def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: dict[int, str]) -> str:
+def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: dict[int, str], cut_off: bool) -> str:
+    """Return the report. cut_off: whether the late ranks' network is to blame."""
     if not late:
         longest = max(by_rank.values(), key=lambda status: status.silent_s)
         lines = [f"hang: {_ranks(by_rank)} wait for each other, and none is behind: check the network"]
         lines.append(f"  since {longest.silent_s:.0f} s, in step {longest.step}")
+        for (group, number, ranks), waiting_ranks in list(_stuck_messages(by_rank, groups).items())[:LINES]:
+            lines.append(
+                f"  number {number} over {groups[group].axes} was sent by all of {_ranks(ranks)} and has not reached "
+                f"{_ranks(waiting_ranks)}"
+            )
     else:
         first = by_rank[min(late)]
         others = f" (and {_ranks(rank for rank in late if rank != first.rank)})" if len(late) > 1 else ""
-        lines = [f"hang: rank {first.rank} on {first.host} is late{others}, in step {first.step}"]
+        first_line = f"hang: rank {first.rank} on {first.host} is late{others}, in step {first.step}"
+        if cut_off:
+            first_line = f"hang: rank {first.rank} on {first.host} cannot be reached{others}, in step {first.step}"
+        lines = [first_line]
         for rank, why in sorted(late.items())[:LINES]:
             lines += _about(by_rank[rank], groups, why)
     waiting: dict[str, list[RankStatus]] = {}
     for status in by_rank.values():
-        if status.rank not in late:
+        if status.rank not in late and status.state != "ended":
             waiting.setdefault(_waits_in(status, groups), []).append(status)
     if waiting:
         lines.append("  the others wait:")
     for activity, waiting_ranks in sorted(waiting.items(), key=lambda pair: -len(pair[1]))[:LINES]:
         longest = max(status.silent_s for status in waiting_ranks)
         lines.append(f"    {_ranks(status.rank for status in waiting_ranks)}: {activity}, for {longest:.0f} s")
+    if ended := [rank for rank, status in by_rank.items() if status.state == "ended" and rank not in late]:
+        lines.append(f"  {_ranks(ended)} {_have(ended)} finished")
     return "\n".join(lines)
 
 
@@ -228,6 +347,14 @@ def _collective_text(groups: Sequence[LaneGroups], group: int, op: str) -> str:
 
 def _message_text(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
     return _collective_text(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
+
+
+def _have(ranks: Sized) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _are(ranks: Sized) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

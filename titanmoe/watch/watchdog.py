@@ -27,6 +27,7 @@ from titanmoe.train import failure
 from titanmoe.train.outlet import LineFile
 from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat as at
+from titanmoe.watch.connections import Connections, probed_connections
 from titanmoe.watch.flight_recorder import FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.hosts import MachineMessages, Machines
@@ -180,6 +181,8 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(Exception):
             answer["recorded"] = self.read_recorder().as_json()
         with contextlib.suppress(Exception):
+            answer["connections"] = vars(probed_connections())
+        with contextlib.suppress(Exception):
             answer["note"] = self.dump()
         self.hosts.own_heart.write_answer(json.dumps(answer).encode())
         local = self.hosts.local.values()
@@ -314,6 +317,7 @@ class Watchdog(threading.Thread):
             status.note = answer.get("note", "")
             if "recorded" in answer:
                 status.recorded = FlightRecord.from_json(answer["recorded"])
+            status.connections = Connections(**answer.get("connections", {}))
         return status
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
