@@ -180,9 +180,11 @@ def test_a_hang_that_names_another_rank_or_ends_late_has_failed(tmp_path, monkey
         judge.ends(run)
 
     ends("error: hang: rank 2 on a is late, in step 3")
+    ends("error: hang: rank 2 on a cannot be reached, in step 3")
     ends("error: rank 0 failed first, with exit code 1: not saved after 6 s: rank 2 is still writing a")
-    assert len(again) == 2 * (launcher != "torchrun") and run.figures["seconds until all had ended"] < 1
-    for text in ("error: hang: rank 1 on a is late, in step 3", "error: rank 2 was killed by SIGKILL", "done"):
+    assert len(again) == 3 * (launcher != "torchrun") and run.figures["seconds until all had ended"] < 1
+    others = "error: hang: rank 2 on a is late (and rank 3), in step 3"
+    for text in (others, "error: hang: rank 1 on a is late, in step 3", "error: rank 2 was killed by SIGKILL", "done"):
         with pytest.raises(Wrong, match="rank 2 was struck, and the last report is: "):
             ends(text)
     with pytest.raises(Wrong, match="a traceback before the report"):

@@ -63,23 +63,31 @@ def names(run: Run, kind: str, *words: str) -> None:
 
 
 def ends(run: Run) -> None:
-    """All ranks end by themselves, in time, and the last thing said is a report that names the rank; then the run goes
-    on: torchrun starts the ranks again, `titanmoe train` is given again.
+    """All ranks end by themselves, in time, after a report; then the run goes on: torchrun starts the ranks again,
+    `titanmoe train` is given again.
     """
+    is_named(run)
+    if run.launcher != "torchrun":
+        run.start()
+
+
+def is_named(run: Run, restarted: bool | None = None) -> None:
+    """All ranks end by themselves, in time, and the last thing said is a report that names the rank and no other.
+    restarted: whether the launcher starts the ranks again; by default, if it is torchrun.
+    """
+    restarted = run.launcher == "torchrun" if restarted is None else restarted
     run.wait(lambda: not any(map(alive, run.pids)), "the end of all ranks", None)
     took = run.figures["seconds until all had ended"] = time.monotonic() - run.struck_at
-    if run.launcher != "torchrun":
+    if not restarted:
         run.ended()
     said = run.said()
     last = [line for line in said.splitlines() if line.startswith("error: ")][-1:]
-    if not last or not re.search(rf"\brank {run.rank} (on \S+ is late|is still )", last[0]):
+    if not last or not re.search(rf"\brank {run.rank} (on \S+ (is late|cannot be reached), |is still )", last[0]):
         raise Wrong(f"rank {run.rank} was struck, and the last report is: {last}")
     if "Traceback" in said.partition(last[0])[0]:
         raise Wrong("a rank printed a traceback before the report")
     if took > TIMEOUT_S + 10:
         raise Wrong(f"all had ended only after {took:.1f} s")
-    if run.launcher != "torchrun":
-        run.start()
 
 
 def straggles(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:

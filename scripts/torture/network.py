@@ -54,6 +54,11 @@ def network(ranks: int) -> Iterator[str]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
+def cut(spaces: str, rank: int, state: str = "down") -> None:
+    """Take a rank's link down, or with "up" mend it."""
+    ip("-n", f"{spaces}-lan", "link", "set", f"port{rank}", state)
+
+
 def carry(spaces: str, ends: tuple[int, int], seconds: float, stall: float = 0.0) -> None:
     """Packets between two ranks, each held back for so long, and none before `stall` is over."""
     devices, begin = [], time.monotonic() + stall

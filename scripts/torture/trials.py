@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.torture import judge
-from scripts.torture.network import carry, network
+from scripts.torture.network import carry, cut, network
 from scripts.torture.runs import BATCH, INTERVAL, LAUNCHERS, RANKS, STEPS, TIMEOUT_S, Forked, Missed, Run, Wrong
 from titanmoe.checkpoint import layout
 
@@ -34,6 +34,7 @@ WEIGHTS = [("attention.wq", "weight"), ("attention_norm", "weight"), ("moe.route
 TO_DISK, STALE = ["write", "mkdir", "rename", "fsync"], [errno.ESTALE, errno.EIO]
 SKIPPED = ("titanmoe.train.gradients:all_reduce", "titanmoe.parallel.norm:all_reduce")
 """The first sums counts and losses, the second the gradient norm."""
+AFTER, CLOSE = "titanmoe.train.runtime:GarbageCollection.collect", "titanmoe.data.loader:Loader.close"
 READ = "titanmoe.data.loader:SampleReader.__getitem__"
 
 
@@ -176,6 +177,37 @@ def slow_link(run: Run) -> None:
         raise Missed("nothing was sent over the slow link")
 
 
+def waits_alone(run: Run) -> None:
+    """Between two steps, at a barrier that nobody else comes to."""
+    run.start(0, {"do": "barrier", "on": ["signal"], "rank": run.rank, "path": AFTER})
+    run.moment()
+    run.strike(signal.SIGUSR1, run.rank)
+    judge.is_named(run, restarted=False)
+    run.start()
+    judge.goes_on(run)
+
+
+def does_not_finish(run: Run) -> None:
+    run.options |= {"checkpoint.timeout_s": 3}
+    run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
+    run.moment()
+    run.strike(signal.SIGUSR1, run.rank)
+    run.wait(lambda: STEPS in layout.steps(run.checkpoints), "the last checkpoint", Wrong)
+    run.struck()
+    judge.is_named(run, restarted=False)
+
+
+def loses_its_link(run: Run) -> None:
+    run.start()
+    run.moment()
+    cut(run.network, run.rank)
+    run.struck()
+    judge.is_named(run, restarted=False)
+    cut(run.network, run.rank, "up")
+    run.start()
+    judge.goes_on(run)
+
+
 # ---- numbers
 
 
@@ -308,6 +340,11 @@ GROUPS = {
         "a rank skips a collective": partial(hang, number=signal.SIGUSR1, do="skip"),
         "a disk that hangs while saving": hung_disk,
     }, (judge.goes_on, EQUAL)),
+    "more hangs": Group({
+        "a rank waits at a barrier of its own": waits_alone,
+        "a rank does not finish": does_not_finish,
+        "a rank's link is down": loses_its_link,
+    }, (EQUAL,), network=True),
     "withstood": Group({"a slow link": slow_link}, (judge.no_alarm, EQUAL), network=True),
     "numbers": Group({
         "NaN in what a layer returns": partial(nan, places=OUTPUTS),

@@ -12,8 +12,8 @@ at      the number of the first such event to have the fault, 1 if left out; tim
 once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
 
 With "on": ["signal"], at SIGUSR1: "deadlock" waits for ever in Python, "leave" ends the process with exit code 0,
-"skip" makes the next call of "path", MODULE:FUNCTION, return its argument, and "slow" makes every further call of it,
-or of MODULE:CLASS.METHOD, take `seconds` longer.
+"skip" makes the next call of "path", MODULE:FUNCTION, return its argument. Of it, or of MODULE:CLASS.METHOD, "barrier"
+makes the next call wait for all ranks first, and "slow" makes every further call take `seconds` longer.
 
 flip    a bit of a parameter of this `shape`, the first in the last of the optimizer's groups that has one, or of its
         moment `of`, after the optimizer's step number `at`: bit `bit` of its number `place`.
@@ -121,11 +121,16 @@ def at_signal(do, path="", seconds=0.0, **_):
             setattr(home, name, function)
             return first
 
+        def with_barrier(*args, **kwargs):
+            setattr(home, name, function)
+            sys.modules["torch.distributed"].barrier()
+            return function(*args, **kwargs)
+
         def slowly(*args, **kwargs):
             time.sleep(seconds)
             return function(*args, **kwargs)
 
-        setattr(home, name, skipped if do == "skip" else slowly)
+        setattr(home, name, {"skip": skipped, "barrier": with_barrier, "slow": slowly}[do])
 
     signal.signal(signal.SIGUSR1, act)
 
