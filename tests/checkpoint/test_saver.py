@@ -20,6 +20,7 @@ from tests.checkpoint import runs
 from tests.support.fake_gpu import FakeGPU
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import Piece
@@ -140,3 +141,22 @@ def _copies(folder: str) -> list[str]:
 def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) -> None:
     (lines,) = world.run(1, _copies, str(tmp_path / "c"))
     assert len(lines) == 1 and "refuses to page-lock" in lines[0]
+
+
+def answers_of_a_group() -> list[Any]:
+    """Ranks 1 and 2 are ranks 0 and 1 of a group."""
+    group, rank = dist.new_group([1, 2]), dist.get_rank()
+
+    def refuses() -> None:
+        raise CheckpointError(f"rank {rank} refuses")
+
+    if rank == 0:
+        return []
+    said = from_rank(group, 0, lambda: rank), from_rank(group, 1, lambda: rank)
+    with pytest.raises(CheckpointError, match="rank 2 refuses"):
+        from_rank(group, 1, refuses)
+    return [*said, *on_all_ranks(group, lambda: rank)]
+
+
+def test_a_rank_of_a_group_answers_for_all_of_it() -> None:
+    assert world.run(3, answers_of_a_group) == [[], [1, 2, 1, 2], [1, 2, 1, 2]]

@@ -29,12 +29,16 @@ def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
-    """What work returns on rank `source`, the only one that calls it. If it fails, all ranks raise CheckpointError."""
+    """Return what work returns on the group's rank `source`, the only one that calls it. Collective over the group.
+
+    Raises:
+        CheckpointError: on all ranks, if it fails.
+    """
     box: list[Any] = [None]
     if group is None or dist.get_rank(group) == source:
         box[0] = _result(work)
     if group is not None:
-        dist.broadcast_object_list(box, source, group)
+        dist.broadcast_object_list(box, group=group, group_src=source)
     result, reason = box[0]
     if reason:
         raise CheckpointError(reason)
