@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from titanmoe.watch import heartbeat as at
-from titanmoe.watch import watchdog
+from titanmoe.watch import hosts, watchdog
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.hosts import MachineMessages, Machines
@@ -46,6 +47,21 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     assert other.answer() == b"words"
 
 
+def test_a_machine_is_known_by_a_file_and_nothing_else_is_left(tmp_path: Path) -> None:
+    first, second = hosts._identity(tmp_path), hosts._identity(tmp_path)
+    assert first == second and [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+def test_a_full_memory_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        hosts._create_heartbeat(tmp_path, "token", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Watched:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         patch.setattr(watchdog, "TICK_S", 0.05)
@@ -62,13 +78,12 @@ class Watched:
             heart.numbers[at.FIRST], heart.numbers[at.STEP], heart.numbers[at.PHASE] = 1, 3, 2
             number = rank // 2
             local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
-            hosts = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")
+            machines = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")
             end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
+            messages = MachineMessages(machines, store)
             self.watchdogs.append(
-                Watchdog(
-                    rank, hosts, GROUPS, 4, LIMITS, lambda: folder, messages=MachineMessages(hosts, store), end=end
-                )
-            )  # fmt: skip
+                Watchdog(rank, machines, GROUPS, 4, LIMITS, lambda: folder, messages=messages, end=end)
+            )
 
     def send(self, *ranks: int) -> None:
         """They wait in a sum over the world."""

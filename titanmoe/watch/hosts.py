@@ -64,15 +64,25 @@ class Machines:
 def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
     folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder, Heartbeat(folder / str(rank), create=True)
+    try:
+        return folder, Heartbeat(folder / str(rank), create=True)
+    except OSError:  # it is full: leave nothing there
+        (folder / str(rank)).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another rank's file is there
+            folder.rmdir()
+        raise
 
 
 def _identity(folder: Path) -> str:
-    """The same for all ranks that see the same files. Neither host names nor container disks need differ."""
+    """Create `folder/identity` unless another rank has, and return its text.
+
+    Ranks that see the same files have the same, even if host names or the disks of containers are equal elsewhere.
+    """
     new_file = folder / f"{uuid.uuid4().hex}.new"
     new_file.write_text(new_file.stem)
     with contextlib.suppress(FileExistsError):
         os.link(new_file, folder / "identity")
+    new_file.unlink()
     return (folder / "identity").read_text()
 
 
