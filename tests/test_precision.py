@@ -87,9 +87,12 @@ def test_norms(kind: type[RMSNorm], dtype: torch.dtype, monkeypatch: pytest.Monk
 
 YARN = dict(rope_scaling="yarn", rope_theta=1e4, rope_factor=40.0, rope_mscale=1.0, rope_mscale_all_dim=0.707)
 
+BEYOND = YARN | dict(rope_theta=3.0, rope_original_len=64)
+"""Its ramp would begin before the first dim and end after the last."""
+
 
 @both
-@pytest.mark.parametrize("shape", [{}, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("shape", [{}, YARN, BEYOND], ids=["plain", "yarn", "beyond its ends"])
 def test_angles(shape: dict, dtype: torch.dtype) -> None:
     model, position = Model(**shape), torch.arange(512)[None]
     frequency, scale = reference.yarn(model, 32)

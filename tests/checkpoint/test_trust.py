@@ -255,6 +255,9 @@ def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
 def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
     with open(path / tensors.TENSORS, "ab") as stream:
+        stream.write(b"\0")
+        stream.flush()
+        assert "bytes but was written with" in layout.damage(path, contents=False)[0]
         stream.truncate(1 << 40)  # sparse
     assert "has 1,099,511,627,776 bytes but was written with" in layout.damage(path)[0]
     with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):

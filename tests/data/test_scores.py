@@ -16,6 +16,8 @@ import pytest
 from tests.data.shard_folders import make
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
+from titanmoe.data import pack
+from titanmoe.data.batch import KEPT_LOG_P
 from titanmoe.data.held_out import split
 from titanmoe.data.scores import EXTENSION, LOCK, SCORES, SUMS, Classes, ScoreWriter, classes_of, scores_of
 from titanmoe.data.shards import MANIFEST, ShardDocuments
@@ -180,3 +182,16 @@ def test_all_is_on_the_disk_before_the_folder_has_its_name(
     before, after = calls[: calls.index(f"rename to {MODEL}")], calls[calls.index(f"rename to {MODEL}") + 1 :]
     assert {f"0000{n}-000.{kind}" for n in range(2) for kind in (EXTENSION, SUMS)} < {*before}
     assert before[-1] == writer.unfinished.name and after == [SCORES]
+
+
+def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocuments) -> None:
+    """Their log-probabilities are NaN in the file, and no class of them has any probability in a batch."""
+    classes = Classes(2, 1.0, 16)
+    writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
+    writer.put(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))
+    writer.close()
+    documents.kept_scores = classes_of(documents, classes.name(MODEL), classes, 8)
+    assert np.isnan(documents.kept(3, 9)["log_p"]).all()
+    out = pack.empty(1, 8, False, pack.further_of(documents))
+    pack._fill_labels(documents, 0, 9, out, 0, slice(0, 8))
+    np.testing.assert_array_equal(out.further[KEPT_LOG_P][0], [[-1, -2, -3]] * 2 + [[-np.inf] * 3] * 6)

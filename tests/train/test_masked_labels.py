@@ -27,6 +27,24 @@ def reports(masked: bool) -> dict[str, Any]:
     return trainer.train_step()
 
 
+class Unlabelled(parity.Samples):
+    def next_step(self) -> list[Any]:
+        batches = super().next_step()
+        for batch in batches:
+            batch.labels_BS.fill_(-100)
+        return batches
+
+
+def step_without_labels() -> tuple[dict[str, Any], bool]:
+    trainer = parity.make_trainer({}, loader=partial(Unlabelled, documents=False))
+    return trainer.train_step(), all(p.isfinite().all() for p in trainer.training.parameters.values())
+
+
+def test_a_step_without_labels_is_worth_nothing_and_not_nan() -> None:
+    ((report, finite),) = world.run(1, step_without_labels)
+    assert (report["loss"], report["grad_norm"], finite) == (0, 0, True)
+
+
 def test_masked_labels_change_the_loss_and_no_balance_term() -> None:
     ((whole,), (masked,)) = (world.run(1, reports, masked) for masked in (False, True))
     assert masked["loss"] != pytest.approx(whole["loss"], rel=1e-3)

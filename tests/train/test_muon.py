@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def test_units_of_latents_heads_and_stacks() -> None:
     assert [m.spans for m in matrices_of((12, 5), MatrixRows((4, 2)), by_head=True)][2:] == [((4, 6),), ((10, 12),)]
     assert [m.shape for m in matrices_of((12, 5), MatrixRows((4,)), by_head=False)] == [(12, 5)]
     assert [m.expert for m in matrices_of((3, 12, 5), MatrixRows(()), by_head=True)] == [0, 1, 2]
+    gated = declared(replace(Config().model, attention_gate=True), router=False)
+    assert gated["layers.0.attention.wg.weight"] == gated["layers.0.attention.wq.weight"] != []
     names = declared(Config().model, router=False)
     assert "layers.0.moe.experts.w2" in names and not [n for n in names if "router" in n or "embed" in n or "head" in n]
 
@@ -125,9 +128,12 @@ def test_the_pieces_of_every_mapping_make_up_each_matrix_once() -> None:
                 assert seen.eq(1).all(), (fold, matrix)
 
 
+TALL = {"model.num_heads": 2, "model.num_kv_heads": 1, "model.head_dim": 64}
+"""With tp = 2, wk and wv are on both ranks, and so much higher than wide that their Gram matrices are summed."""
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "etp, owners of cut experts": (4, ETP),
     "etp, by the sum of Gram matrices": (4, ETP | {"model.expert_hidden": 64}),
+    "a replicated piece in the sum of Gram matrices": (4, TP | TALL),
     "pipeline, cp and uneven shards": (4, {"parallelism.pp": 2, "parallelism.cp": 2, "model.dim": 24}),
     "a stage without matrices": (2, {"parallelism.pp": 2, "training.freeze": ["layers.0.*"]}),
     "replicas": (8, TP | {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 8}),

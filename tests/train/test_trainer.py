@@ -18,6 +18,7 @@ from tests import parity, world
 from tests.support import processes
 from tests.support.case_features import MODELS
 from titanmoe.config.schema import Config
+from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parts import PARTS
 from titanmoe.replace import replaced
 from titanmoe.train import launch
@@ -215,3 +216,22 @@ def test_a_version_of_torch_that_was_not_tried_is_named() -> None:
     (new,) = world.run(1, notes_under, "2.99.0+cpu")
     assert new["PyTorch"] == "2.99.0+cpu, which titanmoe was not tried with: 2.11, 2.13, 2.14 and 2.15 were"
     assert "PyTorch" not in world.run(1, notes_under, "2.13.0+cpu")[0]
+
+
+def samples_compared(odd: int) -> str:
+    """tp 2 of dp 2: ranks 0 and 1 have the same samples, ranks 2 and 3 others. odd: a rank with a token of its own."""
+    training = parity.make_trainer(parity.TINY | {"parallelism.tp": 2}, loader=parity.samples()).training
+    batches = training.loader.peek()
+    if dist.get_rank() == odd:
+        batches[-1].tokens_BS[-1, -1] += 1
+    try:
+        check_alike(batches, training.meshes, training.device)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("odd", [-1, 1, 2])
+def test_ranks_of_one_data_index_must_have_the_same_samples(odd: int) -> None:
+    said = world.run(4, samples_compared, odd)
+    assert said == [said[0]] * 4 and ("have different samples" in said[0]) == (odd >= 0)
