@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from titanmoe.cli import main
 from titanmoe.rehearse import roles
+from titanmoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEBUG = str(ROOT / "train_configs" / "debug.toml")
@@ -63,7 +67,40 @@ def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     worst = max(report["ranks"], key=lambda rank: rank["memory"]["peak"])
     assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
     assert rehearse("--ranks", "2", "--all-ranks", *SMALL, "--parallelism.experts.ep", "2") == 0
-    assert "All of them need the same memory." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "All of them need the same memory." in text
+    assert "This does not see:\n    any step but step 1 (--steps)\n    saving, validation, " in text
+    assert rehearse("--ranks", "16", "--all-roles", *SMALL, "--training.global_batch_size", "32") == 0
+    text = capsys.readouterr().out
+    corners = int(re.search(r"(\d+) of them, the others are taken to be alike", text)[1])
+    assert f"    faults of the {16 - corners} ranks that were not rehearsed (--all-ranks)" in text
+
+
+def test_a_later_step(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second clips, and a rank has a message too many in it."""
+
+    def messages(steps: int) -> list[dict]:
+        clips = ["--optimizer.qk_clip", "100", "--optimizer.qk_clip_every", "2", "--model.qk_norm", "none"]
+        words = ["--ranks", "2", "--steps", str(steps), "--json", str(tmp_path / "rank.json")]
+        assert rehearse(*words, *SMALL, "--parallelism.tp", "1", "--parallelism.experts.ep", "2", *clips) == 0
+        (report,) = json.loads((tmp_path / "rank.json").read_text())["ranks"]
+        assert report["step"] == steps
+        return report["messages"]
+
+    first, second = messages(1), messages(2)
+    assert "routing balanced, step 2" in capsys.readouterr().out
+    assert sum(row["count"] for row in second) > sum(row["count"] for row in first)
+
+    def one_more(trainer: Trainer) -> dict:
+        report = train_step(trainer)
+        if trainer.training.runtime.rank == 1 and trainer.step == 2:
+            dist.all_reduce(torch.zeros(1))
+        return report
+
+    train_step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", one_more)
+    two = ["--ranks", "2", "--all-ranks", *SMALL, "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
+    assert rehearse(*two) == 0 and rehearse(*two, "--steps", "2") == 1
 
 
 def test_eight_ranks_are_rehearsed_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +116,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--ranks", "4", "--rank", "4")
     assert "name a GPU" in refused(capsys, "--ranks", "4", "--all-roles", "--hardware", "cpu")
     assert "--all-ranks checks" in refused(capsys, "--ranks", "4", "--all-ranks", "--hardware", "cpu")
+    assert "--steps = 0 is not a number of steps" in refused(capsys, "--ranks", "4", "--steps", "0")
     assert "--imbalance = 0.5 is below 1" in refused(capsys, "--ranks", "4", "--imbalance", "0.5")
     assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--ranks", "3")  # the laws' own
     assert "no.toml" in refused(capsys, "--ranks", "4", config=str(tmp_path / "no.toml"))

@@ -50,6 +50,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
     return {
         "world": rehearsal.fold.world,
         "rank": rehearsal.rank,
+        "step": rehearsal.step,
         "hardware": rehearsal.hardware,
         "routing": rehearsal.routing.text,
         "estimates": rehearsal.routing.estimates,
@@ -76,7 +77,8 @@ def _group(group: NamedGroup) -> dict[str, Any]:
 def table(rehearsal: Rehearsal) -> list[str]:
     fold = rehearsal.fold
     lines = [
-        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}",
+        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}"
+        + _step(rehearsal),
         f"    attention  {_axes(fold.attention_axes)}",
         f"    experts    {_axes(fold.expert_axes)}",
         *_notes(rehearsal),
@@ -136,7 +138,7 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     first, count = rehearsals[0], len(rehearsals)
     which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
     lines = [
-        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: {which}",
+        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}{_step(first)}: {which}",
         f"    attention  {_axes(first.fold.attention_axes)}",
         f"    experts    {_axes(first.fold.expert_axes)}",
         *_notes(first),
@@ -163,12 +165,27 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     lines += ["", most, "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.details]
-    return lines + _remarks(first)
+    return [*lines, "", "This does not see:", *(f"    {text}" for text in _unseen(first, count)), *_remarks(first)]
+
+
+def _unseen(first: Rehearsal, count: int) -> list[str]:
+    """Return what the order of messages of so many rehearsed ranks says nothing about."""
+    ranks = [f"faults of the {first.fold.world - count} ranks that were not rehearsed (--all-ranks)"]
+    return [
+        *ranks * (count < first.fold.world),
+        f"any step but step {first.step} (--steps)",
+        "saving, validation, passes of a reference or a teacher, and what is before the first step",
+        "contents: two messages of equal size whose data are swapped",
+    ]
 
 
 def _notes(rehearsal: Rehearsal) -> list[str]:
     notes = {"rows": rows_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
     return [f"    {name:<9}  {text}" for name, text in notes.items() if text]
+
+
+def _step(rehearsal: Rehearsal) -> str:
+    return f", step {rehearsal.step}" if rehearsal.step > 1 else ""
 
 
 def _axes(axes: dict[str, int]) -> str:

@@ -31,6 +31,9 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     rehearse.add_argument(
         "--hardware", metavar="NAME", default="h100", help="run the code that this hardware runs (default h100)"
     )
+    rehearse.add_argument(
+        "--steps", type=int, metavar="N", default=1, help="run this many steps and report the last one (default 1)"
+    )
     rehearse.add_argument("--node", type=int, metavar="N", default=8, help="ranks per node (default 8)")
     rehearse.add_argument(
         "--imbalance",
@@ -71,11 +74,11 @@ def _report(args: argparse.Namespace) -> Report:
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
-        rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
+        rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node, args.steps)]
         lines, order, code = table(rehearsals[0]), {}, 0
     else:
         ranks = range(world) if args.all_ranks else None
-        rehearsals = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks))
+        rehearsals = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks, args.steps))
         verdict = check_ranks(rehearsals)
         lines, code = table_of_ranks(rehearsals, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}
@@ -90,6 +93,8 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
+    if args.steps < 1:
+        problems.append(f"--steps = {args.steps} is not a number of steps: use 1 or more")
     if not args.imbalance >= 1:
         problems.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
     if (args.all_roles or args.all_ranks) and args.hardware == "cpu":

@@ -47,14 +47,17 @@ def rehearse_ranks(
     routing: float | AssumedRouting = 1.0,
     node: int = 8,
     ranks: Iterable[int] | None = None,
+    steps: int = 1,
 ) -> Iterator[Rehearsal]:
-    """ranks: by default all of a small world, and those at the corners of a larger one. Many of them are rehearsed in
+    """Yield the last of `steps` steps of each rank.
+
+    ranks: by default all of a small world, and those at the corners of a larger one. Many of them are rehearsed in
     several processes, each of which uses one CPU and takes a while to start.
     """
     if ranks is None:
         ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
     ranks = list(ranks)
-    arguments = repeat(config), repeat(world), ranks, repeat(hardware), repeat(routing), repeat(node)
+    arguments = repeat(config), repeat(world), ranks, repeat(hardware), repeat(routing), repeat(node), repeat(steps)
     processes = min(os.cpu_count() or 1, len(ranks) // MIN_RANKS_PER_PROCESS)
     if processes < 2:
         yield from map(rehearse, *arguments)

@@ -86,6 +86,8 @@ class Rehearsal:
     exchange: IntegerMessages | None
     """What the dispatchers of its stage send each other; None without experts, or if their bins are padded."""
     moe_layers: list[int]
+    step: int
+    """Which step it is, from 1."""
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
@@ -292,4 +294,5 @@ def rehearse(
             recorder.ledger.memory(),
             exchange,
             list(training.moe_layers),
+            steps,
         )
