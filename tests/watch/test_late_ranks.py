@@ -21,6 +21,7 @@ GROUPS = [
     LaneGroups("stages", ((0, 2), (1, 3)), "pp"),
 ]
 WORLD, TP, EP, PP = range(4)
+IN_MESSAGE = ["/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/moe/layer.py:50 in forward"]
 
 
 def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs: int = -1, **more: Any) -> RankStatus:
@@ -177,16 +178,16 @@ def test_who_is_alone_in_its_step_while_all_wait_for_each_other() -> None:
     numbers = {"0": 13, "1": 11, "2": 12}
     waits = [(WORLD, "all_reduce"), (TP, "all_gather"), (EP, "all_to_all"), (EP, "all_to_all"), (WORLD, "all_reduce")]
     for rank in range(4):
-        some = [seen(other, [(TP, "all_gather")], step=8, phase="data") for other in range(4)]
+        some = [seen(other, [(TP, "all_gather")], step=8, phase="data", stack=IN_MESSAGE) for other in range(4)]
         for one in some:
             one.recorded = replace_numbers(one.recorded, numbers | {"0": 12, "1": 12})
-        some[rank] = seen(rank, [*waits, (WORLD, "barrier")], phase="between steps")
+        some[rank] = seen(rank, [*waits, (WORLD, "barrier")], phase="between steps", stack=IN_MESSAGE)
         some[rank].recorded = replace_numbers(some[rank].recorded, numbers)
         others = "1-3", "0, 2-3", "0-1, 3", "0-2"
         assert of(some).late == {rank: f"in step 7, when ranks {others[rank]} are in step 8"}
     # The other way round, three wait at a barrier that one has left out.
-    some = [seen(other, [*waits, (WORLD, "barrier")]) for other in range(4)]
-    some[1] = seen(1, [(TP, "all_gather")], step=8, phase="data")
+    some = [seen(other, [*waits, (WORLD, "barrier")], stack=IN_MESSAGE) for other in range(4)]
+    some[1] = seen(1, [(TP, "all_gather")], step=8, phase="data", stack=IN_MESSAGE)
     some[1].recorded = replace_numbers(some[1].recorded, numbers | {"0": 12, "1": 12})
     assert of(some).late == {1: "in step 8, when ranks 0, 2-3 are in step 7"}
 
@@ -209,9 +210,6 @@ def test_a_rank_that_does_not_finish_when_the_others_have() -> None:
     waits = {"phase": "between steps", "stack": IN_MESSAGE}
     found = of([seen(rank, STEP, **(done if rank == 1 else waits)) for rank in range(4)])
     assert found.late == {1: "has finished its run"}
-
-
-IN_MESSAGE = ["/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/moe/layer.py:50 in forward"]
 
 
 def address(rank: int) -> str:

@@ -193,6 +193,15 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     assert dog.trouble(), "it has exited"
 
 
+def test_an_answer_has_the_step_of_its_messages(machines: Watched) -> None:
+    """The rank may still go on."""
+    heart, dog = machines.hearts[0], machines.watchdogs[0]
+    heart.write_answer(json.dumps({"step": 3}).encode())
+    heart.numbers[at.STEP] = 4
+    assert dog.local_statuses()[0].step == 3
+    assert dog.local_statuses()[1].step == 3 == machines.hearts[1].numbers[at.STEP], "it has not answered"
+
+
 def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
     ranks = [4, 5, 6]
     hearts = {rank: Heartbeat(tmp_path / str(rank), create=True) for rank in ranks}

@@ -136,7 +136,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups])
         status.step: other.step
         for status in by_rank.values()
         for other in (by_rank[rank] for rank in _waits_for(status, by_rank, groups))
-        if status.step < other.step
+        if status.step < other.step and in_message(status.stack)
     }
     if not conflicts:
         return {}

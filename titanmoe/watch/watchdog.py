@@ -178,6 +178,7 @@ class Watchdog(threading.Thread):
 
     def respond(self) -> None:
         answer = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
+        answer["step"] = self.hosts.own_heart.numbers[at.STEP]  # that of the messages, if the rank still goes on
         with contextlib.suppress(Exception):
             answer["recorded"] = self.read_recorder().as_json()
         with contextlib.suppress(Exception):
@@ -314,7 +315,7 @@ class Watchdog(threading.Thread):
         with contextlib.suppress(ValueError):
             answer = json.loads(heart.answer() or b"{}")
             status.stack, status.threads = answer.get("stack", []), answer.get("threads", {})
-            status.note = answer.get("note", "")
+            status.note, status.step = answer.get("note", ""), answer.get("step", status.step)
             if "recorded" in answer:
                 status.recorded = FlightRecord.from_json(answer["recorded"])
             status.connections = Connections(**answer.get("connections", {}))
