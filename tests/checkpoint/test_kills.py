@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from collections import Counter
@@ -109,7 +110,7 @@ def test_killed_between_a_checkpoint_and_the_line_of_its_step(tmp_path: Path, wh
     assert [line["step"] for line in lines] == [1, 2, 3]
 
 
-KILLS = 200
+KILLS = int(os.environ.get("KILLS", "40"))
 
 
 @pytest.mark.slow
@@ -128,8 +129,9 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
     for _ in range(KILLS):
         with victims.pair(victims.train, str(tmp_path), changes, log=tmp_path / "log") as ranks:
             fresh = time.monotonic()
-            while layout.latest(folder) in ("", layout.name_of(last)) and time.monotonic() - fresh < 60:
-                time.sleep(0.02)  # until this start has got somewhere
+            # Until this start has saved. `latest` may name a step before the last if a kill came between two renames.
+            while layout.latest(folder) <= layout.name_of(last) and time.monotonic() - fresh < 60:
+                time.sleep(0.02)
             time.sleep(draw.uniform(0, 0.5))
             victims.kill(ranks, draw.sample([0, 1], 2), draw.choice([0, 0.05, 0.3]))
         left = [path.name for path in folder.iterdir()]
