@@ -97,6 +97,7 @@ def test_memory_has_room_for_the_teacher(teacher: str) -> None:
             r"vocabulary of 48, and model\.vocab_size = 64: .* or set vocab_size to the teacher",
         ),
         ({"distillation.teacher": "nowhere"}, r"distillation\.teacher: .*nowhere"),
+        ({"distillation.teacher": "x" * 300}, r"distillation\.teacher: .*File name too long"),
         ({"model.mtp_depth": 1}, r"says nothing of the token after next"),
     ],
 )

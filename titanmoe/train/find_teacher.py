@@ -24,7 +24,7 @@ def find_teacher(folder: str) -> WholeModel:
 
     try:
         return find_whole(Path(folder).expanduser())
-    except (CheckpointError, ConfigError) as error:
+    except (CheckpointError, ConfigError, OSError) as error:  # OSError: no name of a file, or nobody may read it
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         raise ConfigError([f"distillation.teacher: {problem}" for problem in problems]) from None
 
