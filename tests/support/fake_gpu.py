@@ -102,6 +102,13 @@ class Event:
         return 1e3 * (end.at - self.at)
 
 
+class Generator(torch.Generator):
+    """A CPU's, whatever device is asked for: a CUDA generator needs torch's CUDA library."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        return super().__new__(cls)
+
+
 class FakeGPU:
     """now: seconds on the device's clock when what is launched now will run. passed: how far the device has come."""
 
@@ -149,6 +156,7 @@ class FakeGPU:
         self.stack.enter_context(replaced(torch.accelerator, "current_stream", lambda device=None: self.stream))
         record = lambda x, stream: self.order.record_stream(x.untyped_storage()._cdata, stream)  # noqa: E731
         self.stack.enter_context(replaced(Tensor, "record_stream", record))
+        self.stack.enter_context(replaced(torch, "Generator", Generator))
         # Autograd saves tensors inside an operation, where no mode answers for their device.
         alike = {"default": lambda x: {"shape": x.shape, "dtype": x.dtype}}
         self.stack.enter_context(mock.patch.dict(checkpoint._allowed_determinism_checks_to_fns, alike))
