@@ -40,6 +40,11 @@ CASES = {
 NUMBERS = {int: (-1, 0, 1, 2, 3), float: (0.0, 0.01, 1.0, 1.2, 4.0)}
 OUTSIDE = "tests.moe.test_balance_losses:Even"
 REFUSED = {"moe.dispatcher": {"deepep"}}
+NEEDS = {
+    "moe.dispatcher = symm_mem": {"parallelism.node": 4},
+    "moe.overlap_halves = True": {"training.local_batch_size": 2, "training.global_batch_size": 8},
+}
+"""The other options that a value is refused without."""
 
 
 def options() -> dict[str, list[Any]]:
@@ -84,5 +89,7 @@ def test_dropping(case: str) -> None:
 @pytest.mark.parametrize("path", options())
 def test_every_value(path: str) -> None:
     for value in options()[path]:
-        rehearsed = [case for case, changes in CASES.items() if of(changes | {path: value}) is not None]
-        assert bool(rehearsed) != (value in REFUSED.get(path, ())), f"{path} = {value}: {rehearsed}"
+        option = f"{path} = {value}"
+        needed = NEEDS.get(option, {})
+        rehearsed = [case for case, changes in CASES.items() if of(changes | needed | {path: value}) is not None]
+        assert bool(rehearsed) != (value in REFUSED.get(path, ())), f"{option}: {rehearsed}"
