@@ -100,11 +100,9 @@ def named(changes: dict[str, Any]) -> Any:
     profilers = []
 
     def watch(trainer: Any) -> None:
-        profilers.append(
-            Profiler(
-                trainer.training.profile, Path(changes["job.dump_folder"]), trainer.training.runtime, all_threads=False
-            )
-        )
+        folder, training = Path(changes["job.dump_folder"]), trainer.training
+        all_threads = training.gradients.engine.pairs is not None
+        profilers.append(Profiler(training.profile, folder, training.runtime, all_threads))
 
     def watched(trainer: Any) -> dict[str, Any]:
         with profilers[0].step(trainer.step + 1):
