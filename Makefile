@@ -9,13 +9,14 @@ STAMP := $(VENV)/.titanmoe-installed
 INSTALL := $(BIN)/python -m pip install $(if $(shell command -v nvidia-smi),,-c scripts/constraints_cpu.txt) $(PIP_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train lint test check docs
+.PHONY: help setup train lint test slow check docs
 
 help:
 	@echo 'make train   set up .venv if needed and train a small folded MoE on this machine'
 	@echo '             options of the run: make train ARGS="--training.steps 20"'
 	@echo 'make test    set up .venv if needed, check style, run the tests'
 	@echo '             options of pytest:  make test ARGS="-k fold -x"'
+	@echo 'make slow    run the tests that make test leaves out because they are long'
 	@echo 'make check   for every edit, in less than a minute: style, mappings, configs, one parity case of each axis'
 	@echo 'make lint    check style only (ruff)'
 	@echo 'make docs    make a site of README.md and docs/ in build/site, and check its links'
@@ -49,6 +50,9 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: lint
 	$(PYTEST) $(ARGS)
+
+slow: setup
+	$(PYTEST) -m slow $(ARGS)
 
 check: lint
 	$(PYTEST) -q tests/fold tests/config tests/test_parity.py::test_each_axis_alone $(ARGS)
