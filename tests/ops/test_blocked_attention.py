@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import tolerances
+from tests.support.live_bytes import Live
 from tests.support.masks import mask_of
 from titanmoe.ops.cpu import blocked_attention as blocked
 from titanmoe.ops.cpu.blocked_attention import QUERIES, blocked_attention
@@ -96,3 +97,15 @@ def test_bfloat16_is_as_near_as_its_rounding():
         assert got.dtype == torch.bfloat16
         # Scores, weights, sums; and the same number again for gradients.
         assert (got.double() - want).norm() <= tolerances.bound(torch.bfloat16, roundings=6) / 2 * want.norm()
+
+
+def test_memory_of_a_long_sequence_does_not_grow_with_its_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "QUERIES", 16)
+    monkeypatch.setattr(blocked, "SCORES", 1 << 12)
+    peaks = []
+    for S in 512, 1024:
+        q, k, v = (torch.randn(1, heads, S, 4, requires_grad=True) for heads in (4, 2, 2))
+        with Live() as live:
+            blocked_attention(q, k, v, mask_of(None)).sum().backward()
+        peaks.append(live.peak)
+    assert peaks[1] < 2.1 * peaks[0]

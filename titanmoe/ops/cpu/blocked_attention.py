@@ -14,7 +14,7 @@ block, k the keys that it sees, h key width, v value width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -38,16 +38,22 @@ def _blocks(S: int, mask: Mask, sample: int, dtype: torch.dtype) -> Iterator[Blo
         yield queries, runs, torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
 
 
-def _work(q_BGgSh: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, list[Block]]]:
-    """Samples, key heads, blocks. With documents, each sample has its own blocks."""
+def _work(q_BGgSh: Tensor, mask: Mask) -> Iterator[tuple[slice, slice, Iterable[Block]]]:
+    """Yield samples, key heads and blocks. With documents, each sample has its own blocks.
+
+    Those of a long sequence are made again for each group of heads, because together they take S * S / 2 numbers.
+    """
     B, G, g, S, _ = q_BGgSh.shape
     together = max(SCORES // max(g * min(QUERIES, S) * S, 1), 1)
     samples = 1 if mask.until_BL is not None else max(together // G, 1)
-    blocks: list[Block] = []
+    is_long = S * S > 2 * SCORES
+    blocks: Iterable[Block] = ()
     for sample in range(0, B, samples):
-        if mask.until_BL is not None or not blocks:
+        if not is_long and (mask.until_BL is not None or not blocks):
             blocks = list(_blocks(S, mask, sample, q_BGgSh.dtype))
         for head in range(0, G, together):
+            if is_long:
+                blocks = _blocks(S, mask, sample, q_BGgSh.dtype)
             yield slice(sample, sample + samples), slice(head, head + together), blocks
 
 
