@@ -76,7 +76,7 @@ def test_or_those_of_hardware_that_is_not_there():
 
 
 def test_ways_differ_and_numbers_do_not():
-    norms = RMSNorm(16, 1e-6), RMSNorm(16, 1e-6, adds_one=True)
+    norms = RMSNorm(16, 1e-6, kernels="torch"), RMSNorm(16, 1e-6, adds_one=True)
     torch.nn.init.ones_(norms[0].weight)
     torch.nn.init.zeros_(norms[1].weight)
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def test_ways_differ_and_numbers_do_not():
 def compute() -> None:
     """What has a way of its own on CPUs, forward and backward, without a kernel."""
     x = torch.randn(1, 256, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-    norm = RMSNorm(16, 1e-6, torch.bfloat16)
+    norm = RMSNorm(16, 1e-6, torch.bfloat16, kernels="torch")
     experts = Experts(Model(num_experts=2, dim=16, expert_hidden=16), MoE(kernels="torch"), torch.bfloat16)
     for weight in (norm.weight, *experts.parameters()):
         torch.nn.init.ones_(weight)

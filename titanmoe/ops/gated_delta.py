@@ -37,6 +37,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from titanmoe.ops import device
+
 CHUNK = 64
 """Tokens, a power of 2."""
 FLA = find_spec("fla") is not None
@@ -104,12 +106,12 @@ def by_fla(kernels: str, x: Tensor) -> bool:
 
 
 @cache
-def miscompiled(device: torch.device) -> bool:
+def miscompiled(gpu: torch.device) -> bool:
     """Return whether this Triton computes wrong gradients of fla-core's kernels on this GPU: 3.4 to 3.7.0 do on Hopper
     (fla-org/flash-linear-attention, issue 640), where fla-core raises an error in backward.
     """
     triton = tuple(map(int, re.findall(r"\d+", version("triton"))[:3]))
-    return torch.cuda.get_device_capability(device)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
+    return device.capability(gpu)[0] == 9 and (3, 4) <= triton < (3, 7, 1)
 
 
 def step(

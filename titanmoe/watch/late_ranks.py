@@ -119,7 +119,7 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
     suspects = frozenset.intersection(*pairs) if pairs else frozenset[str]()
     reached = {address for status in statuses for pair in status.connections.reached for address in pair}
     late = {}
-    for address in suspects - reached or suspects:
+    for address in sorted(suspects - reached or suspects):
         peers = {rank for pair in pairs for peer in pair - {address} for rank in ranks_of[peer]}
         for rank in ranks_of[address]:
             late[rank] = (

@@ -47,7 +47,8 @@ class AllToAll(Dispatcher):
         the unused end is cut off.
         """
         C, G, e = self.chunks, self.group.size, self.local_experts
-        if G == C == 1 and not bin_rows and self.allows_unused_rows and device.kind(x_TD) != "cpu":
+        host_waits = device.way(x_TD, True, cpu=False, compiled=True)
+        if G == C == 1 and not bin_rows and self.allows_unused_rows and host_waits:
             return self.dispatch_to_itself(x_TD, weights_TK, chosen_TK)
         bin_rows = -(-bin_rows // C)
         entry_R, slot, count_CE, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
