@@ -80,7 +80,7 @@ class Part:
 
 @dataclass
 class Result:
-    """What became of a part: "ok", "failed", "timed out", "unsupported" or "left out"."""
+    """Outcome of a part. Its state is "ok", "failed", "timed out", "unsupported" or "left out"."""
 
     name: str
     state: str
