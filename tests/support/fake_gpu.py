@@ -208,6 +208,8 @@ class FakeGPU:
             "synchronize": synchronize,
             "is_available": lambda: True,
             "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: False,
+            "graphs.is_current_stream_capturing": lambda: False,
             "device_count": lambda: self.ranks,
             "current_device": lambda: 0,
             "set_device": called("set_device"),

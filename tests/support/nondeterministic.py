@@ -41,6 +41,7 @@ LISTED: dict[str, tuple[str, Callable[[Arguments], bool]]] = {
     "torch.nn.AdaptiveMaxPool2d": ("adaptive_max_pool2d_backward", always),
     "torch.nn.FractionalMaxPool2d": ("fractional_max_pool2d_backward", always),
     "torch.nn.FractionalMaxPool3d": ("fractional_max_pool3d_backward", always),
+    "torch.nn.MaxPool3d": ("max_pool3d_with_indices_backward", always),
     "torch.nn.MaxUnpool1d": ("max_unpool2d", always),
     "torch.nn.MaxUnpool2d": ("max_unpool2d", always),
     "torch.nn.MaxUnpool3d": ("max_unpool3d", always),
