@@ -49,7 +49,7 @@ class Unsupported(Exception):
 
 @dataclass
 class Rank:
-    """One process of a check.
+    """A rank of a check: one process.
 
     Args:
         device: where its tensors are.

@@ -13,7 +13,7 @@ FIGURE = re.compile(r"^\s+(Duration|Memory Throughput|Achieved Occupancy)\s+(\S+
 
 @dataclass
 class Row:
-    """One result of a part."""
+    """Result of one check of a part."""
 
     name: str
     ok: bool

@@ -29,7 +29,7 @@ NUMBERS = 16
 """Numbers of a block of rows that each thread holds. Backward has four such blocks in some 100 registers."""
 WARPS = 132 * 20
 """Warps of backward's programs, whatever the device, so that dw is the same on all: 20 on each multiprocessor of an
-H100 or H200, the fastest of those that scripts/gpu/norms.py tries."""
+H100 or H200, of those that scripts/gpu/norms.py tries the one that is within 5 % of the fastest at both widths."""
 
 
 @triton.jit(do_not_specialize=["R"])
