@@ -67,10 +67,14 @@ def recorded_choices(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
         yield
 
 
+FIRST_CONTACT = {14: "_warmup_p2p", 15: "_initialize_pipeline_distributed_state"}
+"""By minor version of torch: how the stages of a pipeline exchange a few numbers before the first step."""
+
+
 @contextmanager
 def unseen_connections() -> Iterator[None]:
-    """From torch 2.15 on, real stages exchange a few numbers before the first step, which a fake world leaves out."""
-    name = "_initialize_pipeline_distributed_state"
+    """Hide from the recorder what real stages exchange before the first step; from torch 2.14 on fake ones do not."""
+    name = FIRST_CONTACT.get(int(torch.__version__.split(".")[1]), "")
     connect = getattr(_PipelineSchedule, name, None)
 
     def unseen(*args: Any) -> None:
