@@ -13,6 +13,7 @@ from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 from titanmoe.train.objectives.rules import OBJECTIVES
 from titanmoe.train.optimizers.rules import OPTIMIZERS
 
@@ -25,7 +26,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 
 PARTS = Parts(
-    (FORMATS, FAMILIES, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
+    (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
     (data_rules.contradictions, balance_rules.contradictions, tensors.contradictions),
     read_model_file,
 )

@@ -32,13 +32,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "the selection bias leaks into the weights",
-            "weights_TK = scores_TE.gather(1, chosen_TK)",
-            "weights_TK = (scores_TE + self.expert_bias).gather(1, chosen_TK)",
+            "self.score_function.weights(logits_TE, scores_TE, chosen_TK)",
+            "self.score_function.weights(logits_TE, scores_TE + self.expert_bias, chosen_TK)",
         ),
         (
             "a group of sigmoid experts counts only its best score",
-            'best = 2 if model.score_function == "sigmoid"',
-            'best = 1 if model.score_function == "sigmoid"',
+            "best = min(self.score_function.scores_per_group, scores_TGe.shape[-1])",
+            "best = 1",
         ),
         (
             "no route_scale",

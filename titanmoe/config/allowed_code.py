@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 NAMING_FIELDS = (
-    *("data.format", "model.family", "moe.dispatcher", "moe.balance_losses"),
+    *("data.format", "model.family", "model.score_function", "moe.dispatcher", "moe.balance_losses"),
     *("training.objective", "optimizer.name"),
 )
 """The fields whose values name components, by path: those of `titanmoe.parts.PARTS`."""

@@ -187,16 +187,6 @@ def _routing(model: Model) -> Iterator[Violation]:
             f"model.top_k = {top_k} exceeds model.num_experts = {experts}: a token visits an expert once, "
             f"use at most {experts}",
         )
-    if moe_layers(model) and top_k == 1 and (model.norm_topk or model.score_function == "softmax_after_topk"):
-        culprit, fix = "norm_topk = true", "norm_topk = false"
-        if model.score_function == "softmax_after_topk":
-            culprit = f'score_function = "{model.score_function}"'
-            fix = 'score_function = "softmax" with norm_topk = false'
-        yield Violation(
-            ("model.top_k", "model.norm_topk", "model.score_function"),
-            f"model.top_k = 1 with {culprit} makes every routing weight 1, so that the router has no gradient: "
-            f"set {fix}, or top_k to 2 or more",
-        )
     if experts % groups:
         yield Violation(
             ("model.num_experts", "model.num_groups"),

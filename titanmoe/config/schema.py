@@ -148,8 +148,8 @@ class Model:
     """Hidden width of the shared expert that every token visits; 0 for none."""
     shared_gate: bool = False
     """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
-    score_function: Literal["softmax", "softmax_after_topk", "sigmoid"] = "softmax"
-    """softmax over all experts and then top-k, softmax over the chosen ones only, or independent sigmoids (DeepSeek-V3)."""
+    score_function: str = "softmax"
+    """How the router's logits become routing weights. {parts}"""
     router_bias: bool = False
     """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and affects the weights."""
     norm_topk: bool = True

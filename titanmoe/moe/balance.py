@@ -25,6 +25,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance_losses.protocol import Routed
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES, switched_on
+from titanmoe.moe.score_functions import score_function_of
 from titanmoe.ops.kernels import fused
 from titanmoe.tokens import Tokens
 
@@ -70,7 +71,7 @@ class Balance(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__()
         self.model, self.kernels = model, options.kernels
-        self.normalises = model.score_function == "sigmoid"
+        self.normalises = not score_function_of(model).scores_sum_to_one
         on = switched_on(options)
         self.coefficients = tuple(term.coefficient for term in on)
         kinds = (BALANCE_LOSSES.implementation(term.name) for term in on)

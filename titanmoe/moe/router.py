@@ -13,6 +13,7 @@ from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.router_product import product_by_parts, takes_parts
+from titanmoe.moe.score_functions import score_function_of
 from titanmoe.observe import named
 from titanmoe.ops import counter_rng
 from titanmoe.ops.kernels import fused
@@ -23,6 +24,7 @@ class Router(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, dtype: torch.dtype):
         super().__init__()
         self.model, self.options, self.seed, self.layer = model, options, seed, layer
+        self.score_function = score_function_of(model)
         self.wide = getattr(torch, options.router_dtype)
         stored = torch.promote_types(dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.dim, dtype=stored))
@@ -39,8 +41,8 @@ class Router(nn.Module):
         """Returns logits (T, E), scores (T, E), the chosen experts' weights (T, K) and numbers (T, K), counts (B,
         E)."""
         logits_TE = self._logits(x_TD, tokens.index_T)
-        choose = self._fused if fused(self.options.kernels, logits_TE) else self._plain
-        return logits_TE, *choose(logits_TE, tokens)
+        in_kernel = self.score_function.kernel_mode and fused(self.options.kernels, logits_TE)
+        return logits_TE, *(self._fused if in_kernel else self._plain)(logits_TE, tokens)
 
     def _logits(self, x_TD: Tensor, index_T: Tensor) -> Tensor:
         options, wide = self.options, torch.promote_types(x_TD.dtype, self.wide)
@@ -57,12 +59,9 @@ class Router(nn.Module):
 
     def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         model = self.model
-        scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else logits_TE.softmax(-1)
+        scores_TE = self.score_function.scores(logits_TE)
         chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
-        if model.score_function == "softmax_after_topk":
-            weights_TK = logits_TE.gather(1, chosen_TK).softmax(-1)
-        else:
-            weights_TK = scores_TE.gather(1, chosen_TK)
+        weights_TK = self.score_function.weights(logits_TE, scores_TE, chosen_TK)
         if model.norm_topk:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         chosen_TK = chosen_TK.where(tokens.valid_T.unsqueeze(1), model.num_experts)
@@ -73,7 +72,8 @@ class Router(nn.Module):
         from titanmoe.ops.kernels.route import MODES, RouteFunction
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
-        shape = (model.top_k, model.num_groups, model.top_groups, MODES[model.score_function], model.norm_topk)
+        mode = MODES[self.score_function.kernel_mode]
+        shape = (model.top_k, model.num_groups, model.top_groups, mode, model.norm_topk)
         return RouteFunction.apply(
             logits_TE, self.expert_bias, *of, *shape, float(model.route_scale), self.options.force_balance
         )
@@ -90,11 +90,10 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Sets scores outside a token's best groups to -inf. A group ranks by its two best scores (sigmoid) or its
-        best."""
+        """Set scores outside a token's best groups to -inf."""
         model = self.model
         scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
-        best = 2 if model.score_function == "sigmoid" and scores_TGe.shape[-1] > 1 else 1
+        best = min(self.score_function.scores_per_group, scores_TGe.shape[-1])
         group_TG = scores_TGe.topk(best, dim=-1).values.sum(-1)
         keep = group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_groups]
         outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, keep, False)

@@ -9,6 +9,7 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
 from titanmoe.models.families import family_of
 from titanmoe.models.families.family import attention
+from titanmoe.moe.score_functions import score_function_of
 
 OWN = "own."
 """How the names of fields of [model.own] begin here."""
@@ -40,9 +41,7 @@ def meaning(model: Model) -> dict[str, Any]:
     if not has_dense(model):
         unused += ["dense_hidden"]
     values = asdict(model) | {name: getattr(Model(), name) for name in unused}
-    if model.score_function == "softmax_after_topk":
-        # the softmax over the chosen is the softmax over all, scaled to sum to one
-        values |= {"score_function": "softmax", "norm_topk": True}
+    values |= score_function_of(model).equivalent
     values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
     values |= {f"{OWN}{name}": value for name, value in values.pop("own").items()}
     return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}

@@ -36,7 +36,7 @@ class Routed:
     step_samples: Tensor
     """How many samples it has."""
     normalises: bool
-    """Whether a token's scores still have to be scaled to add up to 1 (sigmoid)."""
+    """Whether a token's scores still have to be scaled to add up to 1 (`ScoreFunction.scores_sum_to_one`)."""
     sequence: Group
     """The ranks that own other tokens of the same samples (cp x tp)."""
     data: Group

@@ -26,6 +26,7 @@ from titanmoe.ops.kernels.kernel_launch import kernel
 TILE = 512
 """Scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
+"""The formulas that it has, which score functions name (`ScoreFunction.kernel_mode`)."""
 _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
 
 
