@@ -24,7 +24,7 @@ from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
 from titanmoe.models.vocabulary import chunked_cross_entropy, cross_entropy
-from titanmoe.moe.balance import Balance, statistics
+from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.cpu.blocked_attention import blocked_attention
@@ -210,11 +210,12 @@ def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
     for a, b in zip(got, exact, strict=True):
         final(a, b, terms=2 * 64 + 40, roundings=64)
     share = (routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True))[tokens.valid_T]
-    told_of = dict(zip(statistics(options), balance.statistics_MX[0].tolist(), strict=True))
+    row = balance.counts.layout.read(balance.counts.counts_MX[0].tolist())
+    told_of = row.losses | row.counts
     wanted = {name: 0.01 * float(terms[name]) for name in reference.KEYS}
     wanted |= {"entropy": float(torch.special.entr(share).sum()), "tokens": 32.0, "dropped": 0.0}
     assert told_of == pytest.approx(wanted, rel=tolerances.bound(torch.float32, 40 * 16, 64))
-    assert balance.statistics_MX.dtype == balance.count_ME.dtype == torch.float64
+    assert balance.counts.counts_MX.dtype == torch.float64
 
 
 # ---- the step

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.balance import ROUTING, Balance, statistics
+from titanmoe.moe.balance import Balance
+from titanmoe.moe.layer_statistics import LayerStatistics
 from titanmoe.moe.router import count_choices
 from titanmoe.tokens import Tokens
 
@@ -19,9 +20,7 @@ TERMS = ("aux_loss_sequence", "aux_loss", "aux_loss_global", "z_loss")
 
 def balance(microbatches: int, score: str = "softmax", **coefficients: float) -> Balance:
     options = MoE(**(coefficients or dict.fromkeys(TERMS, 1.0)))
-    one = Balance(Model(num_experts=E, top_k=K, score_function=score), options, microbatches)
-    one.names = statistics(options)
-    return one
+    return Balance(Model(num_experts=E, top_k=K, score_function=score), options, microbatches)
 
 
 def tokens(samples: int, microbatch: int, valid_T: Tensor | None = None) -> Tokens:
@@ -39,8 +38,9 @@ def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, about: Tokens) -
     return one(weights_TK, logits_TE, scores_TE, count_BE, about)
 
 
-def reported(one: Balance) -> dict[str, float]:
-    return dict(zip(one.names, one.statistics_MX.sum(0).tolist(), strict=True))
+def counted(one: Balance) -> LayerStatistics:
+    """What the microbatches so far add up to."""
+    return one.counts.layout.read(one.counts.counts_MX.sum(0).tolist())
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -62,24 +62,22 @@ def test_terms_are_one_under_uniform_routing(score: str, even: str) -> None:
         logits_TE = torch.zeros(2 * L, E, dtype=torch.float64) if even == "scores" else random(2 * L, E, seed=m)
         chosen_TK = random(2 * L, E, seed=9).topk(K).indices if even == "scores" else round_robin(2 * L)
         forward(one, logits_TE, chosen_TK, tokens(2, m, valid_T))
-    values = reported(one)
+    got = counted(one)
     for name in TERMS[:3]:
-        assert values[name] == pytest.approx(1, rel=1e-12), name
-    assert values["tokens"] == 48
-    assert one.count_ME.sum() == 48 * K
+        assert got.losses[name] == pytest.approx(1, rel=1e-12), name
+    assert got.counts["tokens"] == 48
+    assert sum(got.load) == 48 * K
     if even == "scores":
-        assert values["z_loss"] == pytest.approx(math.log(E) ** 2, rel=1e-12)
+        assert got.losses["z_loss"] == pytest.approx(math.log(E) ** 2, rel=1e-12)
         # the entropy is that of the normalised scores
-        assert values["entropy"] / 48 == pytest.approx(math.log(E), rel=1e-12)
+        assert got.counts["entropy"] / 48 == pytest.approx(math.log(E), rel=1e-12)
 
 
 def test_a_coefficient_scales_its_term_and_the_others_stay_out() -> None:
     one = balance(1, aux_loss=0.25)
     one.begin_step(torch.tensor(float(L)), 1)
     forward(one, torch.zeros(L, E, dtype=torch.float64), round_robin(L), tokens(1, 0))
-    values = reported(one)
-    assert values["aux_loss"] == pytest.approx(0.25, rel=1e-12)
-    assert set(values) == {"aux_loss", *ROUTING}
+    assert counted(one).losses == {"aux_loss": pytest.approx(0.25, rel=1e-12)}
 
 
 def plain_terms(logits_TE: Tensor, chosen_TK: Tensor, valid_T: Tensor, all_tokens: int, all_samples: int) -> Tensor:
@@ -113,7 +111,7 @@ def test_the_gradient_is_injected_whatever_the_loss_is(name: str) -> None:
     cotangent = random(3 * L, K, seed=3)
     (got,) = torch.autograd.grad(weights_TK, logits_TE, cotangent)
     term = 0.5 * plain_terms(logits_TE, chosen_TK, valid_T, 100, 6)[TERMS.index(name)]
-    assert reported(one)[name] == pytest.approx(float(term.detach()), rel=1e-12)
+    assert counted(one).losses[name] == pytest.approx(float(term.detach()), rel=1e-12)
     (want,) = torch.autograd.grad((unchanged * cotangent).sum() + term, logits_TE)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
 
@@ -136,7 +134,7 @@ def test_a_recomputed_forward_changes_nothing() -> None:
         one.dropped(torch.tensor(5), torch.tensor(1))
     for name, buffer in one.named_buffers():
         assert torch.equal(buffer, before[name]), name
-    assert reported(one)["dropped"] == 5
+    assert counted(one).counts["dropped"] == 5
 
 
 def test_the_global_term_counts_the_microbatches_so_far() -> None:
@@ -149,7 +147,8 @@ def test_the_global_term_counts_the_microbatches_so_far() -> None:
     for m, experts in enumerate(([0, 1], [2, 3])):
         forward(one, logits_TE, torch.tensor(experts).expand(L, K), tokens(1, m))
     want = [(E / K) * (p[0] + p[1]) / 2, (E / K) * p[:4].sum() / 2 / 2]
-    assert one.statistics_MX[:, 0].tolist() == pytest.approx([float(w) for w in want], rel=1e-12)
+    got = [one.counts.layout.read(row).losses["aux_loss_global"] for row in one.counts.counts_MX.tolist()]
+    assert got == pytest.approx([float(w) for w in want], rel=1e-12)
 
 
 def test_begin_step_clears() -> None:
@@ -160,6 +159,6 @@ def test_begin_step_clears() -> None:
         assert float(one.step_tokens) == 2 * L and float(one.step_samples) == 2
         for m in range(2):
             forward(one, random(L, E), round_robin(L), tokens(1, m))
-        assert one.count_ME.sum() == 2 * L * K
+        assert sum(counted(one).load) == 2 * L * K
     one.begin_step(torch.tensor(0.0), 1)
     assert float(one.step_tokens) == 1, "a step without tokens divides by one"

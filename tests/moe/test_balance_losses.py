@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.moe import test_balance as four
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
-from titanmoe.moe.balance import ROUTING, Balance, statistics
+from titanmoe.moe.balance import Balance
 from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
-from titanmoe.moe.layer import layer_metrics
+from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parts import PARTS
 from titanmoe.train.collapse import unbalanced
 
@@ -60,8 +60,8 @@ def test_one_from_outside_equals_that_of_the_package_and_is_reported_by_its_metr
         logits_TE.requires_grad_()
         weights_TK = four.forward(one, logits_TE, logits_TE.detach().topk(four.K).indices, four.tokens(2, 0))
         (grad,) = torch.autograd.grad(weights_TK.sum(), logits_TE)
-        found.append((grad, one.statistics_MX))
-        name = statistics(options)[0]
+        found.append((grad, one.counts.counts_MX))
+        (name,) = one.counts.layout.losses
     assert name == "unevenness"
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -132,7 +132,8 @@ def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
     table = (ROOT / "docs/metrics.md").read_text().partition("| key |")[2].partition("\n\n")[0]
     names = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert len(names) > 20 and names - set(BALANCE_LOSSES.table) <= OTHER_METRICS
-    assert set(ROUTING) | layer_metrics([1.0] * 5, 2, ROUTING).keys() <= OTHER_METRICS
+    layout = RowLayout.of(2, MoE())
+    assert {*layout.counts, *layout.read([1.0] * layout.width).metrics()} <= OTHER_METRICS
 
 
 def test_all_that_is_wrong_in_the_list_is_said_at_once() -> None:

@@ -55,7 +55,7 @@ def test_its_scores_are_normalised_for_the_balance_losses(name: str) -> None:
     count_BE = torch.full((1, 4), 2)
     one(scores_TE.gather(1, chosen_TK), scores_TE, scores_TE, count_BE, tokens(4))
     # With even choices the term is the mean over tokens of the sum of their normalised scores.
-    assert one.statistics_MX[0, 0].item() == pytest.approx(1.0, rel=1e-12)
+    assert balance.counted(one).losses == {"aux_loss": pytest.approx(1.0, rel=1e-12)}
 
 
 def test_an_unknown_one_is_an_error() -> None:

@@ -20,10 +20,10 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
-from titanmoe.moe.balance import entropy_and_count as balance_spread
 from titanmoe.moe.dispatchers.symm_mem import plain_put
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.grouped import Groups, add_gradient
+from titanmoe.moe.layer_statistics import entropy_and_count as balance_spread
 from titanmoe.moe.permute import (
     can_pack,
     invert,

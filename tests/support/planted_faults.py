@@ -153,7 +153,7 @@ def balance_terms_by_the_wrong_group() -> Callable[[], None]:
 
         return run
 
-    return _patch(Balance, "_terms", exchanged)
+    return _patch(Balance, "forward", exchanged)
 
 
 def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
@@ -162,9 +162,9 @@ def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
     def added(forward: Any) -> Any:
         def run(self: Any, *args: Any) -> Any:
             m = args[-1].microbatch
-            before = self.statistics_MX[m].clone()
+            before = self.counts.counts_MX[m].clone()
             out = forward(self, *args)
-            self.statistics_MX[m] += before
+            self.counts.counts_MX[m] += before
             return out
 
         return run

@@ -112,10 +112,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "*coefficients.unbind()",
             "*torch.zeros_like(coefficients).unbind()",
         ),
+    ],
+    ("moe/layer_statistics.py", "tests/moe/test_balance.py"): [
         (
             "a recomputed forward counts again",
-            "self.statistics_MX[:, -len(ROUTING) : -1].index_copy_(0, m, row_1X)",
-            "self.statistics_MX[:, -len(ROUTING) : -1].index_add_(0, m, row_1X)",
+            "self.counts_MX[:, columns].index_copy_(",
+            "self.counts_MX[:, columns].index_add_(",
         ),
     ],
     (
@@ -128,11 +130,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "self.count_BE.to(torch.float64)",
         ),
     ],
-    ("moe/layer.py", f"{PAIRS} -k global+bias"): [
+    ("moe/balance.py", f"{PAIRS} -k global+bias"): [
         (
             "selection biases move towards the busy experts",
-            "torch.sign(count_E.mean() - count_E)",
-            "torch.sign(count_E - count_E.mean())",
+            "torch.sign(load_E.mean() - load_E)",
+            "torch.sign(load_E - load_E.mean())",
         ),
     ],
     ("moe/capacity.py", "tests/moe/test_capacity.py"): [

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.comm.recomputation import again, keep, keep_saved, kept_rows
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance import ROUTING, Balance
+from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatchers.protocol import KeptChunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
@@ -113,50 +111,3 @@ class MoE(nn.Module):
             return None
         with region("shared expert"):
             return self.shared(x_BsD)
-
-
-@torch.no_grad()
-def sum_statistics(
-    layers: dict[int, MoE],
-    blocks: list[int],
-    num_experts: int,
-    names: tuple[str, ...],
-    world: Group,
-    device: torch.device,
-) -> Tensor:
-    """Once per optimizer step: rows per expert and statistics of all ranks and microbatches, a row for each block.
-
-    blocks: all MoE layers of the model. layers: those of this rank's stages. names: those of
-    `balance.statistics`. One table, summed over the world in one message.
-    """
-    table = torch.zeros(len(blocks), num_experts + len(names), dtype=torch.float64, device=device)
-    for row, number in enumerate(blocks):
-        if number in layers:
-            balance = layers[number].balance
-            table[row] = torch.cat((balance.count_ME.sum(0), balance.statistics_MX.sum(0)))
-    return all_reduce(table, world) if blocks else table
-
-
-@torch.no_grad()
-def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
-    """Moves each selection bias by `rate` towards even loads. rows: what `sum_statistics` returned, by layer."""
-    for number, moe in layers.items() if rate else ():
-        if not moe.router.weight.requires_grad:  # a frozen router chooses as it did
-            continue
-        count_E = rows[number][:num_experts]
-        moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
-
-
-def layer_metrics(row: list[float], num_experts: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """A layer's row of `sum_statistics`, as metrics report it."""
-    counts, values = row[:num_experts], dict(zip(names, row[num_experts:], strict=True))
-    tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
-    return {name: values[name] for name in names[: -len(ROUTING)]} | {
-        "tokens_min": min(counts),
-        "tokens_mean": mean,
-        "tokens_max": max(counts),
-        "imbalance": max(counts) / mean if mean else 1.0,
-        "router_entropy": values["entropy"] / tokens,
-        "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
-        "load": counts,
-    }

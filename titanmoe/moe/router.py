@@ -29,7 +29,7 @@ class Router(nn.Module):
         stored = torch.promote_types(dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.dim, dtype=stored))
         self.bias = nn.Parameter(torch.empty(model.num_experts, dtype=stored)) if model.router_bias else None
-        # Added to the scores for the choice only; moved by titanmoe.moe.layer.move_biases, not by a gradient.
+        # Added to the scores for the choice only; moved by titanmoe.moe.balance.move_biases, not by a gradient.
         self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
 

@@ -22,9 +22,9 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.balance import statistics
 from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
+from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
@@ -101,7 +101,7 @@ def build_training(
         shared_buffers,
         meshes,
         config.model,
-        statistics(config.moe),
+        RowLayout.of(config.model.num_experts, config.moe),
         state,
         device,
         logits,

@@ -19,7 +19,8 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import NO_WORK, TrainingWork
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
-from titanmoe.moe.layer import MoE, sum_statistics
+from titanmoe.moe.layer import MoE
+from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statistics
 from titanmoe.observe import named
 from titanmoe.parallel.batch_slice import Slice, mask_of, take_slice, to_device
 from titanmoe.parallel.context import Placement
@@ -64,8 +65,8 @@ class StepScalars:
     count: float
     """Of what the objective divides by, such as labels."""
     flops: float
-    layers: dict[int, list[float]]
-    """Of each MoE layer: rows per expert, then its statistics."""
+    layers: dict[int, LayerStatistics]
+    """Of each MoE layer."""
     max_logits: list[float]
     """Of each block, in a step that measures them."""
     metrics: dict[str, float]
@@ -75,8 +76,8 @@ class StepScalars:
 class Sums(NamedTuple):
     scalars: StepScalars
     norm: Tensor
-    experts: dict[int, Tensor]
-    """Each MoE layer's row of statistics."""
+    layers: dict[int, LayerStatistics]
+    """Each MoE layer's, on the device."""
     own_losses: Tensor
     """What this rank added to the losses."""
     logits: Tensor | None
@@ -133,8 +134,8 @@ class Gradients:
     """The buffers that a step attaches to its dispatchers."""
     meshes: Meshes
     model: Model
-    statistics: tuple[str, ...]
-    """Names of what MoE layers count besides rows per expert."""
+    layout: RowLayout
+    """Where numbers stand in the row of statistics of a MoE layer."""
     state: RunState
     device: torch.device
     logits: LargestLogits | None = None
@@ -147,7 +148,7 @@ class Gradients:
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         """Those with a gradient: the recipe may freeze others."""
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
-        self.blocks, self.num_experts = moe_blocks(self.model), self.model.num_experts
+        self.blocks = moe_blocks(self.model)
 
     def sums(self, work: StepWork) -> Sums:
         """Sums the gradients of a step over the ranks, and returns what is known of it."""
@@ -160,16 +161,15 @@ class Gradients:
 
     def _sums(self, work: StepWork, symmetric: SharedBuffers | None) -> Sums:
         """What the host has to know of a step comes in one transfer, the only one of a step outside its dispatchers;
-        the norm and each MoE layer's row of statistics are returned as tensors too.
+        the norm and each MoE layer's statistics are returned as tensors too.
         """
         observe.active.phase("forward_backward", self.state.step)
         own, sums = self.forward_backward(work.slices, work.totals, symmetric)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
-        experts = sum_statistics(
-            self.moe_layers, self.blocks, self.num_experts, self.statistics, self.meshes.world, self.device
-        )
+        counts = {number: moe.balance.counts for number, moe in self.moe_layers.items()}
+        experts = sum_statistics(counts, self.blocks, self.layout, self.meshes.world, self.device)
         logits = self.logits.over_ranks(self.device) if self.logits else None
         by_block = norm.new_empty(0) if logits is None else logits.amax(1)
         metrics = self.objective.metrics
@@ -187,12 +187,13 @@ class Gradients:
         tp, (own_metrics, rest) = self.meshes.tp.size, (rest[: len(metrics)], rest[len(metrics) :])
         loss, mtp_loss = loss / tp + self.objective.constant, mtp_loss / tp
         reported = {name: value / tp for name, value in zip(metrics, own_metrics, strict=True)}
-        width = experts.shape[1]
-        layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(self.blocks)}
+        width = self.layout.width
+        layers = {n: self.layout.read(rest[i * width : (i + 1) * width]) for i, n in enumerate(self.blocks)}
         scalars = StepScalars(
             loss, mtp_loss, stop, overflowed, norm_now, tokens, count, flops, layers, rest[experts.numel() :], reported
         )
-        return Sums(scalars, norm, dict(zip(self.blocks, experts, strict=True)), own, logits)
+        on_device = {number: self.layout.read(row) for number, row in zip(self.blocks, experts, strict=True)}
+        return Sums(scalars, norm, on_device, own, logits)
 
     def begin_step(self, totals: Totals) -> None:
         if self.logits:

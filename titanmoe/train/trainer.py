@@ -7,7 +7,7 @@ from typing import Any
 
 from titanmoe import observe
 from titanmoe.data.mix import LOST
-from titanmoe.moe.layer import move_biases
+from titanmoe.moe.balance import move_biases
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
 from titanmoe.train.checks import NumericalFault
@@ -133,8 +133,9 @@ class Trainer:
                 training.optimizer.step(rate, norm)
                 if training.qk_clip and verdict.sums.logits is not None:
                     training.qk_clip(verdict.sums.logits)
-            num_experts = training.gradients.num_experts
-            move_biases(training.moe_layers, verdict.sums.experts, num_experts, training.bias_update_rate)
+            routers = {number: moe.router for number, moe in training.moe_layers.items()}
+            loads = {number: layer.load for number, layer in verdict.sums.layers.items()}
+            move_biases(routers, loads, training.bias_update_rate)
             state.tokens += scalars.tokens
             observe.active.updated(state.step)
         return training.report(scalars, rate)

@@ -21,8 +21,7 @@ def pass_fingerprints(gradients: Gradients, own_losses: Tensor) -> dict[str, int
     """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
-        routing = torch.cat((moe.balance.count_ME, moe.balance.statistics_MX), 1)
-        prints[f"the router of layer {number}"] = fingerprint(routing)
+        prints[f"the router of layer {number}"] = fingerprint(moe.balance.counts.counts_MX)
     prints["the loss"] = fingerprint(own_losses)
     for name, parameter in gradients.trained.items():
         prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))

@@ -41,12 +41,20 @@ class Routed:
     """The ranks that own other tokens of the same samples (cp x tp)."""
     data: Group
     """The ranks with other samples (dp_replicate x dp_shard)."""
+    kernels: str = "auto"
+    """`[moe] kernels`."""
 
     def __post_init__(self) -> None:
-        self.valid_T = self.tokens.valid_T.to(self.scores_TE.dtype)
-        """0 for padding, else 1. Padding has logits and scores too, so every sum over tokens needs it."""
+        self._valid_T: Tensor | None = None
         self._choices_BE: Tensor | None = None
         self._shares_BE: Tensor | None = None
+
+    @property
+    def valid_T(self) -> Tensor:
+        """0 for padding, else 1. Padding has logits and scores too, so every sum over tokens needs it."""
+        if self._valid_T is None:
+            self._valid_T = self.tokens.valid_T.to(self.scores_TE.dtype)
+        return self._valid_T
 
     def choices(self) -> Tensor:
         """(B, E): the counts of whole samples, in float64, without a gradient. Summed over the ranks once, for all

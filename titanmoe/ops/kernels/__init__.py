@@ -6,7 +6,7 @@ rotate        rotary positions                    titanmoe.models.layers
 rms_norm      norms of rows                       titanmoe.models.layers
 latent_heads  queries and keys of latents        titanmoe.models.latent_attention
 swiglu        the experts' activation             titanmoe.moe.swiglu.plain_swiglu
-score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count
+score_spread  how evenly scores are spread        titanmoe.moe.layer_statistics.entropy_and_count
 route         scores, choice, weights, counts     titanmoe.moe.router
 parts         float32 as bfloat16 parts          titanmoe.moe.router_product
 quantise      rows to 8 bits                      titanmoe.moe.fp8

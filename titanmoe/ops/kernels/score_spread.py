@@ -1,7 +1,7 @@
 """How evenly a router's scores are spread, in one pass over them.
 
-Reference: `titanmoe.moe.balance.entropy_and_count`. A program has a few tokens and all their experts, and writes its
-own two sums, which are added up afterwards, so no sum depends on the order of execution.
+Reference: `titanmoe.moe.layer_statistics.entropy_and_count`. A program has a few tokens and all their experts, and
+writes its own two sums, which are added up afterwards, so no sum depends on the order of execution.
 
 Shapes: T tokens, E experts (P: the power of two above), N programs.
 """
