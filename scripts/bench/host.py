@@ -177,7 +177,7 @@ class Steps:
                 batches = training.loader.next_step()
                 observe.active.phase("forward_backward", step)
                 slices, totals = training.slicer.slices(batches), training.slicer.count(batches)
-                training.gradients.forward_backward(slices, totals, training.gradients.shared_buffers)
+                training.gradients.forward_backward(slices, totals, training.gradients.first_pass)
                 training.gradients.drop()
                 for (back, begin), (_, end) in zip(self.marks, self.marks[1:], strict=False):
                     (backward if back else forward).append(end - begin)

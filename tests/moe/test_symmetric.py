@@ -110,7 +110,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
         rows, weights = rows[: sum(counts)], weights[: sum(counts)]
     assert list(zip(rows[:, 0].tolist(), weights[:, 0].tolist(), strict=True)) == want
     check_round_trip(dispatcher, case)
-    assert not dispatcher.memory.overflowed
+    assert not dispatcher.memory.needs_repeat
 
 
 def cases_on_ranks(ep: int, etp: int) -> None:
@@ -188,7 +188,7 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
         chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5
     rows, weights, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
     y_TD = send_back(toy_experts(rows, weights, count_e, 0, 1.0))
-    return bool(memory.overflowed), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
+    return bool(memory.needs_repeat), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
 
 
 def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
@@ -209,7 +209,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         if layer in layers:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
-        flags.append(bool(trainer.training.gradients.shared_buffers.overflowed))
+        flags.append(bool(trainer.training.gradients.first_pass.needs_repeat))
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 

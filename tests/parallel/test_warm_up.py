@@ -113,7 +113,7 @@ def overflow(model: Any, *_: Any) -> None:
     """As if more rows had arrived than symmetric memory has room for."""
     for moe in model.moe_layers().values():
         if moe.dispatcher.memory is not None:
-            moe.dispatcher.memory.overflowed.fill_(True)
+            moe.dispatcher.memory.needs_repeat.fill_(True)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -28,7 +28,7 @@ def warm_up(
     meta. loss: of the last stage's output.
     """
     memories = [moe.dispatcher.memory for moe in model.moe_layers().values()]
-    state = [*model.buffers(), *(memory.overflowed for memory in memories if memory is not None)]
+    state = [*model.buffers(), *(memory.needs_repeat for memory in memories if memory is not None)]
     state_before = [x.clone() for x in state]
     grads = {parameter: parameter.grad for parameter in model.parameters()}
     for parameter in grads:

@@ -52,8 +52,8 @@ class RehearsedBuffers(SymmetricBuffers):
         recorder.start_up += recorder.log.messages
         recorder.begin_step()
 
-    def were_too_small(self, flags: float) -> bool:
-        """By the assumed routing, as a flag of fake tensors is never set."""
+    def must_repeat(self, ranks: float) -> bool:
+        """Decide by the assumed routing, as a flag of fake tensors is never set."""
         if self.counts is None or self.group.size == 1:
             return False
         stage = self.counts.routing.fold.stage
@@ -93,13 +93,14 @@ def _overflows(
 
 def symmetric_notes(gradients: Gradients) -> list[str]:
     """What a reader has to know about the figures."""
-    if gradients.shared_buffers is None or gradients.shared_buffers.group.size == 1:
+    buffers = gradients.first_pass
+    if buffers is None or buffers.group.size == 1:
         return []
     texts = [
         "symm_mem: rows are sent on the computation's own stream, which waits for all to arrive; unused rows of the "
         "receive buffers count as computed"
     ]
-    if gradients.overflow_reruns:
+    if buffers.repeats:
         texts.append(
             "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
             "passes count: raise moe.symm_mem_factor"

@@ -110,7 +110,7 @@ def _assume_routing(
     if config.moe.capacity_factor and config.moe.pad_to_capacity:
         return None  # sizes are those of the bins, whatever is sent
     template = next(iter(training.moe_layers.values())).dispatcher
-    node, memory = config.parallelism.node, training.gradients.shared_buffers
+    node, memory = config.parallelism.node, training.gradients.first_pass
     messages = partial(IntegerMessages, routing, type(template), template, node)
     exchange = messages()
     symmetric_exchange = None if memory is None else messages(symmetric=True)

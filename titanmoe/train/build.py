@@ -154,7 +154,7 @@ def build_training(
         optimizer=optimizer,
         qk_clip=QKClip(config.optimizer.qk_clip, config.model, weights) if config.optimizer.qk_clip else None,
         rate=rate,
-        report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), gradients, state),
+        report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), shared_buffers, state),
         max_grad_norm=config.optimizer.max_grad_norm,
         bias_update_rate=config.moe.bias_update_rate,
         steps=training.steps,

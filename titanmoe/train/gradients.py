@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titanmoe import observe
-from titanmoe.comm.collectives import all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import NO_WORK, TrainingWork
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, sum_statistics
 from titanmoe.observe import named
@@ -58,8 +57,8 @@ class StepScalars:
 
     loss: float
     mtp_loss: float
-    stop: float
-    overflowed: float
+    stop: bool
+    """Whether any rank wants to stop."""
     norm: float
     tokens: float
     count: float
@@ -73,19 +72,72 @@ class StepScalars:
     """The objective's own."""
 
 
+@dataclass
+class PassSums:
+    """What a forward and backward gives besides gradients: this rank's, or summed over all ranks."""
+
+    loss: Tensor
+    mtp_loss: Tensor
+    stop: Tensor
+    """How many ranks want to stop."""
+    repeat: Tensor
+    """How many ranks ask for the step to be repeated (FirstPass)."""
+    metrics: Tensor
+    """The objective's own, in the order of their names."""
+
+
+def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """Sum named tensors over the group in one message, in float64. Collective over the group. Not differentiable."""
+    flat = all_reduce(torch.cat([value.flatten() for value in values.values()]).double(), group)
+    parts = flat.split([value.numel() for value in values.values()])
+    return {name: part.view_as(value) for (name, value), part in zip(values.items(), parts, strict=True)}
+
+
+def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Copy named tensors to the host in one transfer, which waits for the device: numbers, and lists of vectors."""
+    numbers = iter(torch.cat([value.flatten() for value in values.values()]).double().tolist())
+    return {
+        name: [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
+        for name, value in values.items()
+    }
+
+
+class FirstPass(Protocol):
+    """What makes the first forward and backward of a step faster, and may ask that they be repeated without it."""
+
+    needs_repeat: Tensor
+    """Whether this rank asks for it: a scalar on the device, set during the pass."""
+    repeats: int
+    """How many steps of this process were repeated."""
+
+    def attached(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
+        """Return a context in which the layers use it."""
+        ...
+
+    def must_repeat(self, ranks: float) -> bool:
+        """Return whether the pass is void. ranks: how many ask for it."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is reported of it with every step."""
+        ...
+
+
 class Sums(NamedTuple):
+    """What is known of a step once its gradients are summed."""
+
     scalars: StepScalars
     norm: Tensor
     layers: dict[int, LayerStatistics]
     """Each MoE layer's, on the device."""
-    own_losses: Tensor
-    """What this rank added to the losses."""
+    own: PassSums
+    """This rank's summands."""
     logits: Tensor | None
     """The largest of each block and head, in a step that measures them."""
 
 
 class Slicer:
-    """From a data rank's batches to what this rank works on."""
+    """Cuts the batches of a data rank into the slices that this rank works on."""
 
     def __init__(
         self,
@@ -100,21 +152,19 @@ class Slicer:
         self.objective, self.work = objective, work
 
     def count(self, batches: list[Batch]) -> Totals:
-        mine = [
-            torch.stack(
-                [
-                    self.objective.count(b).double(),
-                    b.valid_BS.sum().double(),
-                    b.valid_BS.any(1).sum().double(),
-                    b.valid_BS.sum().double() * self.work.per_token + self._of_pairs(b),
-                ]
-            )
-            for b in batches
-        ]
-        return Totals(*all_reduce(to_device(torch.stack(mine).sum(0), self.device), self.meshes.data))
+        """Count a step's batch over all data ranks, in one message. Collective over them."""
+        tokens = [b.valid_BS.sum().double() for b in batches]
+        own = {
+            "count": sum(self.objective.count(b).double() for b in batches),
+            "tokens": sum(tokens),
+            "samples": sum(b.valid_BS.any(1).sum().double() for b in batches),
+            "flops": sum(n * self.work.per_token + self._of_pairs(b) for n, b in zip(tokens, batches, strict=True)),
+        }
+        on_device = to_device(torch.stack(list(own.values())), self.device)
+        return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
 
     def _of_pairs(self, batch: Batch) -> float:
-        """FLOPs of positions and what they see."""
+        """Return the FLOPs of positions and what they see."""
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
         return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
@@ -126,12 +176,13 @@ class Slicer:
 
 @dataclass(eq=False)
 class Gradients:
+    """Computes the gradients of a step, summed over all ranks, and what is reported with them."""
+
     stages: list[Transformer]
     engine: WithoutPipeline | Pipeline
     objective: Objective
     tied: TiedEnds
-    shared_buffers: SharedBuffers | None
-    """The buffers that a step attaches to its dispatchers."""
+    first_pass: FirstPass | None
     meshes: Meshes
     model: Model
     layout: RowLayout
@@ -141,7 +192,6 @@ class Gradients:
     logits: LargestLogits | None = None
     wants_to_stop: Callable[[], bool] = lambda: False
     """Whether this rank wants to stop; all stop together once one does."""
-    overflow_reruns: int = 0
 
     def __post_init__(self) -> None:
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
@@ -152,48 +202,47 @@ class Gradients:
 
     def sums(self, work: StepWork) -> Sums:
         """Sums the gradients of a step over the ranks, and returns what is known of it."""
-        sums = self._sums(work, self.shared_buffers)
-        if self.shared_buffers and self.shared_buffers.were_too_small(sums.scalars.overflowed):  # the pass is void
-            self.overflow_reruns += 1
+        sums, repeat = self._sums(work, self.first_pass)
+        if repeat:
+            self.first_pass.repeats += 1
             self.drop()
-            sums = self._sums(work, None)
+            sums, _ = self._sums(work, None)
         return sums
 
-    def _sums(self, work: StepWork, symmetric: SharedBuffers | None) -> Sums:
-        """What the host has to know of a step comes in one transfer, the only one of a step outside its dispatchers;
-        the norm and each MoE layer's statistics are returned as tensors too.
+    def _sums(self, work: StepWork, first_pass: FirstPass | None) -> tuple[Sums, bool]:
+        """Return what is known of a step, and whether it has to be repeated.
+
+        What the host has to know comes in one transfer, the only one of a step outside its dispatchers; the norm and
+        each MoE layer's statistics are returned as tensors too.
         """
         observe.active.phase("forward_backward", self.state.step)
-        own, sums = self.forward_backward(work.slices, work.totals, symmetric)
+        own, summed = self.forward_backward(work.slices, work.totals, first_pass)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
         counts = {number: moe.balance.counts for number, moe in self.moe_layers.items()}
         experts = sum_statistics(counts, self.blocks, self.layout, self.meshes.world, self.device)
         logits = self.logits.over_ranks(self.device) if self.logits else None
-        by_block = norm.new_empty(0) if logits is None else logits.amax(1)
-        metrics = self.objective.metrics
-        totals = work.totals
-        loss, mtp_loss, stop, overflowed, norm_now, tokens, count, flops, *rest = torch.cat(
-            (
-                sums[:4],
-                torch.stack((norm.double(), totals.tokens, totals.count, totals.flops)),
-                sums[4:],
-                experts.flatten(),
-                by_block,
-            )
-        ).tolist()
-        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        tp, (own_metrics, rest) = self.meshes.tp.size, (rest[: len(metrics)], rest[len(metrics) :])
-        loss, mtp_loss = loss / tp + self.objective.constant, mtp_loss / tp
-        reported = {name: value / tp for name, value in zip(metrics, own_metrics, strict=True)}
-        width = self.layout.width
-        layers = {n: self.layout.read(rest[i * width : (i + 1) * width]) for i, n in enumerate(self.blocks)}
+        rows = dict(zip(self.blocks, experts, strict=True))
+        by_block = {} if logits is None else {"max_logits": logits.amax(1)}
+        by_layer = {f"layer {number}": row for number, row in rows.items()}
+        known = to_host(vars(work.totals) | vars(summed) | {"norm": norm} | by_layer | by_block)
+        tp = self.meshes.tp.size  # only ranks of the last stage have a loss, and all ranks of a tp group the same one
         scalars = StepScalars(
-            loss, mtp_loss, stop, overflowed, norm_now, tokens, count, flops, layers, rest[experts.numel() :], reported
+            loss=known["loss"] / tp + self.objective.constant,
+            mtp_loss=known["mtp_loss"] / tp,
+            stop=bool(known["stop"]),
+            norm=known["norm"],
+            tokens=known["tokens"],
+            count=known["count"],
+            flops=known["flops"],
+            layers={number: self.layout.read(known[f"layer {number}"]) for number in rows},
+            max_logits=known.get("max_logits", []),
+            metrics={name: x / tp for name, x in zip(self.objective.metrics, known["metrics"], strict=True)},
         )
-        on_device = {number: self.layout.read(row) for number, row in zip(self.blocks, experts, strict=True)}
-        return Sums(scalars, norm, on_device, own, logits)
+        on_device = {number: self.layout.read(row) for number, row in rows.items()}
+        repeat = first_pass is not None and first_pass.must_repeat(known["repeat"])
+        return Sums(scalars, norm, on_device, own, logits), repeat
 
     def begin_step(self, totals: Totals) -> None:
         if self.logits:
@@ -203,27 +252,28 @@ class Gradients:
 
     @named("forward backward")
     def forward_backward(
-        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, whether
-        a receive buffer was too small, and the objective's metrics.
+        self, slices: list[Slice], totals: Totals, first_pass: FirstPass | None
+    ) -> tuple[PassSums, PassSums]:
+        """Run the step's microbatches. Return this rank's sums, and those of all ranks, which travel in one message.
 
-        symmetric: what to attach to the layers' dispatchers, which are exact without it.
+        first_pass: what the layers use; the pass is exact without it.
         """
         self.begin_step(totals)
         # The only division: the objective's sums by their global count. Every reduction is a sum.
         count = totals.count.where(totals.count > 0, 1)
-        dispatchers = [moe.dispatcher for moe in self.moe_layers.values()]
-        with symmetric.attach(dispatchers) if symmetric else nullcontext():
+        with first_pass.attached(self.moe_layers.values()) if first_pass else nullcontext():
             loss = self.engine.run(slices, self.objective, count)
         mtp_loss = sum(
             (mtp.loss_M.sum() / count for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
         )
-        stop = torch.full_like(loss, self.wants_to_stop())
-        overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        own_metrics = self.objective.take_metrics(loss) / count
-        mine = torch.cat((torch.stack((loss, mtp_loss, stop, overflowed)).double(), own_metrics))
-        return mine[:2], all_reduce(mine, self.meshes.world)
+        own = PassSums(
+            loss=loss,
+            mtp_loss=mtp_loss,
+            stop=torch.full_like(loss, self.wants_to_stop()),
+            repeat=first_pass.needs_repeat.to(loss.dtype) if first_pass else torch.zeros_like(loss),
+            metrics=self.objective.take_metrics(loss) / count,
+        )
+        return own, PassSums(**sum_together(vars(own), self.meshes.world))
 
     @named("finish gradients")
     def finish_gradients(self) -> None:

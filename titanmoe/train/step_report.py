@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.moe.layer_statistics import step_metrics
-from titanmoe.train.gradients import Gradients, StepScalars
+from titanmoe.train.gradients import FirstPass, StepScalars
 from titanmoe.train.run_state import RunState
 
 
 class StepReport:
-    def __init__(self, with_mtp: bool, with_skips: bool, gradients: Gradients, state: RunState):
-        self.with_mtp, self.with_skips, self.gradients, self.state = with_mtp, with_skips, gradients, state
+    def __init__(self, with_mtp: bool, with_skips: bool, first_pass: FirstPass | None, state: RunState):
+        self.with_mtp, self.with_skips, self.first_pass, self.state = with_mtp, with_skips, first_pass, state
 
     def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
@@ -22,8 +21,8 @@ class StepReport:
             values["mtp_loss"] = scalars.mtp_loss
         if self.with_skips:
             values["skipped_steps"] = self.state.skips.skipped
-        if isinstance(self.gradients.shared_buffers, SymmetricBuffers):
-            values["overflow_reruns"] = self.gradients.overflow_reruns
+        if self.first_pass is not None:
+            values |= self.first_pass.metrics()
         if scalars.max_logits:
             values["max_logit"] = max(scalars.max_logits)
             values |= {f"layers.{number}.max_logit": value for number, value in enumerate(scalars.max_logits)}

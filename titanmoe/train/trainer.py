@@ -118,7 +118,7 @@ class Trainer:
         observe.active.phase("forward_backward", state.step)
         work = StepWork(batches, training.slicer.slices(batches), totals)
         sums = training.gradients.sums(work)
-        self.stopping = bool(sums.scalars.stop)
+        self.stopping = sums.scalars.stop
 
         self._count_labels(sums.scalars.count)
         verdict = training.guard(work, sums)

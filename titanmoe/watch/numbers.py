@@ -62,7 +62,7 @@ class NumberChecks(Checks):
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
-            again, text = repeat(self.passes, work, sums.own_losses)
+            again, text = repeat(self.passes, work, sums.own)
             sums = again
             same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same_bits}")
@@ -98,7 +98,7 @@ class NumberChecks(Checks):
 
         self.passes.drop()
         first = self.passes.sums(self.last_work)
-        _, text = repeat(self.passes, self.last_work, first.own_losses)
+        _, text = repeat(self.passes, self.last_work, first.own)
         self.passes.drop()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 

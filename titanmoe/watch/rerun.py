@@ -12,31 +12,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.gradients import Gradients, StepWork, Sums
+from titanmoe.train.gradients import Gradients, PassSums, StepWork, Sums
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.replicas import first_few
 
 
-def pass_fingerprints(gradients: Gradients, own_losses: Tensor) -> dict[str, int]:
+def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
     """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
         prints[f"the router of layer {number}"] = fingerprint(moe.balance.counts.counts_MX)
-    prints["the loss"] = fingerprint(own_losses)
+    prints["the loss"] = fingerprint(torch.stack((own.loss, own.mtp_loss)))
     for name, parameter in gradients.trained.items():
         prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat(gradients: Gradients, work: StepWork, own_losses: Tensor) -> tuple[Sums, str]:
+def repeat(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what differs.
 
-    All ranks call it together. own_losses: those of the first pass.
+    All ranks call it together. own: this rank's sums of the first pass.
     """
-    first = pass_fingerprints(gradients, own_losses)
+    first = pass_fingerprints(gradients, own)
     gradients.drop()
     sums = gradients.sums(work)
-    second = pass_fingerprints(gradients, sums.own_losses)
+    second = pass_fingerprints(gradients, sums.own)
     own_differences = [name for name in first if first[name] != second[name]]
     differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(differences, own_differences)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Model
@@ -86,26 +86,35 @@ class ExpertRanks:
 
 
 class SharedBuffers:
-    """Buffers that all dispatchers of a rank share, attached to them while a step runs."""
+    """Buffers that all dispatchers of a rank share, attached to them in a step's first forward and backward. A
+    dispatcher that finds them too small asks for the step to be repeated without them (titanmoe.train.gradients)."""
+
+    repeats = 0
+    """How many steps of this process were repeated."""
 
     def __init__(self, device: torch.device):
-        self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether this rank's buffers were too small, so that the step has to be repeated without them."""
+        self.needs_repeat = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether this rank asks for it. What the pass computes is then void, but it has to be finite."""
 
-    def were_too_small(self, flags: float) -> bool:
-        """Whether any rank's were. flags: `overflowed`, summed over the ranks."""
-        return bool(flags)
+    def must_repeat(self, ranks: float) -> bool:
+        """Return whether the step has to be repeated. ranks: how many ask for it."""
+        return ranks > 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is reported of them with every step."""
+        return {}
 
     @contextmanager
-    def attach(self, dispatchers: Collection[Dispatcher]) -> Iterator[None]:
-        self.overflowed.zero_()
+    def attached(self, layers: Collection[nn.Module]) -> Iterator[None]:
+        """Attach them to the dispatchers of these MoE layers."""
+        self.needs_repeat.zero_()
         try:
-            for dispatcher in dispatchers:
-                dispatcher.memory = self
+            for layer in layers:
+                layer.dispatcher.memory = self
             yield
         finally:
-            for dispatcher in dispatchers:
-                dispatcher.memory = None
+            for layer in layers:
+                layer.dispatcher.memory = None
 
 
 class Dispatcher:

@@ -202,6 +202,9 @@ class SymmetricBuffers(SharedBuffers):
         of_ranks = [handle.get_remote_tensor(rank, shape, dtype) for rank in range(self.group.size)]
         return Buffers(of_ranks, torch.tensor([buffer.data_ptr() for buffer in of_ranks], device=device))
 
+    def metrics(self) -> dict[str, float]:
+        return {"overflow_reruns": self.repeats}
+
     def barrier(self) -> None:
         self.handles[0][1].barrier()
 
@@ -291,7 +294,7 @@ class Symmetric(Dispatcher):
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
         out = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)
-        memory.overflowed.logical_or_(out.overflows)
+        memory.needs_repeat.logical_or_(out.overflows)
         return out
 
 
