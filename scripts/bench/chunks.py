@@ -180,7 +180,11 @@ def main() -> int:
     config = read(TINY if sys.argv[1:] == ["--tiny"] else sys.argv[1:], world_size(), PARTS)
     runtime = start_process(config)
     meshes = make_meshes(
-        derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
+        derive(runtime.world, config.parallelism),
+        parallelism=config.parallelism,
+        moe=config.moe,
+        training=config.training,
+        device=runtime.device,
     )
     wire = meshes.within if DISPATCHERS.look_up(config.moe.dispatcher).nodes else meshes.dispatch
     compute = getattr(torch, config.training.mixed_precision_param)

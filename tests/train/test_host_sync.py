@@ -74,7 +74,9 @@ def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypat
     config, device = parity.read({"model.mtp_depth": depth}, 1), torch.device("meta")
     batches = [parity.batch(config, [m], documents=True) for m in range(2)]
     meshes: Any = SimpleNamespace(tp=NO_GROUP, cp=NO_GROUP, data=NO_GROUP)
-    slicer = Slicer(meshes, Placement(1, False), device, depth > 0, CrossEntropy(meshes))
+    slicer = Slicer(
+        meshes=meshes, placement=Placement(1, False), device=device, with_mtp=depth > 0, objective=CrossEntropy(meshes)
+    )
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
         totals, slices = slicer.count(batches), slicer.slices(batches)

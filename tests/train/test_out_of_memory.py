@@ -188,7 +188,7 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(launch, "read", lambda argv, world, parts, check_inputs: run.config)
     monkeypatch.setattr(launch, "start", lambda config: SimpleNamespace(rank=0))
-    monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime, likeliest: run)
+    monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime, **_: run)
     monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
     assert launch.main([], PARTS) == 1

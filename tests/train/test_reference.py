@@ -47,7 +47,7 @@ def first_steps(changes: dict[str, Any], steps: int = 1, saves: bool = False) ->
     training = trainer.training
     with training.checkpoints.inside(Path(changes["job.dump_folder"], "run")) as checkpoints:
         checkpoints.begin()
-        note = training.get_ready()["reference"]
+        note = training.get_ready(training)["reference"]
         if training.validation:
             loss, metrics = training.validation.measure()
             assert loss == pytest.approx(LN2, abs=1e-12) and metrics["preference.val_kl"] < 1e-24

@@ -47,8 +47,8 @@ def test_rows_travel_as_the_run_is_told_and_its_header_says_why(monkeypatch: pyt
         assert where is runtime
         return replace(config, moe=replace(config.moe, overlap_chunks=2)), "in 2 chunks"
 
-    def build_training(config: Config, runtime: object, likeliest: bool) -> SimpleNamespace:
-        return SimpleNamespace(chunks=config.moe.chunks, set_up={"pipeline": "1F1B"})
+    def build_training(config: Config, runtime: object, likeliest: bool, notes: dict[str, str]) -> SimpleNamespace:
+        return SimpleNamespace(chunks=config.moe.chunks, notes=notes)
 
     monkeypatch.setattr(launch, "read", lambda argv, world, parts, check_inputs: Config())
     monkeypatch.setattr(launch, "start", lambda config: runtime)
@@ -60,8 +60,8 @@ def test_rows_travel_as_the_run_is_told_and_its_header_says_why(monkeypatch: pyt
     for way in ({"rows": rows}, {}):
         assert launch.main([], PARTS, **way) == 0
     told, untold = trained
-    assert told.chunks == 2 and told.set_up == {"pipeline": "1F1B", "rows": "in 2 chunks"}
-    assert untold.chunks == 1 and untold.set_up == {"pipeline": "1F1B"}
+    assert told.chunks == 2 and told.notes == {"rows": "in 2 chunks"}
+    assert untold.chunks == 1 and untold.notes == {}
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])

@@ -294,7 +294,11 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     config = read(["--config", recipe] if recipe else default, runtime.world, PARTS)
     say(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
     meshes = make_meshes(
-        derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
+        derive(runtime.world, config.parallelism),
+        parallelism=config.parallelism,
+        moe=config.moe,
+        training=config.training,
+        device=runtime.device,
     )
     return {"rows": rows, "wires": wires(meshes, runtime), "problems": problems}
 

@@ -21,7 +21,7 @@ from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.rules import MixerRules
 from titanmoe.models.multi_token import MultiToken
-from titanmoe.models.vocabulary import Embedding, Head
+from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
 from titanmoe.moe.layer import MoE
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -105,6 +105,7 @@ class Transformer(nn.Module):
         layers: Iterable[int] | None = None,
         first: bool = True,
         last: bool = True,
+        output: HeadOutput = LOSS_ONLY,
     ):
         super().__init__()
         self.shape, self.dtype = config.model, dtype
@@ -119,7 +120,7 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleDict({str(i): block(i) for i in (range(model.num_layers) if layers is None else layers)})
         chunks, kernels = config.training.loss_chunks, config.moe.kernels
         ends = model.vocab_size, model.dim
-        self.head = Head(*ends, model.norm_eps, chunks, dtype, kernels, model.norm_adds_one) if last else None
+        self.head = Head(*ends, model.norm_eps, chunks, dtype, kernels, model.norm_adds_one, output) if last else None
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
             extra = block(model.num_layers)

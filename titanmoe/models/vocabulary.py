@@ -7,6 +7,7 @@ rank's vocabulary, v a slice of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -189,6 +190,23 @@ class Scores(NamedTuple):
         return cls(*numbers_NBS) if len(numbers_NBS) < 3 else cls(numbers_NBS[0], classes_CBS=numbers_NBS[1:])
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadOutput:
+    """Which numbers the head returns for each label."""
+
+    with_entropy: bool = False
+    """Also the entropy of the distribution."""
+    kept: int = 0
+    """Also the log-probabilities of this many ids, which the batch names."""
+    top: int = 0
+    """Instead: the ids with the highest logits and their log-probabilities, of this many. Not differentiable."""
+    temperature: float = 1.0
+    """Divides the logits whose log-probabilities are returned."""
+
+
+LOSS_ONLY = HeadOutput()
+
+
 class Head(nn.Module):
     """Final norm, projection to the vocabulary, loss. With labels: the Scores of each as one tensor (N, B, S), which
     pipelines can pass on; without: logits.
@@ -211,12 +229,14 @@ class Head(nn.Module):
         dtype: torch.dtype | None = None,
         kernels: str = "auto",
         norm_adds_one: bool = False,
+        output: HeadOutput = LOSS_ONLY,
     ):
         super().__init__()
         self.norm = RMSNorm(dim, eps, dtype, norm_adds_one, kernels)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
-        self.with_entropy, self.kept, self.top, self.temperature = False, 0, 0, 1.0
+        self.with_entropy, self.kept = output.with_entropy, output.kept
+        self.top, self.temperature = output.top, output.temperature
         self.tp = NO_GROUP
 
     @property

@@ -17,6 +17,7 @@ from titanmoe.fold.unsharded import reshard
 from titanmoe.models.adapters import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
@@ -34,6 +35,7 @@ from titanmoe.parallel.unsharded import UnshardedExperts
 
 def make_meshes(
     fold: Fold,
+    *,
     parallelism: Parallelism,
     moe: MoEOptions,
     training: Training,
@@ -53,6 +55,7 @@ def build(
     device: torch.device,
     materialize: Callable[[Transformer, int, torch.device], None] = materialize,
     flex: Callable = flex,
+    output: HeadOutput = LOSS_ONLY,
 ) -> list[Transformer]:
     """This rank's stages of the model, ready to train: a transformer each.
 
@@ -60,7 +63,7 @@ def build(
     goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
     allocated last, so that no rank ever allocates more than its shards.
 
-    materialize: allocates and fills a stage. flex: as in `titanmoe.parallel.flex`.
+    materialize: allocates and fills a stage. flex: as in `titanmoe.parallel.flex`. output: of the last stage's head.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
@@ -69,7 +72,7 @@ def build(
     for number in (number for number, rank in enumerate(ranks) if rank == meshes.pp.rank):
         with torch.device("meta"):
             first, last = number == 0, number == len(ranks) - 1
-            model = Transformer(config, microbatches, stored, layers[number], first, last)
+            model = Transformer(config, microbatches, stored, layers[number], first, last, output)
             add_adapters(model, config)
         freeze(model, config)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
@@ -85,6 +88,7 @@ def build(
 
 def make_engine(
     stages: list[Transformer],
+    *,
     pipeline: PipelineOptions,
     parallelism: Parallelism,
     training: Training,

@@ -51,6 +51,7 @@ def largest(q_BSHh: Tensor, k_BSGh: Tensor, mask: Mask, placement: Placement, gr
 class LargestLogits:
     def __init__(
         self,
+        *,
         model: Model,
         stages: list[Transformer],
         placement: Placement,

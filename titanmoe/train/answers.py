@@ -54,7 +54,7 @@ def judge(question: Question, log_p: np.ndarray) -> dict[str, float]:
     }
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Answers:
     """Due every `interval` steps, and after step `last`."""
 

@@ -5,10 +5,10 @@ so these get the whole config.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-
-import torch
+from types import MappingProxyType
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.fields import nested, to_toml
@@ -22,6 +22,7 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.moe.balance_losses.rules import switched_on
 from titanmoe.moe.dispatchers.protocol import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
@@ -51,153 +52,232 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.skips import Skips
 from titanmoe.train.step_report import StepReport
-from titanmoe.train.training import Training
+from titanmoe.train.training import RankModel, Training
 from titanmoe.train.validation import Validation
 
 
 def build_training(
     config: Config,
     runtime: Runtime,
+    *,
     loader: Callable[[Config, int, int], Loader] = Loader,
     garbage: Callable[[int], GarbageCollection] = GarbageCollection,
-    checks: Callable[[Config, Training], Checks] = lambda config, training: Checks(),
-    build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
+    checks: Callable[[Config, RankModel], Checks] = lambda config, model: Checks(),
+    build: Callable[..., list[Transformer]] = build,
     reserve_buffers: Callable[..., SharedBuffers | None] = reserve_buffers,
     likeliest: bool = False,
+    notes: Mapping[str, str] = MappingProxyType({}),
 ) -> Training:
-    """All ranks call it together. The arguments after `runtime` replace a component.
+    """Build what a run needs on this rank. Collective over the world.
 
-    loader: called with the config, the data rank and their number. garbage: with training.gc_every. checks: with the
-    config and the Training, when all else is there. reserve_buffers: makes what a step attaches to its
-    dispatchers, from their tables. likeliest: the head says the likeliest ids, as a teacher's; this cannot train.
+    The arguments after `runtime` replace a component.
+
+    Args:
+        loader: called with the config, the data rank and their number.
+        garbage: called with training.gc_every.
+        checks: called with the config and the model, when its gradients and optimizer are there.
+        build: makes this rank's stages, as titanmoe.parallel.apply.build.
+        reserve_buffers: makes what dispatchers use in a step's first pass.
+        likeliest: the head returns the ids with the highest logits, as a teacher's. Such a run cannot train.
+        notes: rows of the header.
     """
-    device, training, with_mtp = runtime.device, config.training, config.model.mtp_depth > 0
+    training, device = config.training, runtime.device
     fold = derive(runtime.world, config.parallelism)
-    meshes = make_meshes(fold, config.parallelism, config.moe, training, device, config.lora.rank > 0)
+    meshes = make_meshes(
+        fold,
+        parallelism=config.parallelism,
+        moe=config.moe,
+        training=training,
+        device=device,
+        adapters=config.lora.rank > 0,
+    )
     batches = loader(config, meshes.data.rank, meshes.data.size)
-
-    stages = build(config, meshes, batches.microbatches, device)
-    rules = OBJECTIVES.look_up(training.objective)
-    for head in (stage.head for stage in stages if stage.head is not None):
-        head.with_entropy, (head.kept, head.temperature) = rules.entropy, rules.kept(config)
-        if likeliest:
-            head.top, head.temperature = config.distillation.top, config.distillation.temperature
-    engine = make_engine(stages, config.pipeline, config.parallelism, training, meshes, batches.microbatches, device)
-    tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
-    buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
-    shared_buffers = reserve_buffers(config.model, config.moe, training, meshes, device)
-
-    state = RunState(Skips(config.optimizer))
-    place = placement(config.parallelism)
     objective = OBJECTIVES.implementation(training.objective).build(config, meshes)
-    every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
-    by_bound = config.optimizer.qk_clip_measure == "bound"
-    logits = LargestLogits(config.model, stages, place, meshes, every, by_bound) if every else None
-    gradients = Gradients(
-        stages,
-        engine,
-        objective,
-        tied,
-        shared_buffers,
-        meshes,
-        config.model,
-        RowLayout.of(config.model.num_experts, config.moe),
-        state,
-        device,
-        logits,
-    )
-    weights = gradients.parameters
-    optimizer = OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes)
-    rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
-    slicer_for = partial(Slicer, meshes, place, device)
-    notes = set_up(config, fold.pp, batches.microbatches, engine, device)
-    slicer = slicer_for(with_mtp, objective, training_work(config.model, Tuning.of(config)))
-    if config.distillation.teacher:
-        from titanmoe.train.teacher import TeachingSlicer
-
-        slicer = TeachingSlicer(config, slicer, batches, state, build)
-        notes["teacher"] = slicer.note
-    validation, answers = make_evaluations(config, batches, partial(slicer_for, False), gradients, state)
-    if validation:
-        notes |= {f"validation, {row}": line for row, line in validation.samples.mix.lost().items()}
-    passed_over = steps_in(config.data.skip_steps)
-    guard = Guard(config.optimizer, passed_over, state, gradients, optimizer, buffers, batches)
-    about = about_run(config, fold)
-    checkpoints = Checkpoints(
-        config.checkpoint,
-        config.model,
-        about,
-        runtime,
-        state,
-        batches,
-        validation,
-        optimizer,
-        weights,
-        buffers,
-        rate,
-        config.lora,
-    )
-    gradients.wants_to_stop = checkpoints.wants_to_stop
-    clock = Clock(device)
-    made = Training(
+    model = build_model(
+        config,
         runtime=runtime,
         fold=fold,
         meshes=meshes,
-        stages=stages,
-        parameters=weights,
-        buffers=buffers,
-        moe_layers=gradients.moe_layers,
         loader=batches,
+        objective=objective,
+        build=build,
+        reserve_buffers=reserve_buffers,
+        likeliest=likeliest,
+    )
+    slicer_for = partial(Slicer, meshes=meshes, placement=placement(config.parallelism), device=device)
+    slicer = slicer_for(
+        with_mtp=config.model.mtp_depth > 0,
+        objective=objective,
+        work=training_work(config.model, Tuning.of(config)),
+    )
+    set_up_notes = set_up(config, fold.pp, batches.microbatches, model.gradients.engine, device)
+    if config.distillation.teacher:
+        from titanmoe.train.teacher import TeachingSlicer
+
+        slicer = TeachingSlicer(config, slicer, batches, model.state, build)
+        set_up_notes["teacher"] = slicer.note
+    validation, answers = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
+    if validation:
+        set_up_notes |= {f"validation, {row}": line for row, line in validation.samples.mix.lost().items()}
+    rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
+    clock = Clock(device)
+    return Training(
+        **vars(model),
         slicer=slicer,
-        gradients=gradients,
-        guard=guard,
-        optimizer=optimizer,
-        qk_clip=QKClip(config.optimizer.qk_clip, config.model, weights) if config.optimizer.qk_clip else None,
+        guard=Guard(
+            options=config.optimizer,
+            pass_over=steps_in(config.data.skip_steps),
+            state=model.state,
+            gradients=model.gradients,
+            optimizer=model.optimizer,
+            buffers=model.buffers,
+            loader=batches,
+            checks=checks(config, model),
+        ),
+        qk_clip=QKClip(config.optimizer.qk_clip, config.model, model.parameters) if config.optimizer.qk_clip else None,
         rate=rate,
-        report=StepReport(with_mtp, bool(config.optimizer.skip_spikes), shared_buffers, state),
+        report=StepReport(
+            with_mtp=config.model.mtp_depth > 0,
+            with_skips=bool(config.optimizer.skip_spikes),
+            first_pass=model.gradients.first_pass,
+            state=model.state,
+        ),
         max_grad_norm=config.optimizer.max_grad_norm,
         bias_update_rate=config.moe.bias_update_rate,
         steps=training.steps,
         epochs=training.epochs,
         timeout_s=training.timeout_s,
-        state=state,
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
-        checkpoints=checkpoints,
+        checkpoints=Checkpoints(
+            options=config.checkpoint,
+            model=config.model,
+            about_run=about_run(config, fold),
+            runtime=runtime,
+            state=model.state,
+            loader=batches,
+            validation=validation,
+            optimizer=model.optimizer,
+            parameters=model.parameters,
+            buffers=model.buffers,
+            rate=rate,
+            lora=config.lora,
+        ),
         validation=validation,
         answers=answers,
-        set_up=notes | optimizer.notes,
+        set_up=set_up_notes | model.optimizer.notes | notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,
         garbage=garbage(training.gc_every),
+        get_ready=partial(ready_reference, config) if OBJECTIVES.look_up(training.objective).reference else no_notes,
     )
-    if rules.reference:
-        from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
-        made.get_ready = Reference(config, made).ready
-    guard.checks = checks(config, made)
-    return made
+
+def build_model(
+    config: Config,
+    *,
+    runtime: Runtime,
+    fold: Fold,
+    meshes: Meshes,
+    loader: Loader,
+    objective: Objective,
+    build: Callable[..., list[Transformer]],
+    reserve_buffers: Callable[..., SharedBuffers | None],
+    likeliest: bool,
+) -> RankModel:
+    """Build this rank's stages, and what computes and applies their gradients. Collective over the world."""
+    training, device = config.training, runtime.device
+    rules, distillation = OBJECTIVES.look_up(training.objective), config.distillation
+    kept, temperature = rules.kept(config)
+    output = HeadOutput(with_entropy=rules.entropy, kept=kept, temperature=temperature)
+    if likeliest:
+        output = replace(output, top=distillation.top, temperature=distillation.temperature)
+    stages = build(config, meshes, loader.microbatches, device, output=output)
+    every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
+    state = RunState(Skips(config.optimizer))
+    gradients = Gradients(
+        stages=stages,
+        engine=make_engine(
+            stages,
+            pipeline=config.pipeline,
+            parallelism=config.parallelism,
+            training=training,
+            meshes=meshes,
+            microbatches=loader.microbatches,
+            device=device,
+        ),
+        objective=objective,
+        tied=TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),
+        first_pass=reserve_buffers(config.model, config.moe, training, meshes, device),
+        meshes=meshes,
+        model=config.model,
+        layout=RowLayout.of(config.model.num_experts, config.moe),
+        state=state,
+        device=device,
+        logits=LargestLogits(
+            model=config.model,
+            stages=stages,
+            placement=placement(config.parallelism),
+            meshes=meshes,
+            every=every,
+            by_bound=config.optimizer.qk_clip_measure == "bound",
+        )
+        if every
+        else None,
+    )
+    return RankModel(
+        runtime=runtime,
+        fold=fold,
+        meshes=meshes,
+        stages=stages,
+        parameters=gradients.parameters,
+        buffers={name: b for stage in stages for name, b in persistent_buffers(stage).items()},
+        moe_layers=gradients.moe_layers,
+        loader=loader,
+        gradients=gradients,
+        optimizer=OPTIMIZERS.implementation(config.optimizer.name).build(gradients.trained, config, meshes),
+        state=state,
+    )
+
+
+def ready_reference(config: Config, training: Training) -> dict[str, str]:
+    """Count what the run's reference says of its data, unless that is stored; return a row of the header."""
+    from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
+
+    return Reference(config, training).ready()
+
+
+def no_notes(training: Training) -> dict[str, str]:
+    return {}
 
 
 def make_evaluations(
-    config: Config,
-    loader: Loader,
-    slicer_for: Callable[[Objective], Slicer],
-    gradients: Gradients,
-    state: RunState,
+    config: Config, model: RankModel, slicer_for: Callable[..., Slicer]
 ) -> tuple[Validation | None, Answers | None]:
-    """What the recipe asks for after some steps."""
-    meshes, own, last = gradients.meshes, gradients.objective, config.training.steps
+    """Build what the recipe asks for after some steps."""
+    data, loader, last = model.meshes.data, model.loader, config.training.steps
     validation = answers = None
     if every := config.validation.interval:
         documents = loader.held_out if config.validation.held_out else ()
-        samples = ValidationSet(config, meshes.data.rank, meshes.data.size, documents)
         pairs = OBJECTIVES.look_up(config.training.objective).answers > 1
-        slicer = slicer_for(own if pairs else CrossEntropy(meshes))
-        validation = Validation(every, last, samples, slicer, gradients, state)
+        objective = model.gradients.objective if pairs else CrossEntropy(model.meshes)
+        validation = Validation(
+            interval=every,
+            samples=ValidationSet(config, data.rank, data.size, documents),
+            slicer=slicer_for(objective=objective),
+            last=last,
+            gradients=model.gradients,
+            state=model.state,
+        )
     if every := config.validation.answers.interval:
-        questions = AnswerSet(config, meshes.data.rank, meshes.data.size, loader.mix.tokenizer)
-        answers = Answers(every, last, questions, slicer_for(ChoiceSums(meshes)), gradients, state)
+        answers = Answers(
+            interval=every,
+            questions=AnswerSet(config, data.rank, data.size, loader.mix.tokenizer),
+            slicer=slicer_for(objective=ChoiceSums(model.meshes)),
+            last=last,
+            gradients=model.gradients,
+            state=model.state,
+        )
     return validation, answers
 
 
@@ -207,16 +287,16 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
     known = OBJECTIVES.look_up(config.training.objective).loss_of_a_guess(config)
     guess = known if config.data.source != "synthetic" else math.inf
     return Metrics(
-        config.metrics,
-        config.model,
-        Expected(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
-        Shown(config.training.steps, config.compile.enable, config.moe.force_balance),
-        header(config, fold, count, name, peak),
-        to_toml(config),
-        nested(config),
-        tuple(term.metric for term in switched_on(config.moe)),
-        runtime,
-        fold,
-        clock,
-        peak,
+        options=config.metrics,
+        model=config.model,
+        expected=Expected(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
+        shown=Shown(config.training.steps, config.compile.enable, config.moe.force_balance),
+        header=header(config, fold, count, name, peak),
+        recipe=to_toml(config),
+        values=nested(config),
+        balance_losses=tuple(term.metric for term in switched_on(config.moe)),
+        runtime=runtime,
+        fold=fold,
+        clock=clock,
+        peak=peak,
     )

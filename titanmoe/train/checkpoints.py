@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ REFERENCE = "reference"
 """In a record: the digest of the model that the run is compared with (titanmoe.train.reference)."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Checkpoints:
     options: Options
     model: Model
@@ -60,7 +60,7 @@ class Checkpoints:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     rate: LearningRate
-    lora: LoRA = field(default_factory=LoRA)
+    lora: LoRA
     begun: int = 0
     """The step that was already done when this process started."""
     saver: Saver | None = None

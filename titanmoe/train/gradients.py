@@ -136,20 +136,16 @@ class Sums(NamedTuple):
     """The largest of each block and head, in a step that measures them."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Slicer:
     """Cuts the batches of a data rank into the slices that this rank works on."""
 
-    def __init__(
-        self,
-        meshes: Meshes,
-        placement: Placement,
-        device: torch.device,
-        with_mtp: bool,
-        objective: Objective,
-        work: TrainingWork = NO_WORK,
-    ):
-        self.meshes, self.placement, self.device, self.with_mtp = meshes, placement, device, with_mtp
-        self.objective, self.work = objective, work
+    meshes: Meshes
+    placement: Placement
+    device: torch.device
+    with_mtp: bool
+    objective: Objective
+    work: TrainingWork = NO_WORK
 
     def count(self, batches: list[Batch]) -> Totals:
         """Count a step's batch over all data ranks, in one message. Collective over them."""
@@ -174,7 +170,7 @@ class Slicer:
         return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Gradients:
     """Computes the gradients of a step, summed over all ranks, and what is reported with them."""
 
@@ -190,8 +186,6 @@ class Gradients:
     state: RunState
     device: torch.device
     logits: LargestLogits | None = None
-    wants_to_stop: Callable[[], bool] = lambda: False
-    """Whether this rank wants to stop; all stop together once one does."""
 
     def __post_init__(self) -> None:
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
@@ -200,23 +194,28 @@ class Gradients:
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks = moe_blocks(self.model)
 
-    def sums(self, work: StepWork) -> Sums:
-        """Sums the gradients of a step over the ranks, and returns what is known of it."""
-        sums, repeat = self._sums(work, self.first_pass)
+    def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> Sums:
+        """Sum the gradients of a step over the ranks, and return what is known of it. Collective over the world.
+
+        wants_to_stop: asked after the backward, whether this rank wants to; all stop together once one does.
+        """
+        sums, repeat = self._sums(work, self.first_pass, wants_to_stop)
         if repeat:
             self.first_pass.repeats += 1
             self.drop()
-            sums, _ = self._sums(work, None)
+            sums, _ = self._sums(work, None, wants_to_stop)
         return sums
 
-    def _sums(self, work: StepWork, first_pass: FirstPass | None) -> tuple[Sums, bool]:
+    def _sums(
+        self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
+    ) -> tuple[Sums, bool]:
         """Return what is known of a step, and whether it has to be repeated.
 
         What the host has to know comes in one transfer, the only one of a step outside its dispatchers; the norm and
         each MoE layer's statistics are returned as tensors too.
         """
         observe.active.phase("forward_backward", self.state.step)
-        own, summed = self.forward_backward(work.slices, work.totals, first_pass)
+        own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
         self.finish_gradients()
         observe.active.phase("optimizer", self.state.step)
         norm = grad_norm(self.trained, self.meshes.world, self.tied.names, self.device)
@@ -252,7 +251,11 @@ class Gradients:
 
     @named("forward backward")
     def forward_backward(
-        self, slices: list[Slice], totals: Totals, first_pass: FirstPass | None
+        self,
+        slices: list[Slice],
+        totals: Totals,
+        first_pass: FirstPass | None = None,
+        wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[PassSums, PassSums]:
         """Run the step's microbatches. Return this rank's sums, and those of all ranks, which travel in one message.
 
@@ -269,7 +272,7 @@ class Gradients:
         own = PassSums(
             loss=loss,
             mtp_loss=mtp_loss,
-            stop=torch.full_like(loss, self.wants_to_stop()),
+            stop=torch.full_like(loss, wants_to_stop()),
             repeat=first_pass.needs_repeat.to(loss.dtype) if first_pass else torch.zeros_like(loss),
             metrics=self.objective.take_metrics(loss) / count,
         )

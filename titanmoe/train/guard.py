@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class StepVerdict(NamedTuple):
     """Those of the last pass."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Guard:
     options: Options
     pass_over: list[range]
@@ -53,7 +53,7 @@ class Guard:
     optimizer: Optimizer
     buffers: dict[str, Tensor]
     loader: Loader
-    checks: Checks = field(default_factory=Checks)
+    checks: Checks
 
     def passes_over(self) -> bool:
         step = self.state.step

@@ -208,9 +208,8 @@ def main(
         config, why = rows(config, runtime)
         waiting("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
-        training = build_training(config, runtime, likeliest=likeliest, **seams)
-        if why:
-            training.set_up["rows"] = why
+        notes = {"rows": why} if why else {}
+        training = build_training(config, runtime, likeliest=likeliest, notes=notes, **seams)
         failure.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import count

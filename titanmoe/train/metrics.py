@@ -85,7 +85,7 @@ def as_json(record: dict[str, float]) -> str:
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Metrics(Observer):
     """Writes on rank 0 and does nothing on the others."""
 

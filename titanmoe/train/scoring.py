@@ -117,7 +117,13 @@ class ScoringSteps:
         self.rest = None
         if validation.interval or any(map(len, held_out)):
             self.rest = ValidationSet(one_epoch, meshes.data.rank, meshes.data.size, held_out)
-        self.slicer = Slicer(meshes, placement(config.parallelism), training.device, False, CrossEntropy(meshes))
+        self.slicer = Slicer(
+            meshes=meshes,
+            placement=placement(config.parallelism),
+            device=training.device,
+            with_mtp=False,
+            objective=CrossEntropy(meshes),
+        )
 
     @property
     def documents(self) -> list[ShardDocuments]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from titanmoe.moe.layer_statistics import step_metrics
@@ -9,9 +10,12 @@ from titanmoe.train.gradients import FirstPass, StepScalars
 from titanmoe.train.run_state import RunState
 
 
+@dataclass(eq=False, kw_only=True)
 class StepReport:
-    def __init__(self, with_mtp: bool, with_skips: bool, first_pass: FirstPass | None, state: RunState):
-        self.with_mtp, self.with_skips, self.first_pass, self.state = with_mtp, with_skips, first_pass, state
+    with_mtp: bool
+    with_skips: bool
+    first_pass: FirstPass | None
+    state: RunState
 
     def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
         values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}

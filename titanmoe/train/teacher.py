@@ -23,6 +23,7 @@ from titanmoe.data.batch import KEPT, KEPT_LOG_P, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.apply import make_engine
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.find_teacher import check_tokenizer, config_of_teacher, find_teacher
@@ -69,17 +70,23 @@ class TeachingSlicer(Slicer):
         run_state: RunState,
         build: Callable[..., list[Transformer]],
     ):
-        super().__init__(slicer.meshes, slicer.placement, slicer.device, slicer.with_mtp, slicer.objective, slicer.work)
+        super().__init__(**vars(slicer))
         meshes, device, options = slicer.meshes, slicer.device, config.distillation
         self.teacher, self.state = find_teacher(config.distillation.teacher), run_state
         own = config_of_teacher(config, self.teacher)
         if loader.mix.tokenizer:
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
-        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate)
-        for head in (stage.head for stage in self.stages if stage.head is not None):
-            head.top, head.temperature = options.top, options.temperature
-        mapping = own.pipeline, own.parallelism, own.training
-        self.engine = make_engine(self.stages, *mapping, meshes, loader.microbatches, device)
+        output = HeadOutput(top=options.top, temperature=options.temperature)
+        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate, output=output)
+        self.engine = make_engine(
+            self.stages,
+            pipeline=own.pipeline,
+            parallelism=own.parallelism,
+            training=own.training,
+            meshes=meshes,
+            microbatches=loader.microbatches,
+            device=device,
+        )
         self.kept, self.one = Kept(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
         self.note = f"{self.teacher.path}, of which {options.top} ids are kept"
         self._fill()

@@ -44,7 +44,7 @@ class Trainer:
         run = training.folder.claim()
         refused = training.folder.removed_if_refused()
         with refused, training.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | training.loader.notes() | training.set_up | training.get_ready()
+            notes = checkpoints.begin() | training.loader.notes() | training.set_up | training.get_ready(training)
             if training.metrics.writes:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)
@@ -117,7 +117,7 @@ class Trainer:
 
         observe.active.phase("forward_backward", state.step)
         work = StepWork(batches, training.slicer.slices(batches), totals)
-        sums = training.gradients.sums(work)
+        sums = training.gradients.sums(work, training.checkpoints.wants_to_stop)
         self.stopping = sums.scalars.stop
 
         self._count_labels(sums.scalars.count)

@@ -30,8 +30,10 @@ from titanmoe.train.step_report import StepReport
 from titanmoe.train.validation import Validation
 
 
-@dataclass
-class Training:
+@dataclass(eq=False, kw_only=True)
+class RankModel:
+    """A rank's share of the model, its data, and what computes and applies its gradients."""
+
     runtime: Runtime
     fold: Fold
     meshes: Meshes
@@ -42,12 +44,21 @@ class Training:
     buffers: dict[str, Tensor]
     moe_layers: dict[int, MoE]
 
-    # A step.
     loader: Loader
-    slicer: Slicer
     gradients: Gradients
-    guard: Guard
     optimizer: Optimizer
+    state: RunState
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+
+@dataclass(eq=False, kw_only=True)
+class Training(RankModel):
+    # A step.
+    slicer: Slicer
+    guard: Guard
     qk_clip: QKClip | None
     rate: LearningRate
     report: StepReport
@@ -61,7 +72,6 @@ class Training:
     """0 if the run has a number of steps of its own."""
     timeout_s: int
     """How long a collective may take, once the first step is done."""
-    state: RunState
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
@@ -72,14 +82,10 @@ class Training:
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
-    get_ready: Callable[[], dict[str, str]] = dict
+    get_ready: Callable[[Training], dict[str, str]]
     """Called when the weights are there, before the first step. Returns rows of the header."""
 
     @property
     def evaluations(self) -> list[Validation | Answers]:
         """What may be due after a step."""
         return [evaluation for evaluation in (self.validation, self.answers) if evaluation]
-
-    @property
-    def device(self) -> torch.device:
-        return self.runtime.device

@@ -32,7 +32,7 @@ def forward_only(
         yield gradients.engine.run(slicer.slices(batches), slicer.objective, one, backward=False), totals.count
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Validation:
     """Due every `interval` steps, and after step `last`."""
 

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from titanmoe.config.schema import Config, Debug
     from titanmoe.train.gradients import Gradients, StepWork, Sums
     from titanmoe.train.run_state import RunState
-    from titanmoe.train.training import Training
+    from titanmoe.train.training import RankModel
     from titanmoe.watch.culprit import Trace
     from titanmoe.watch.replicas import Replicas
     from titanmoe.watch.stragglers import Stragglers
 
 
-def checks(config: Config, training: Training) -> Checks:
+def checks(config: Config, training: RankModel) -> Checks:
     from titanmoe.watch.replicas import Replicas
 
     def trace() -> Trace:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.groups import View, group_of, groups
-from titanmoe.train.training import Training
+from titanmoe.train.training import RankModel
 from titanmoe.watch.bits import combine_fingerprints, fingerprint
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
@@ -47,7 +47,7 @@ class Difference(NamedTuple):
 
 
 class Replicas:
-    def __init__(self, training: Training, options: Options, seed: int):
+    def __init__(self, training: RankModel, options: Options, seed: int):
         self.training, self.fold, self.seed = training, training.fold, seed
         self.with_moments = not options.offload
         self.kinds = [*self._of_view("experts"), *self._of_view("attention")]  # the last one is the whole stage
