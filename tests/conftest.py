@@ -47,7 +47,7 @@ LONG = (
     "parallel/test_compiled", "test_get_started", "test_launch_scripts", "checkpoint_hf/test_fields",
     "moe/test_dispatch", "rehearse/test_memory_over_step", "parallel/test_unsharded", "data/test_loader",
     "train/test_validation", "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric",
-    "train/test_watch", "train/test_skips",
+    "train/test_watch", "train/test_run_state",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""
 

@@ -14,8 +14,8 @@ from titanmoe.moe.balance_losses import rules as balance_rules
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
-from titanmoe.train.objectives.rules import OBJECTIVES
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.objectives.objective_rules import OBJECTIVES
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests import parity
-from titanmoe.train.optimizers.protocol import Optimizer
-from titanmoe.train.optimizers.rules import OptimizerRules
+from titanmoe.train.optimizers.optimizer import Optimizer
+from titanmoe.train.optimizers.optimizer_rules import OptimizerRules
 
 SAVED, LAST = 1, 2
 # The real loader over counted random tokens; every mapping of 8 ranks with few enough data ranks is legal.

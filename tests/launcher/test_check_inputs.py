@@ -23,7 +23,7 @@ from titanmoe.launcher import agent, fit_ranks
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
 from titanmoe.parts import PARTS
-from titanmoe.train import check_inputs, disk_room, launch
+from titanmoe.train import launch, machine_room, refusals
 
 FIELDS = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "model.vocab_size": 320, "training.seq_len": 8}
 WORDS = ["debug", *(f"--{name}={value}" for name, value in FIELDS.items())]
@@ -234,20 +234,20 @@ def test_a_disk_without_room_is_refused_before_there_are_ranks(
 
 def test_what_is_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, each = config_of(*SYNTHETIC, "--checkpoint.keep_last=1"), 0
-    each = disk_room.checkpoint_bytes(config)
+    each = machine_room.checkpoint_bytes(config)
     free(monkeypatch, each)
-    assert disk_room.disk_shortage(config).startswith("2 checkpoints")
-    assert disk_room.disk_shortage(config, step=40) == "", "one more, at the end"
+    assert machine_room.disk_shortage(config).startswith("2 checkpoints")
+    assert machine_room.disk_shortage(config, step=40) == "", "one more, at the end"
     left = Path("runs/debug/checkpoints/step-00000009.writing")
     left.mkdir(parents=True)
     (left / "a").write_bytes(b"x" * each)
-    assert disk_room.disk_shortage(config) == "", "the start removes what an interrupted save has left"
+    assert machine_room.disk_shortage(config) == "", "the start removes what an interrupted save has left"
     make(left.parent, 20, 1)
     free(monkeypatch, 0)
-    assert disk_room.disk_shortage(config, step=20) == "", "the old one is there, and one is written"
+    assert machine_room.disk_shortage(config, step=20) == "", "the old one is there, and one is written"
     shutil.rmtree(left)
-    assert disk_room.disk_shortage(config, step=20).startswith("a checkpoint of about")
-    assert disk_room.disk_shortage(config, step=60) == "", "nothing is left to save"
+    assert machine_room.disk_shortage(config, step=20).startswith("a checkpoint of about")
+    assert machine_room.disk_shortage(config, step=60) == "", "nothing is left to save"
 
 
 # ---- torchrun
@@ -285,16 +285,16 @@ def test_a_config_is_printed_without_what_it_names(capsys: pytest.CaptureFixture
 
 
 def test_one_error_is_raised_as_it_is() -> None:
-    refusals = check_inputs.Refusals()
-    refusals.raise_together()
+    collected = refusals.Refusals()
+    collected.raise_together()
 
     def refuse() -> None:
         raise ConfigError(["no"], "a.toml")
 
-    assert refusals.collect(lambda: 5) == 5 and refusals.collect(refuse) is None
+    assert collected.collect(lambda: 5) == 5 and collected.collect(refuse) is None
     with pytest.raises(ConfigError, match=r"error: 1 problem in a\.toml"):
-        refusals.raise_together()
-    refusals.collect(refuse)
+        collected.raise_together()
+    collected.collect(refuse)
     with pytest.raises(ConfigError) as both:
-        refusals.raise_together()
+        collected.raise_together()
     assert both.value.problems == ["a.toml: no", "a.toml: no"]

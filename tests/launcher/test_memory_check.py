@@ -21,7 +21,7 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.search import search
 from titanmoe.train import out_of_memory
-from titanmoe.train.optimizers.rules import OPTIMIZERS, AdamWRules, OptimizerRules
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS, AdamWRules, OptimizerRules
 
 CPUS, GPUS = Machine(0, 2, 24 << 30), Machine(8, 64, 80 << 30)
 LONG = ("debug", "--training.seq_len", "16384", "--training.local_batch_size", "64", "--training.global_batch_size=-1")

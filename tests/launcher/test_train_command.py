@@ -23,9 +23,8 @@ from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.parts import PARTS
-from titanmoe.train import handed_on as handed_on_module
-from titanmoe.train import launch
-from titanmoe.train.handed_on import handed_on
+from titanmoe.train import launch, launch_messages
+from titanmoe.train.launch_messages import hand_on_config
 
 DEBUG = "train_configs/debug.toml"
 CPUS, GPUS = Machine(0, 2), Machine(8, 64)
@@ -215,8 +214,8 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     monkeypatch.setattr(launch, "world_size", lambda: 4)
     expected = launch.read(prepared.request.words, 4, PARTS)
     assert len(recipes) == 1, "under torchrun each rank reads it once"
-    with handed_on(prepared.checked) as file, monkeypatch.context() as without_laws:
-        monkeypatch.setenv(handed_on_module.FILE, str(file))
+    with hand_on_config(prepared.checked) as file, monkeypatch.context() as without_laws:
+        monkeypatch.setenv(launch_messages.CONFIG_FILE, str(file))
         without_laws.setattr(launch, "refusals", None)
         with pytest.raises(SystemExit):
             launch.main(["--config", "no recipe"], PARTS)

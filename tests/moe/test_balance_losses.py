@@ -17,7 +17,7 @@ from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
 from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parts import PARTS
-from titanmoe.train.collapse import unbalanced
+from titanmoe.train.alarms import unbalanced
 
 
 class EvenRules(BalanceRules):

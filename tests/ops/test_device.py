@@ -20,7 +20,7 @@ from titanmoe.parallel.norm import local_norms
 
 SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
-CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/runtime.py", "parallel/pairs.py"}
+CALLS_CUDA = {"train/timing.py", "train/metrics.py", "train/runtime.py", "parallel/pairs.py"}
 CALLS_CUDA |= {"moe/dispatchers/symm_mem.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
 CALLS_CUDA |= {"train/optimizers/offload.py", "train/out_of_memory.py"}
 CALLS_CUDA |= {"launcher/fit_ranks.py", "launcher/check_cluster.py"}

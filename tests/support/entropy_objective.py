@@ -10,7 +10,7 @@ from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.rules import ObjectiveRules
+from titanmoe.train.objectives.objective_rules import ObjectiveRules
 
 NAME = f"{__name__}:EntropyBonus"
 BONUS = 0.3

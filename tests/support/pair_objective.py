@@ -12,7 +12,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.rules import ObjectiveRules
+from titanmoe.train.objectives.objective_rules import ObjectiveRules
 
 NAME = f"{__name__}:Pairs"
 BETA = 0.1

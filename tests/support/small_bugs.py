@@ -359,7 +359,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "progress = step / max(1, steps)",
         ),
     ],
-    ("train/validation.py", "tests/train/test_validation.py"): [
+    ("train/evaluation.py", "tests/train/test_validation.py"): [
         (
             "the loss of tp ranks is added up",
             "(all_reduce(mine, meshes.world) / meshes.tp.size / count",
@@ -367,8 +367,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "no validation after the last step",
-            "if self.state.step % self.interval and self.state.step != self.last:",
-            "if self.state.step % self.interval:",
+            "self.state.step % self.interval == 0 or self.state.step == self.last",
+            "self.state.step % self.interval == 0",
         ),
     ],
     ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [

@@ -195,11 +195,11 @@ PRIVATE = (
     Private(
         "torch._C", ("_will_engine_execute_node",), "ops/split_backward.py", "which gradients a backward pass computes"
     ),
-    Private("torch.profiler", ("_ExperimentalConfig",), "train/profile.py", "names of operations in a trace"),
+    Private("torch.profiler", ("_ExperimentalConfig",), "train/timing.py", "names of operations in a trace"),
     Private(
         "torch.cuda.memory",
         ("_record_memory_history", "_dump_snapshot"),
-        "train/profile.py",
+        "train/timing.py",
         "what memory was allocated for",
     ),
     Private("torch.nn.Module", ("_modules",), "parallel/compiled.py", "a module without two of its parts"),

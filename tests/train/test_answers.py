@@ -19,7 +19,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
-from titanmoe.train.answers import judge
+from titanmoe.train.evaluation import judge
 
 QUESTIONS = [
     {"question": "a", "choices": ["b", "cde"], "answer": 1},

@@ -10,8 +10,8 @@ from rich.console import Console
 from tests.support import processes
 from titanmoe.config.schema import Config
 from titanmoe.train.console import Lines, LivePanel, Shown, Stamped, curve, duration, open_console, shares
-from titanmoe.train.sink import Report
-from titanmoe.train.waiting import waiting
+from titanmoe.train.launch_messages import show_status
+from titanmoe.train.report_targets import Report
 
 RECORD = {
     "step": 20,
@@ -102,14 +102,14 @@ def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, ca
     assert "compiling and making the first step ..." in console.file.getvalue()
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("TERM", "xterm")
-    waiting("reading")
+    show_status("reading")
     assert capsys.readouterr().out == "", "a log would keep every line"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    waiting("reading the recipe")
-    waiting("")
+    show_status("reading the recipe")
+    show_status("")
     assert capsys.readouterr().out == "\r\x1b[Kreading the recipe ...\r\x1b[K"
     monkeypatch.setenv("RANK", "1")
-    waiting("reading the recipe")
+    show_status("reading the recipe")
     assert capsys.readouterr().out == ""
 
 

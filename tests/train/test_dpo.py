@@ -15,8 +15,8 @@ from titanmoe.config import ConfigError
 from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT
 from titanmoe.models.vocabulary import Scores
 from titanmoe.tokens import IGNORE
+from titanmoe.train.objectives.cross_entropy import WeightedCrossEntropy
 from titanmoe.train.objectives.dpo import DPO
-from titanmoe.train.objectives.weighted_cross_entropy import WeightedCrossEntropy
 
 BETA = 0.3
 PREFERENCES = {

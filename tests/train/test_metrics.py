@@ -18,14 +18,14 @@ from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.parts import PARTS
-from titanmoe.train import board, console, metrics, runtime
+from titanmoe.train import console, metrics, report_targets, runtime
+from titanmoe.train.alarms import Collapse, unbalanced
 from titanmoe.train.build import build_metrics
-from titanmoe.train.clock import Clock
-from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
+from titanmoe.train.report_targets import Report
 from titanmoe.train.run_folder import claim, rewind
 from titanmoe.train.runtime import Runtime
-from titanmoe.train.sink import Report
+from titanmoe.train.timing import Clock
 
 LOAD = [100.0, 300.0, 0.0, 0.0]
 VALUES = {
@@ -443,17 +443,17 @@ def test_peaks_of_known_gpus():
     ],
 )
 def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> None:
-    from titanmoe.train import board
+    from titanmoe.train import report_targets
 
-    assert board.tag(name, ["aux_loss"]) == tag
+    assert report_targets.tag(name, ["aux_loss"]) == tag
 
 
 def test_tensorboard_begins_with_the_losses() -> None:
     """It sorts groups by their names' characters, and capitals come first."""
-    from titanmoe.train import board
+    from titanmoe.train import report_targets
 
     written: list[str] = []
-    one = object.__new__(board.Board)
+    one = object.__new__(report_targets.TensorBoardWriter)
     one.writer = types.SimpleNamespace(add_scalar=lambda tag, value, step: written.append(tag))
     one.balance_losses, one.loads, one.images, one.every = (), {}, 1, 10
     record = {"step": 1, "loss": 5.0, "val_loss": 4.0, "grad_norm": 1.0, "time.data": 0.1, "layers.0.imbalance": 1.0}
@@ -542,15 +542,15 @@ def test_a_console_that_cannot_be_written_does_not_end_the_run(config, monkeypat
 def test_tensorboard_that_fails_is_reopened(config, clock, monkeypatch):
     config.metrics.tensorboard, config.training.steps = True, 9
     run = make(config)
-    log = board.Board.log
+    log = report_targets.TensorBoardWriter.log
 
-    def fail(self: board.Board, report: object) -> None:
+    def fail(self: report_targets.TensorBoardWriter, report: object) -> None:
         raise RuntimeError("worker is gone")
 
-    monkeypatch.setattr(board.Board, "log", fail)
+    monkeypatch.setattr(report_targets.TensorBoardWriter, "log", fail)
     run.log(1, VALUES)
     run.log(2, VALUES)
-    monkeypatch.setattr(board.Board, "log", log)
+    monkeypatch.setattr(report_targets.TensorBoardWriter, "log", log)
     clock[0] += 31
     run.log(3, VALUES)
     run.close()

@@ -31,7 +31,7 @@ from titanmoe.parallel.matrix_pieces import ALONE, Team, WeightCut, box_of, memb
 from titanmoe.parallel.whole_matrices import owners
 from titanmoe.train.header import header
 from titanmoe.train.optimizers.muon import Muon
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 from titanmoe.train.out_of_memory import _state
 
 MUON = {"optimizer.name": "muon"}

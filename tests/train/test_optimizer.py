@@ -15,7 +15,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.tensors import matches
 from titanmoe.parts import PARTS
 from titanmoe.train.optimizers.adamw import AdamW
-from titanmoe.train.optimizers.rules import OPTIMIZERS, SHARED, OptimizerRules
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS, SHARED, OptimizerRules
 
 SPARED = {"norm.weight": (3,), "attention.wq.bias": (3,), "moe.router.weight": (2, 3), "moe.shared.gate.weight": (1, 3)}
 SHRUNK = {"attention.wq.weight": (3, 3), "moe.experts.w1": (2, 3, 3)}

@@ -14,7 +14,7 @@ from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
-from titanmoe.train import host_memory, launch, out_of_memory
+from titanmoe.train import launch, machine_room, out_of_memory
 from titanmoe.train.optimizers.adamw import AdamW
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
 
@@ -88,12 +88,12 @@ def test_what_is_held_is_counted():
 
 
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
-    monkeypatch.setattr(host_memory, "whole", lambda: 1 << 30)
+    monkeypatch.setattr(machine_room, "memory_limit", lambda: 1 << 30)
     run = trainer()
     first, _, *rest = out_of_memory.advice(run, run.config).splitlines()
     assert first.startswith("each rank holds weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
-    monkeypatch.setattr(host_memory, "whole", lambda: 20 << 20)
+    monkeypatch.setattr(machine_room, "memory_limit", lambda: 20 << 20)
     assert "1. more ranks" in out_of_memory.advice(run, run.config)
 
 
@@ -130,7 +130,7 @@ def test_what_helps_depends_on_what_holds_most():
 
 
 def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(monkeypatch):
-    monkeypatch.setattr(host_memory, "whole", lambda: 24 << 20)
+    monkeypatch.setattr(machine_room, "memory_limit", lambda: 24 << 20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run = trainer()
     said, *ways = out_of_memory.advice(run, run.config).splitlines()[1:]
@@ -144,7 +144,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert "what helps most:" in out_of_memory.advice(run, run.config)
     # Before there are weights, their number is known.
-    monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
+    monkeypatch.setattr(machine_room, "memory_limit", lambda: 1 << 20)
     config = read_draft(["--config", "debug", "--training.device=cpu"], PARTS).config
     early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
@@ -160,24 +160,24 @@ def test_moments_that_are_kept_in_the_hosts_memory_are_not_counted_on_a_gpu():
 
 
 def test_the_memory_of_the_host_is_the_least_limit_around_the_process(monkeypatch, tmp_path):
-    known = host_memory.whole()
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    known = machine_room.memory_limit()
+    monkeypatch.setattr(machine_room, "CGROUPS", tmp_path)
     (tmp_path / "job/step").mkdir(parents=True)
     (tmp_path / "memory/other").mkdir(parents=True)
-    real = host_memory._lines
+    real = machine_room._lines
 
     def lines(file: str) -> list[str]:
         groups = ["9:cpu:/other", "4:cpu,memory:/other", "0::/job/step"]
         return groups if file == "/proc/self/cgroup" else real(file)
 
-    monkeypatch.setattr(host_memory, "_lines", lines)
+    monkeypatch.setattr(machine_room, "_lines", lines)
     (tmp_path / "job/step/memory.max").write_text("max\n")
     (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
-    assert host_memory.whole() >= known > 0
+    assert machine_room.memory_limit() >= known > 0
     (tmp_path / "job/memory.max").write_text("2000\n")
-    assert host_memory.whole() == 2000
+    assert machine_room.memory_limit() == 2000
     (tmp_path / "memory/other/memory.limit_in_bytes").write_text("1000")
-    assert host_memory.whole() == 1000
+    assert machine_room.memory_limit() == 1000
 
 
 def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):

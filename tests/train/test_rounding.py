@@ -10,8 +10,8 @@ from tests import parity
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Training
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.train.optimizers.rounding import Rounding, at_random
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.optimizers.adamw import Rounding, at_random
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 NAME = "layers.0.attention.wq.weight"
 

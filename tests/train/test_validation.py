@@ -16,7 +16,7 @@ from tests.support import pair_objective
 from titanmoe import observe
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.observe import listening
-from titanmoe.train.validation import Validation
+from titanmoe.train.evaluation import Validation
 
 WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick", "brown", "fox", "jumps")
 

@@ -17,13 +17,13 @@ from tests.support.case_features import MODELS
 from tests.support.event_order import Clock
 from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.config.laws import contradictions
-from titanmoe.train import clock, metrics
+from titanmoe.train import metrics, timing
 from titanmoe.train.refusals import refusals
 
 
 def run(changes: dict[str, Any]) -> None:
     """The whole loop, as train.py runs it, with a clock that counts how often it is read."""
-    with mock.patch.object(clock, "time", Clock(1.0)), mock.patch.object(metrics, "time", clock.time):
+    with mock.patch.object(timing, "time", Clock(1.0)), mock.patch.object(metrics, "time", timing.time):
         parity.make_trainer(changes).train()
 
 
@@ -95,7 +95,7 @@ def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
 
 def named(changes: dict[str, Any]) -> Any:
     """parity.measure of a trainer whose parts are named and whose every step is profiled."""
-    from titanmoe.train.profile import Profiler
+    from titanmoe.train.timing import Profiler
 
     profilers = []
 
@@ -150,8 +150,8 @@ def test_what_cannot_be_recorded_is_refused() -> None:
 @pytest.mark.parametrize("asked", ["steps", "oom"])
 def test_the_history_of_a_gpus_memory_is_kept_where_it_was_asked_for(asked: str, tmp_path: Path) -> None:
     from titanmoe.config.schema import Profile
-    from titanmoe.train.profile import HISTORY, Profiler
     from titanmoe.train.runtime import Runtime
+    from titanmoe.train.timing import HISTORY, Profiler
 
     with FakeGPU() as gpu:
         profiler = Profiler(Profile(steps=[2], ranks=[0], memory=asked), tmp_path, Runtime(0, 0, 1, GPU), False)

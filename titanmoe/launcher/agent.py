@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
 from titanmoe.launcher.message import Failure, parts_of_step, ranks_ended_by_hang
-from titanmoe.train import failure
+from titanmoe.train import launch_messages
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECOND_SIGNAL_S = 0.5
@@ -61,10 +61,10 @@ class Logs(LogsSpecs):
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            for place in failure.places(Path(notes[local])):
+            for place in launch_messages.places(Path(notes[local])):
                 place.unlink(missing_ok=True)  # an earlier attempt's, or an earlier start's with the same --logs
             env.update(self.environment)
-            env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
+            env[launch_messages.NOTE_FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
@@ -73,7 +73,11 @@ class Logs(LogsSpecs):
         the agent's log and the ranks' notes.
         """
         for file in self.folder.rglob("rank*"):
-            if file.stat().st_size == 0 or file.suffix == failure.ADVICE or (refused and file.suffix == ".json"):
+            if (
+                file.stat().st_size == 0
+                or file.suffix == launch_messages.ADVICE
+                or (refused and file.suffix == ".json")
+            ):
                 file.unlink()
         if refused:
             (self.folder / AGENT).unlink(missing_ok=True)

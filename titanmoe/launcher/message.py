@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanmoe.train.failure import ADVICE, places
+from titanmoe.train.launch_messages import ADVICE, places
 
 TAIL = 8
 """Lines of a log that are shown if the rank left no message."""
@@ -24,7 +24,7 @@ class Failure:
     """When the launcher noticed; the note has the time of the failure."""
     log: Path
     note_file: Path
-    """Written by titanmoe.train.failure, if the rank got that far."""
+    """Written by titanmoe.train.launch_messages, if the rank got that far."""
     during: str = ""
     """Which part of the step it was in, as far as other ranks of this machine know."""
     ended_by_hang: bool = False

@@ -10,7 +10,7 @@ from dataclasses import replace
 from titanmoe.config import ConfigError
 from titanmoe.config.load import format_problems
 from titanmoe.launcher.train_command import parse_words, prepare, start
-from titanmoe.train.waiting import waiting
+from titanmoe.train.launch_messages import show_status
 
 USAGE = """\
 usage: titanmoe score RECIPE.toml [--data PATH ...] [--top K] [--temperature T] [options] [--TABLE.FIELD VALUE ...]
@@ -56,10 +56,10 @@ def run_score(words: Sequence[str]) -> int:
     try:
         return start(prepare(replace(request, scores=what)))
     except KeyboardInterrupt:
-        waiting("")
+        show_status("")
         return 130
     except ConfigError as error:
-        waiting("")
+        show_status("")
         print(format_problems(error.problems, error.source), file=sys.stderr, flush=True)
         return 2
 

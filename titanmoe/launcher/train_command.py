@@ -26,11 +26,9 @@ from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first_failure, message, oom_kills
 from titanmoe.parts import PARTS
-from titanmoe.train.failure import notes_in_memory
-from titanmoe.train.handed_on import FILE, Checked, handed_on
+from titanmoe.train.launch_messages import CONFIG_FILE, Checked, hand_on_config, notes_in_memory, show_status
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
-from titanmoe.train.waiting import waiting
 
 if TYPE_CHECKING:
     from titanmoe.launcher.agent import LaunchResult
@@ -114,11 +112,11 @@ def run_train(words: Sequence[str]) -> int:
     try:
         return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
-        waiting("")
+        show_status("")
         return 130
     except ConfigError as error:
         offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
-        waiting("")
+        show_status("")
         print(f"{format_problems(error.problems, error.source)}{offer}", file=sys.stderr, flush=True)
         return 2
 
@@ -185,7 +183,7 @@ def prepare(request: Request) -> PreparedRun:
         request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEETING_POINT}")
     if request.problems:
         raise ConfigError(request.problems)
-    waiting("reading the recipe")
+    show_status("reading the recipe")
     draft = read_draft(request.words, PARTS)
     config, prints = draft.config, draft.command_line.print_config
     machine = fit_ranks.this_machine(config.training.device if config else "auto")
@@ -222,7 +220,7 @@ def prepare(request: Request) -> PreparedRun:
             raise
     request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new_values(change).items()])
     config, checked = final_config(request, draft.with_words(request.fitted), world, nproc, machine)
-    waiting("")
+    show_status("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.changes_text(change)}", file=sys.stderr, flush=True)
     return PreparedRun(request, config, checked, nproc, machine)
 
@@ -231,9 +229,8 @@ def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
 ) -> tuple[Config, Checked]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
-    from titanmoe.train.check_inputs import resolve_checked
     from titanmoe.train.launch import fitted, only_forward, resolve
-    from titanmoe.train.refusals import refusals
+    from titanmoe.train.refusals import refusals, resolve_checked
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []
@@ -302,10 +299,10 @@ def _start(prepared: PreparedRun) -> int:
     print(
         f"{ranks_text}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True
     )
-    waiting(f"starting {ranks_text}")
+    show_status(f"starting {ranks_text}")
     try:
-        with handed_on(prepared.checked) as file:
-            logs.environment = {FILE: str(file), **_search_path()}
+        with hand_on_config(prepared.checked) as file:
+            logs.environment = {CONFIG_FILE: str(file), **_search_path()}
             result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")

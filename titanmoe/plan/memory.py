@@ -25,7 +25,7 @@ from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, units_of_stage
 from titanmoe.train.find_teacher import config_of_teacher, find_teacher
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""

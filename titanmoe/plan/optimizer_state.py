@@ -10,7 +10,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp, units_of_stage
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 Parts = list[tuple[WeightUnit, int]]
 """Units, each with the number of data ranks that share it."""

@@ -7,7 +7,7 @@ import torch
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Share
-from titanmoe.train.objectives.rules import OBJECTIVES
+from titanmoe.train.objectives.objective_rules import OBJECTIVES
 
 DOCUMENTS = 4
 """Documents per sample, if the recipe packs several into one."""

@@ -31,12 +31,11 @@ from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
-from titanmoe.train.answers import Answers, ChoiceSums
+from titanmoe.train.alarms import Expected
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
-from titanmoe.train.clock import Clock
 from titanmoe.train.console import Shown
-from titanmoe.train.divergence import Expected
+from titanmoe.train.evaluation import Answers, ChoiceSums, Validation
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import header, set_up
@@ -44,16 +43,14 @@ from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.rules import OBJECTIVES
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.objectives.objective_rules import OBJECTIVES
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
-from titanmoe.train.run_state import RunState
+from titanmoe.train.run_state import RunState, Skips
 from titanmoe.train.runtime import GarbageCollection, Runtime
-from titanmoe.train.skips import Skips
-from titanmoe.train.step_report import StepReport
-from titanmoe.train.training import RankModel, Training
-from titanmoe.train.validation import Validation
+from titanmoe.train.timing import Clock
+from titanmoe.train.training import RankModel, StepReport, Training
 
 
 def build_training(

@@ -35,12 +35,11 @@ from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
 from titanmoe.models.tensors import stored_name
+from titanmoe.train.evaluation import Validation
 from titanmoe.train.learning_rate import LearningRate, changed_rate
-from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.run_state import RunState
-from titanmoe.train.runtime import Runtime, say
-from titanmoe.train.signals import Signals
-from titanmoe.train.validation import Validation
+from titanmoe.train.runtime import Runtime, Signals, say
 
 REFERENCE = "reference"
 """In a record: the digest of the model that the run is compared with (titanmoe.train.reference)."""

@@ -21,7 +21,7 @@ from rich.text import Text
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of
 from titanmoe.config.schema import Checkpoint
-from titanmoe.train.sink import Report, Sink
+from titanmoe.train.report_targets import Report, ReportTarget
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
@@ -38,7 +38,7 @@ class Shown(NamedTuple):
     force_balance: bool
 
 
-def open_console(style: str, run: Shown, name: str, console: Console | None = None) -> Sink:
+def open_console(style: str, run: Shown, name: str, console: Console | None = None) -> ReportTarget:
     """style: metrics.console. name: the run's."""
     console = console or Console(highlight=False)
     if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):

@@ -24,9 +24,8 @@ from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.gradients import Gradients, StepScalars, StepWork, Sums
-from titanmoe.train.optimizers.protocol import Optimizer
-from titanmoe.train.run_state import RunState
-from titanmoe.train.skips import USUAL
+from titanmoe.train.optimizers.optimizer import Optimizer
+from titanmoe.train.run_state import USUAL, RunState
 
 RESTORES = 3
 """How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""

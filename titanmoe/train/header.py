@@ -15,10 +15,10 @@ from titanmoe.models.count import Parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
-from titanmoe.train.collapse import unbalanced
+from titanmoe.train.alarms import unbalanced
 from titanmoe.train.console import mapping, saving
-from titanmoe.train.disk_room import checkpoint_bytes
 from titanmoe.train.learning_rate import high_rate
+from titanmoe.train.machine_room import checkpoint_bytes
 from titanmoe.train.runtime import segments
 
 TRIED = ("2.11", "2.13", "2.14", "2.15")

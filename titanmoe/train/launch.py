@@ -20,10 +20,9 @@ from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.train import failure
-from titanmoe.train.check_inputs import resolve_checked
-from titanmoe.train.handed_on import Checked, received
-from titanmoe.train.refusals import ranks_of_a_node, refusals
+from titanmoe.train import launch_messages
+from titanmoe.train.launch_messages import Checked, read_handed_config, show_status
+from titanmoe.train.refusals import ranks_of_a_node, refusals, resolve_checked
 from titanmoe.train.runtime import (
     Runtime,
     die_with_launcher,
@@ -35,7 +34,6 @@ from titanmoe.train.runtime import (
     stop,
     world_size,
 )
-from titanmoe.train.waiting import waiting
 
 
 def resolve(
@@ -180,21 +178,21 @@ def main(
     """
     die_with_launcher()
     try:
-        if checked := received(parts):
+        if checked := read_handed_config(parts):
             config = receive(checked, world_size())
             config = only_forward(config) if checked.scores else config
         else:
-            waiting("reading the recipe")
+            show_status("reading the recipe")
             config = read(argv, world_size(), parts, check_inputs=read_environment().rank == 0)
         if config.checkpoint.initial_hf:
             from titanmoe.checkpoint.hf.fetch import fetch_first_weights
 
-            fetch_first_weights(config, waiting)
-        waiting("loading PyTorch and meeting the other ranks")
+            fetch_first_weights(config, show_status)
+        show_status("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:
-        waiting("")
-        failure.refuse(error)
+        show_status("")
+        launch_messages.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
     from titanmoe.train.build import build_training
@@ -206,11 +204,11 @@ def main(
     abandon, training = False, None
     try:
         config, why = rows(config, runtime)
-        waiting("building the model")
+        show_status("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
         notes = {"rows": why} if why else {}
         training = build_training(config, runtime, likeliest=likeliest, notes=notes, **seams)
-        failure.leave_advice(partial(out_of_memory.advice, training, config))
+        launch_messages.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:
             from titanmoe.train.reference import count
 
@@ -219,11 +217,11 @@ def main(
             signal = Trainer(training).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
-        waiting("")
-        failure.refuse(error)
+        show_status("")
+        launch_messages.refuse(error)
     except (CheckpointError, NumericalFault) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
-        if not failure.leave_note(str(error), alike=True) and runtime.rank == 0:
+        if not launch_messages.leave_note(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -232,11 +230,11 @@ def main(
         return 130
     except Exception as error:
         if not out_of_memory.is_one(error):
-            failure.leave_traceback(error)
+            launch_messages.leave_traceback(error)
             raise
         abandon = True  # other ranks are in the middle of a message
         text = out_of_memory.explain(error, training, runtime.rank, config)
-        if not failure.leave_note(text):
+        if not launch_messages.leave_note(text):
             print(f"error: {text}", file=sys.stderr)
         return 1
     finally:

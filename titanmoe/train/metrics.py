@@ -1,6 +1,7 @@
 """A run's metrics and events (docs/metrics.md).
 
-`Metrics` computes the numbers and writes the files; what shows them (console, TensorBoard, Weights & Biases) is a Sink.
+`Metrics` computes the numbers and writes the files. What shows them is a ReportTarget: the console, TensorBoard,
+Weights & Biases.
 """
 
 from __future__ import annotations
@@ -27,16 +28,13 @@ from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.observe import Observer
 from titanmoe.train import console
-from titanmoe.train.clock import Clock
-from titanmoe.train.collapse import Collapse
-from titanmoe.train.divergence import Divergence, Expected
+from titanmoe.train.alarms import Collapse, Divergence, Expected, Spikes
 from titanmoe.train.header import Header
-from titanmoe.train.outlet import LineFile, Outlet
+from titanmoe.train.launch_messages import show_status
+from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandB
 from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.runtime import Runtime
-from titanmoe.train.sink import Report, Sink
-from titanmoe.train.spikes import Spikes
-from titanmoe.train.waiting import waiting
+from titanmoe.train.timing import Clock
 
 EXPERT_LINES = 500
 """About the number of lines in a run's experts.jsonl, unless metrics.experts_every says otherwise."""
@@ -114,10 +112,10 @@ class Metrics(Observer):
             return
         self.folder = folder
         self._step = step
-        self._sinks: list[Outlet[Sink]] = []
+        self._targets: list[RetriedWriter[ReportTarget]] = []
         self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
-        for outlet in (self._events, self._file, self._experts):
-            outlet.open()
+        for writer in (self._events, self._file, self._experts):
+            writer.open()
         # Opened by their first lines, as not every run has any.
         self._ranks, self._answers = self._lines(folder / RANKS), self._lines(folder / ANSWERS)
         self._times: list[dict[str, np.ndarray]] = []
@@ -141,32 +139,33 @@ class Metrics(Observer):
         self._describe_machine(step)
         self._since = time.monotonic()
 
-    def _lines(self, file: Path) -> Outlet[LineFile]:
-        return Outlet(str(file), lambda: LineFile(file), self._warn)
+    def _lines(self, file: Path) -> RetriedWriter[LineFile]:
+        return RetriedWriter(str(file), lambda: LineFile(file), self._warn)
 
     def _warn(self, text: str) -> None:
         self.event(self._step, "log", text)
 
     def _open_sinks(self, notes: dict[str, str]) -> None:
         options = self.options
-        waiting("")
+        show_status("")
         with contextlib.suppress(OSError):  # the lines that follow report it
             console.banner(self.header.rows(notes, self.folder))
 
-        def add(name: str, make: Callable[[], Sink]) -> None:
-            self._sinks.append(outlet := Outlet(name, make, self._warn))
-            outlet.open()
+        def add(name: str, make: Callable[[], ReportTarget]) -> None:
+            self._targets.append(writer := RetriedWriter(name, make, self._warn))
+            writer.open()
 
         add("the console", lambda: console.open_console(options.console, self.shown, self.folder.name))
-        if options.tensorboard or options.wandb:
-            from titanmoe.train import board  # takes a second to import
         if options.tensorboard:
             add(
                 "TensorBoard",
-                lambda: board.Board(self.folder, self.recipe, self._step, self.steps, self.balance_losses),
+                lambda: TensorBoardWriter(self.folder, self.recipe, self._step, self.steps, self.balance_losses),
             )
         if options.wandb:
-            add("Weights & Biases", lambda: board.WandB(self.folder, options.wandb, self.values, self.balance_losses))
+            add(
+                "Weights & Biases",
+                lambda: WandB(self.folder, options.wandb, self.values, self.balance_losses),
+            )
 
     def _describe_machine(self, step: int) -> None:
         """An event: figures mean nothing without it."""
@@ -231,8 +230,8 @@ class Metrics(Observer):
         if self._steady_steps:
             eta = (self.steps - step) * self._steady_seconds / self._steady_steps
         report = Report(step, record, loads, self._average, eta, self._divergence.text)
-        for outlet in self._sinks:
-            outlet.put(lambda sink: sink.log(report))
+        for writer in self._targets:
+            writer.put(lambda target: target.log(report))
         self._tokens, self._flops, self._last_step, self._since = 0.0, 0.0, step, now
 
     @property
@@ -273,14 +272,14 @@ class Metrics(Observer):
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = {"step": step, "kind": kind, "text": text, "time": when, **more}
         self._events.put(lambda file: file.write(json.dumps(line)))
-        for outlet in self._sinks:
-            outlet.put(lambda sink: sink.event(step, kind, text))
+        for writer in self._targets:
+            writer.put(lambda target: target.event(step, kind, text))
 
     def close(self) -> None:
         if not self.writes:
             return
-        for outlet in (self._file, self._experts, self._ranks, self._answers, self._events, *self._sinks):
-            outlet.close()
+        for writer in (self._file, self._experts, self._ranks, self._answers, self._events, *self._targets):
+            writer.close()
         if self._first_loss:
             with contextlib.suppress(OSError):
                 seconds = time.monotonic() - self._begun

@@ -16,8 +16,8 @@ from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for
-from titanmoe.train import host_memory
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train import machine_room
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 
@@ -104,7 +104,7 @@ def holds(training: Training) -> dict[str, int]:
         "gradients": _bytes(p.grad for p in weights),
         "optimizer state": _bytes(training.optimizer.on_device),
     }
-    used, room, others = host_memory.resident(), _room(training.device), 0
+    used, room, others = machine_room.resident_memory(), _room(training.device), 0
     if training.device.type == "cuda":
         used = torch.cuda.memory_reserved(training.device)
         others = room - torch.cuda.mem_get_info(training.device)[0] - used
@@ -123,7 +123,7 @@ def _room(device: torch.device) -> int:
     """Bytes for this rank, 0 if unknown: its GPU, or its share of the machine."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return host_memory.whole() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return machine_room.memory_limit() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def settings(config: Config, state: int, rest: int, room: int) -> list[str]:

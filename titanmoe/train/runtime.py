@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanmoe.config import ConfigError
@@ -346,3 +346,30 @@ class GarbageCollection:
     def collect(self, step: int) -> None:
         if step % self.every == 0:
             gc.collect(1)  # recent garbage only; a full pass over the model's objects is slow and finds nothing new
+
+
+AGAIN_S = 3.0
+"""A terminal's Ctrl-C reaches a rank twice, directly and through torchrun. A second one counts only after this time."""
+
+
+class Signals:
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+            again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
+            say(f"{signal.Signals(number).name}: saving after this step, then ending{again}")
+        elif number == signal.SIGINT and time.monotonic() - self._since > AGAIN_S:
+            raise KeyboardInterrupt

@@ -12,9 +12,9 @@ from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
 from titanmoe.train.checks import NumericalFault
 from titanmoe.train.gradients import StepWork
-from titanmoe.train.profile import Profiler
 from titanmoe.train.run_folder import command, rewind
 from titanmoe.train.runtime import say
+from titanmoe.train.timing import Profiler
 from titanmoe.train.training import Training
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,20 +15,44 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
-from titanmoe.train.answers import Answers
+from titanmoe.moe.layer_statistics import step_metrics
 from titanmoe.train.checkpoints import Checkpoints
-from titanmoe.train.clock import Clock
-from titanmoe.train.gradients import Gradients, Slicer
+from titanmoe.train.evaluation import Answers, Validation
+from titanmoe.train.gradients import FirstPass, Gradients, Slicer, StepScalars
 from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics
-from titanmoe.train.optimizers.protocol import Optimizer
+from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import GarbageCollection, Runtime
-from titanmoe.train.step_report import StepReport
-from titanmoe.train.validation import Validation
+from titanmoe.train.timing import Clock
+
+
+@dataclass(eq=False, kw_only=True)
+class StepReport:
+    """What is reported about a step. Each number has the same name in every output."""
+
+    with_mtp: bool
+    with_skips: bool
+    first_pass: FirstPass | None
+    state: RunState
+
+    def __call__(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
+        values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
+        values["flops"] = scalars.flops
+        values |= scalars.metrics
+        if self.with_mtp:
+            values["mtp_loss"] = scalars.mtp_loss
+        if self.with_skips:
+            values["skipped_steps"] = self.state.skips.skipped
+        if self.first_pass is not None:
+            values |= self.first_pass.metrics()
+        if scalars.max_logits:
+            values["max_logit"] = max(scalars.max_logits)
+            values |= {f"layers.{number}.max_logit": value for number, value in enumerate(scalars.max_logits)}
+        return values | step_metrics(scalars.layers)
 
 
 @dataclass(eq=False, kw_only=True)

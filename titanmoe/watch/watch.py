@@ -14,7 +14,7 @@ from titanmoe.config.schema import Checkpoint
 from titanmoe.config.schema import Training as Options
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import device
-from titanmoe.train import failure
+from titanmoe.train import launch_messages
 from titanmoe.watch import flight_recorder
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.hosts import Machines
@@ -112,7 +112,7 @@ class Watch:
 
 def caused_by_others(error: BaseException) -> bool:
     """Whether another rank is to blame, which is gone or does not answer. The system's own time-outs have an errno."""
-    return failure.caused_by_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
+    return launch_messages.caused_by_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
 
 
 def _stack(error: BaseException) -> list[str]:

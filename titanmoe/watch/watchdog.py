@@ -23,8 +23,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from titanmoe.train import failure
-from titanmoe.train.outlet import LineFile
+from titanmoe.train import launch_messages
+from titanmoe.train.report_targets import LineFile
 from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.connections import Connections, probed_connections
@@ -217,20 +217,20 @@ class Watchdog(threading.Thread):
             if self.hosts.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
                 return
-        failure.leave_note("another rank is late", consequence=True)
+        launch_messages.leave_note("another rank is late", consequence=True)
 
     def _leave_note(self, report: dict[str, Any]) -> None:
         """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
         late = set(map(int, report["during"]))
         local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
         following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
-        failure.leave_note(**report, alike=True, following=following)
+        launch_messages.leave_note(**report, alike=True, following=following)
 
     def report(self, statuses: list[RankStatus]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
         all_statuses = statuses + self._statuses_elsewhere()
         verdict = judge(all_statuses, self.groups, self.stage)
-        launcher_reports = bool(os.environ.get(failure.FILE))
+        launcher_reports = bool(os.environ.get(launch_messages.NOTE_FILE))
         report = {"text": verdict.text, "during": verdict.during}
         self._run_briefly(lambda: self._leave_note(report))
         self._run_briefly(lambda: self._write(all_statuses, verdict))

@@ -1,10 +1,10 @@
-"""The mean cross-entropy over all labels of a step."""
+"""The cross-entropy of all labels, plain or weighted."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from titanmoe.data.batch import Batch
+from titanmoe.data.batch import WEIGHT, Batch
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.tokens import IGNORE
@@ -17,3 +17,11 @@ class CrossEntropy(Objective):
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels_BS != IGNORE).sum()
+
+
+class WeightedCrossEntropy(Objective):
+    def sum(self, scores: Scores, piece: Slice) -> Tensor:
+        return (scores.loss_BS * piece.further[WEIGHT]).sum()
+
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.further[WEIGHT].double() * (batch.labels_BS != IGNORE)).sum()

@@ -25,11 +25,10 @@ from titanmoe.parallel.matrix_pieces import ALONE, Piecewise, Team, piecewise
 from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
 from titanmoe.parallel.whole_matrices import rounds_of, sum_grams
-from titanmoe.train.optimizers.adamw import AdamW, decays, moment_dtype
-from titanmoe.train.optimizers.groups import OwnRates, groups_of, share
+from titanmoe.train.optimizers.adamw import AdamW, Rounding, decays, moment_dtype, widened
 from titanmoe.train.optimizers.offload import Offload
-from titanmoe.train.optimizers.protocol import Optimizer
-from titanmoe.train.optimizers.rounding import Rounding, widened
+from titanmoe.train.optimizers.optimizer import Optimizer
+from titanmoe.train.optimizers.optimizer_rules import OwnRates, groups_of, rate_share
 
 BATCH = 1 << 27
 """Numbers of a stack of matrices that are worked on at once."""
@@ -152,7 +151,7 @@ class Muon(Optimizer):
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, OwnRates())
         usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
-        lr *= share(group.lr, options)
+        lr *= rate_share(group.lr, options)
         weight = shard.data
         wide = widened(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
         self.rounding.store(weight, wide, name, "weight")

@@ -17,7 +17,8 @@ from titanmoe.config.schema import Optimizer
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.observe import Observer, listening
-from titanmoe.train.skips import NumericalFault, Skips
+from titanmoe.train.checks import NumericalFault
+from titanmoe.train.run_state import Skips
 
 NAN, SPIKE, SAVED, LAST = 2, 6, 5, 7
 RUN = runs.RUN | {"checkpoint.interval": SAVED, "training.steps": LAST, "optimizer.skip_window": 8}

@@ -101,7 +101,7 @@ class DPORules(ObjectiveRules):
 
 class WeightedCrossEntropyRules(ObjectiveRules):
     help = "weighted_cross_entropy weights each label as data.label_weights says."
-    implementation = "titanmoe.train.objectives.weighted_cross_entropy:WeightedCrossEntropy"
+    implementation = "titanmoe.train.objectives.cross_entropy:WeightedCrossEntropy"
 
     def loss_of_a_guess(self, config: Config) -> float:
         return math.log(config.model.vocab_size)

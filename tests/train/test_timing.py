@@ -11,8 +11,8 @@ from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
 from titanmoe.observe import OTHERS_TURN, listening, named, region
-from titanmoe.train import clock as clock_module
-from titanmoe.train.clock import Clock
+from titanmoe.train import timing as clock_module
+from titanmoe.train.timing import Clock
 
 
 @pytest.fixture

@@ -1,18 +1,55 @@
-"""Whether a run's checkpoints fit on their disk, asked before it starts: otherwise it trains until the first save."""
+"""What this machine has room for: the host's memory, and the disk of a run's checkpoints.
+
+The memory is that of the machine, or of the container or job that the process runs in; bytes, 0 if unknown. The disk is
+asked before a run starts: otherwise it trains until the first save.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-
-import torch
+from pathlib import Path
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, continues, run_folder
+from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.train.console import format_size
-from titanmoe.train.optimizers.rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def resident_memory() -> int:
+    """Return the memory that this process uses."""
+    return _kib("/proc/self/status", "VmRSS:")
+
+
+def memory_limit() -> int:
+    """Return the smallest of the machine's memory and the limits of all control groups that the process is in."""
+    limits = [_kib("/proc/meminfo", "MemTotal:")]
+    for line in _lines("/proc/self/cgroup"):
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root, file = (CGROUPS / "memory", "memory.limit_in_bytes") if kinds else (CGROUPS, "memory.max")
+        for folder in (root / path.lstrip("/") / "x").parents:
+            with contextlib.suppress(OSError, ValueError):  # none, or "max"
+                limits.append(int((folder / file).read_text(encoding="utf-8")))
+    return min((size for size in limits if size > 0), default=0)
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def _kib(file: str, name: str) -> int:
+    return next((int(line.split()[1]) * 1024 for line in _lines(file) if line.startswith(name)), 0)
 
 
 def checkpoint_bytes(config: Config) -> int:
@@ -23,7 +60,7 @@ def checkpoint_bytes(config: Config) -> int:
     frozen = 0 if tuning.rank else parameters(config.model).total - trained
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
-    stored, held = (getattr(torch, dtype).itemsize for dtype in (training.dtype, training.mixed_precision_param))
+    stored, held = (WIDTHS[dtype] for dtype in (training.dtype, training.mixed_precision_param))
     return trained * stored + moments + frozen * held
 
 

@@ -1,18 +1,128 @@
-"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl, grouped as people look for them."""
+"""Where a run's metrics and events go: its own files, TensorBoard and Weights & Biases.
+
+If one of them fails, the run goes on without it and tries it again later. The console is one too
+(titanmoe.train.console).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from titanmoe.checkpoint import safe_files
 from titanmoe.load_colours import colour_share
-from titanmoe.train.sink import Report
+
+
+class Report(NamedTuple):
+    """On one step, or on the steps since the last report."""
+
+    step: int
+    record: dict[str, float]
+    """The line of metrics.jsonl."""
+    load: dict[int, list[float]]
+    """The number of tokens of every expert in this step, by layer."""
+    smoothed: float
+    """The loss, averaged over about ten steps."""
+    eta: float | None
+    """Seconds until the last step is done; None at the first step."""
+    wrong: str = ""
+    """What is wrong with the loss, for as long as it is."""
+
+
+class ReportTarget(Protocol):
+    def log(self, report: Report) -> None: ...
+
+    def event(self, step: int, kind: str, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+PAUSE_S, LONGEST_S = 30.0, 600.0
+"""Seconds until a failed writer is tried again; doubled each time it fails again, up to the longest."""
+
+
+class Closes(Protocol):
+    def close(self) -> None: ...
+
+
+P = TypeVar("P", bound=Closes)
+
+
+class RetriedWriter(Generic[P]):
+    """One file or service, reopened after a failure. warn(text) is called when it fails and when it works again."""
+
+    def __init__(self, name: str, make: Callable[[], P], warn: Callable[[str], None]):
+        self.name, self.make, self.warn = name, make, warn
+        self.opened: P | None = None
+        self.lost = 0
+        self._pause, self._again = 0.0, 0.0  # no pause: it works
+
+    def open(self) -> None:
+        """Open it at the start, when only errors of the disk are tolerated: the user can fix others at once."""
+        try:
+            self.opened = self.make()
+        except OSError as error:
+            self._failed(error)
+
+    def put(self, write: Callable[[P], None]) -> None:
+        if self._pause and time.monotonic() < self._again:
+            self.lost += 1
+            return
+        try:
+            if self.opened is None:
+                self.opened = self.make()
+            write(self.opened)
+        except Exception as error:  # TensorBoard and Weights & Biases raise anything
+            self.lost += 1
+            self._failed(error)
+            return
+        if self._pause:
+            lost, self.lost, self._pause = self.lost, 0, 0.0
+            self.warn(f"{self.name}: works again; {lost} line{'s were' if lost != 1 else ' was'} lost")
+
+    def _failed(self, error: Exception) -> None:
+        self.close()
+        first, self._pause = not self._pause, min(2 * self._pause, LONGEST_S) or PAUSE_S
+        self._again = time.monotonic() + self._pause
+        if first:
+            why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
+            self.warn(
+                f"{self.name}: {why}: the run goes on without it and tries again in {PAUSE_S:g} s, then less often"
+            )
+
+    def close(self) -> None:
+        if self.opened is not None:
+            with contextlib.suppress(Exception):
+                self.opened.close()
+            self.opened = None
+
+
+class LineFile:
+    """Whole lines, handed to the kernel when write returns; a line that does not fit leaves nothing behind."""
+
+    def __init__(self, path: Path):
+        self.descriptor = safe_files.open_in(path.parent, path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, line: str) -> None:
+        data, size = line.encode() + b"\n", os.fstat(self.descriptor).st_size
+        try:
+            while data:
+                data = data[os.write(self.descriptor, data) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, size)
+            raise
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
 
 GROUPS = {
     "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens", "flops", "max_logit"),
@@ -39,7 +149,7 @@ def tag(name: str, balance_losses: Sequence[str]) -> str:
     return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
 
 
-class Board:
+class TensorBoardWriter:
     def __init__(self, folder: Path, recipe: str, step: int, steps: int, balance_losses: Sequence[str]):
         """recipe: the whole of it, as TOML. step: the last that is done, of `steps`."""
         from torch.utils.tensorboard import SummaryWriter
@@ -71,7 +181,9 @@ class Board:
             self.images = report.step
 
     def _draw(self, step: int) -> None:
-        """A row per expert and a column per report: grey is the mean, blue is less, red is more. Also a histogram."""
+        """Draw a row per expert and a column per report (grey: the mean, blue: less, red: more), and a histogram."""
+        import torch  # others who read this module do without it
+
         for layer, history in self.loads.items():
             image_EC3 = colour_share(np.stack(history, 1))
             scale = max(1, 160 // image_EC3.shape[0]), max(1, 400 // image_EC3.shape[1])

@@ -1,6 +1,10 @@
-"""What a rank that fails leaves for `titanmoe train`, which prints the one message of a failed run.
+"""What a rank and the launcher that started it tell each other around a run, and the user before its first step.
 
-Under torchrun nobody reads it, and the rank prints its message itself.
+* `titanmoe train` passes the config that it has read and checked to its ranks in a file, so that they neither read the
+  recipe nor apply the laws again. Under torchrun each of them does.
+* A rank that fails leaves a note, and `titanmoe train` prints the one message of a failed run. Under torchrun nobody
+  reads it, and the rank prints its message itself.
+* Until the first step a line of the terminal says what the run is waiting for.
 """
 
 from __future__ import annotations
@@ -14,13 +18,64 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from titanmoe.config import ConfigError, exit_with
+from titanmoe.config.fields import build, flat
+from titanmoe.config.parts import Parts
+from titanmoe.config.schema import Config
 
-FILE = "TITANMOE_FAILURE"
-"""The environment variable with the file's name."""
+ERASE = "\r\x1b[K"
+
+
+def show_status(what: str) -> None:
+    """Show what the run waits for on a terminal's last line, on rank 0 alone; "" removes the line."""
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb":
+        return
+    with contextlib.suppress(OSError, ValueError):  # a console that fails, or is closed, must not end the run
+        if sys.stdout.isatty():
+            sys.stdout.write(f"{ERASE}{what} ..." if what else ERASE)
+            sys.stdout.flush()
+
+
+CONFIG_FILE = "TITANMOE_CONFIG"
+"""The environment variable with the name of the file that hands the config on."""
+
+
+class Checked(NamedTuple):
+    """What the launcher hands on to its ranks."""
+
+    config: Config
+    """As the recipe and the command line say, with nothing derived: a restart may have other ranks."""
+    ranks: int
+    """The number of ranks that it was checked for."""
+    source: str
+    """Where it comes from, for a message."""
+    scores: str = ""
+    """What the ranks count (titanmoe.train.reference) in place of training: of "labels", or of the "likeliest" ids."""
+
+
+@contextmanager
+def hand_on_config(checked: Checked) -> Iterator[Path]:
+    """Write the file for as long as ranks may be started."""
+    with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
+        json.dump(checked._replace(config=flat(checked.config))._asdict(), file)
+        file.flush()
+        yield Path(file.name)
+
+
+def read_handed_config(parts: Parts) -> Checked | None:
+    """Return what the launcher handed on; None where none has."""
+    if not (file := os.environ.get(CONFIG_FILE)):
+        return None
+    values = json.loads(Path(file).read_text(encoding="utf-8"))
+    return Checked(build(values["config"], parts), values["ranks"], values["source"], values["scores"])
+
+
+NOTE_FILE = "TITANMOE_FAILURE"
+"""The environment variable with the name of the file for a failed rank's note."""
 SPARE = "TITANMOE_FAILURE_SPARE"
 """The environment variable with a folder in memory, for what does not fit on the disk of the logs."""
 ADVICE = ".memory"
@@ -43,7 +98,7 @@ def leave_note(
     """Return whether there is a launcher that can read it. consequence: another rank failed before this one. alike: all
     ranks say the same. during: which part of the step ranks were in that cannot say so themselves. following:
     ranks of this machine that end because of what this note says, whatever they end with."""
-    if not (file := os.environ.get(FILE)):
+    if not (file := os.environ.get(NOTE_FILE)):
         return False
     note = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
     note |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
@@ -89,7 +144,7 @@ def notes_in_memory() -> Iterator[None]:
 
 def leave_advice(make: Callable[[], str]) -> None:
     """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
-    if file := os.environ.get(FILE):
+    if file := os.environ.get(NOTE_FILE):
         _write(Path(f"{file}{ADVICE}"), make())
 
 

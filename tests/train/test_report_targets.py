@@ -7,14 +7,14 @@ import os
 
 import pytest
 
-from titanmoe.train import outlet
-from titanmoe.train.outlet import LineFile, Outlet
+from titanmoe.train import report_targets
+from titanmoe.train.report_targets import LineFile, RetriedWriter
 from titanmoe.train.run_folder import rewind
 
 
 def test_a_pause_grows_to_ten_minutes_and_starts_short_again(monkeypatch):
     now, fails, tried = [0.0], [True], []
-    monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report_targets.time, "monotonic", lambda: now[0])
 
     class Target:
         def close(self) -> None: ...
@@ -24,7 +24,7 @@ def test_a_pause_grows_to_ten_minutes_and_starts_short_again(monkeypatch):
         if fails[0]:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    out = Outlet("x", Target, lambda text: None)
+    out = RetriedWriter("x", Target, lambda text: None)
     for now[0] in range(0, 4000, 10):
         out.put(write)
     assert tried[:5] == [0, 30, 90, 210, 450] and tried[-1] - tried[-2] == 600
@@ -39,7 +39,7 @@ def test_a_pause_grows_to_ten_minutes_and_starts_short_again(monkeypatch):
 
 def test_an_outlet_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch):
     now, warnings, lines = [0.0], [], []
-    monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(report_targets.time, "monotonic", lambda: now[0])
 
     class Target:
         def __init__(self) -> None:
@@ -48,7 +48,7 @@ def test_an_outlet_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch
 
         def close(self) -> None: ...
 
-    out = Outlet("x", Target, warnings.append)
+    out = RetriedWriter("x", Target, warnings.append)
     out.open()
     for now[0] in (1, 29, 31):
         out.put(lambda _: lines.append(now[0]))
@@ -60,17 +60,17 @@ def test_an_outlet_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch
 
 
 def test_what_the_user_can_fix_at_once_ends_the_start():
-    def make() -> outlet.Closes:
+    def make() -> report_targets.Closes:
         raise ImportError("no module named wandb")
 
     with pytest.raises(ImportError):
-        Outlet("x", make, lambda text: None).open()
+        RetriedWriter("x", make, lambda text: None).open()
 
 
 def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path, monkeypatch):
     file, write = LineFile(tmp_path / "lines"), os.write
     file.write("first")
-    monkeypatch.setattr(outlet.os, "write", lambda fd, data: write(fd, data[:3]) if len(data) > 3 else _full())
+    monkeypatch.setattr(report_targets.os, "write", lambda fd, data: write(fd, data[:3]) if len(data) > 3 else _full())
     with pytest.raises(OSError, match="No space"):
         file.write("second")
     monkeypatch.undo()

@@ -1,0 +1,286 @@
+"""What is known of each optimizer without torch, and the table of their names.
+
+A new optimizer is a file, with its rules in it, and a line in OPTIMIZERS.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from math import prod
+from typing import NamedTuple
+
+from titanmoe.config.fields import toml_value
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.models import tensors
+from titanmoe.models.count import trained_parameters
+from titanmoe.models.families import mixers
+from titanmoe.models.matrices import declared
+from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatched
+
+GROUPS = "optimizer.groups"
+
+
+class OwnRates(NamedTuple):
+    lr: float | None = None
+    """Its peak rate; None for that of parameters in no group."""
+    weight_decay: float | None = None
+    """None for the usual one."""
+
+
+def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
+    """Return the rates of those parameters of a rank that are in a group, by name."""
+    out, tied = {}, config.model.tie_embeddings
+    for name in parameters:
+        for table in config.optimizer.groups:
+            if matches(stored_name(name, tied), tuple(table["match"])):
+                out[name] = OwnRates(table.get("lr"), table.get("weight_decay"))
+    return out
+
+
+def rate_share(rate: float | None, options: Options) -> float:
+    """Return what to multiply the scheduled rate by, for a group's peak rate."""
+    return 1.0 if rate is None else rate / options.lr
+
+
+def group_contradictions(config: Config) -> Iterator[Violation]:
+    """Yield what is wrong with [[optimizer.groups]]: parameters with a rate and a decay of their own, by patterns."""
+    tuning, groups = Tuning.of(config), config.optimizer.groups
+    known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
+    texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
+    yield from (Violation((GROUPS,), text) for text in texts)
+    if texts or not groups:
+        return
+    if unnamed := next((mixer for mixer in mixers(config.model) if not mixer.names(config.model)), None):
+        yield Violation(
+            (GROUPS, "model.family"),
+            f"{GROUPS} goes by the names of parameters, and the rules of the {unnamed.name} of model.family = "
+            f'"{config.model.family}" do not state them: add `names` there (docs/extending.md), or leave it out',
+        )
+        return
+    for table in groups:
+        yield from unmatched(GROUPS, table["match"], known)
+    for name in known:
+        if len(of := [n for n, table in enumerate(groups, 1) if matches(name, tuple(table["match"]))]) > 1:
+            yield Violation(
+                (GROUPS,),
+                f"{GROUPS}: {name} is in groups {' and '.join(map(str, of))}: let the patterns of only one match it",
+            )
+            break
+
+
+def _malformed(number: int, table: dict) -> Iterator[str]:
+    """What is wrong with a group by itself."""
+    place = f"{GROUPS}, group {number}"
+    for key in table.keys() - {"match", "lr", "weight_decay"}:
+        yield f"{place}: unknown key {key}: a group has match, lr and weight_decay"
+    match = table.get("match")
+    if not isinstance(match, list) or not match or not all(isinstance(pattern, str) for pattern in match):
+        yield f'{place}: match must be a list of patterns of names, as in match = ["layers.*.moe.router.weight"]'
+    for key in ("lr", "weight_decay"):
+        value = table.get(key, 0.0)
+        rate = key == "lr" and key in table
+        fits = not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= (1 if rate else 100)
+        if not fits or (rate and not value):
+            limits = "(0, 1] (to keep weights as they are, name them in training.freeze)" if rate else "[0, 100]"
+            yield f"{place}: {key} = {toml_value(value)} must be a number in {limits}"
+    if not {"lr", "weight_decay"} & table.keys():
+        yield f"{place} changes nothing: set its lr or its weight_decay"
+
+
+def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
+    """Yield what does not go with QK-Clip, or with measuring attention's logits."""
+    model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
+    field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
+    if not limit and config.optimizer.qk_clip_every != 1:
+        yield Violation(
+            ("optimizer.qk_clip_every", "optimizer.qk_clip"),
+            f"optimizer.qk_clip_every = {config.optimizer.qk_clip_every} does nothing with qk_clip = 0: set qk_clip, "
+            "such as 100, or leave it out",
+        )
+    if config.optimizer.qk_clip_measure == "bound":
+        yield from _clipped_by_bound(config, value)
+    if not value:
+        return
+    if config.compile.enable:
+        yield Violation(
+            (field, "compile.enable"),
+            f"{field} = {value} measures logits beside attention, which compile.enable = true compiles: leave one out",
+        )
+    for mixer in mixers(model):
+        if not mixer.attends:
+            yield Violation(
+                (field, "model.family"),
+                f"{field} = {value} measures attention's logits, and the {mixer.name} of model.family = "
+                f'"{model.family}" has none: leave it out',
+            )
+            return
+        if limit and not mixer.clipped(model):
+            yield Violation(
+                (field, "model.qk_norm"),
+                f'{field} = {value} has no effect with model.qk_norm = "{model.qk_norm}", which undoes what it scales '
+                "and bounds logits itself: leave it out",
+            )
+            return
+    yield from _clips_frozen(config, field) if limit else ()
+
+
+def _clipped_by_bound(config: Config, value: float) -> Iterator[Violation]:
+    field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
+    if not value:
+        yield Violation(
+            (field, "optimizer.qk_clip", "metrics.max_logit_every"),
+            f'{field} = "bound" does nothing with optimizer.qk_clip = 0 and metrics.max_logit_every = 0: set one of '
+            "them, or leave it out",
+        )
+    if 0 < limit <= math.log(length):
+        yield Violation(
+            (field, "optimizer.qk_clip", "training.seq_len"),
+            f'{field} = "bound" is up to ln(seq_len) = {math.log(length):.1f} above the largest logit, so that '
+            f'optimizer.qk_clip = {limit} would clip logits of 0, again and again: set it higher, or measure "exact"',
+        )
+    if config.model.attention_sinks:
+        yield Violation(
+            (field, "model.attention_sinks"),
+            f'{field} = "bound" goes by the log-sum-exp of attention, which has sinks in it with '
+            'model.attention_sinks = true: use "exact"',
+        )
+
+
+def _clips_frozen(config: Config, field: str) -> Iterator[Violation]:
+    tuning = Tuning.of(config)
+    for layer, mixer in enumerate(mixers(config.model)):
+        for leaf in mixer.clipped(config.model):
+            name = f"{tensors.block_name(config.model, layer)}.attention.{leaf}"
+            if tuning.freezes(name):
+                yield Violation(
+                    (field, "lora.rank" if config.lora.rank else "training.freeze"),
+                    f"{field} = {config.optimizer.qk_clip} scales {name}, which is not trained: leave it out",
+                )
+                return
+
+
+SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
+SHARED += ("qk_clip", "qk_clip_every", "qk_clip_measure")
+"""Fields of [optimizer] that a step reads whatever the optimizer is."""
+
+
+class OptimizerRules(Rules):
+    """What holds for an optimizer; these are the usual answers."""
+
+    reads: tuple[str, ...] = ()
+    """Fields of [optimizer] that it reads itself. Another that a recipe sets is refused: it would do nothing."""
+    numbers_per_weight = 1
+    """How many numbers it keeps for each weight."""
+    bytes_per_tensor = 0
+    """What it keeps on the device for each tensor besides, such as a count of its updates."""
+    numbers_per_matrix_weight = 0
+    """How many numbers, and no more, it keeps for each weight of `matrices`."""
+
+    def matrices(self, config: Config) -> tuple[str, ...]:
+        """Patterns of the names of weights that it treats otherwise."""
+        return ()
+
+    def state_numbers(self, config: Config) -> int:
+        """How many numbers it keeps for the whole model."""
+        tuning, patterns = Tuning.of(config), self.matrices(config)
+        of_matrices = sum(
+            prod(shape)
+            for name, shape in shapes(config.model, tuning)
+            if matches(name, patterns) and not tuning.freezes(name)
+        )
+        others = trained_parameters(config.model, tuning) - of_matrices
+        return self.numbers_per_weight * others + self.numbers_per_matrix_weight * of_matrices
+
+    def moment_width(self, config: Config) -> int:
+        """Bytes of each of these numbers."""
+        return WIDTHS[config.training.dtype]
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from qk_clip_contradictions(config)
+        name, usual = config.optimizer.name, asdict(Options())
+        for field, value in asdict(config.optimizer).items():
+            if field not in (*SHARED, *self.reads) and value != usual[field]:
+                yield Violation(
+                    (f"optimizer.{field}", "optimizer.name"),
+                    f"optimizer.{field} = {toml_value(value)} does nothing with optimizer.name = {toml_value(name)}, "
+                    f"which reads {', '.join(self.reads) or 'no field of its own'}: leave it out, or set it to "
+                    f"{toml_value(usual[field])}",
+                )
+
+
+class AdamWRules(OptimizerRules):
+    help = "adamw is AdamW, with decoupled weight decay."
+    implementation = "titanmoe.train.optimizers.adamw:AdamW"
+    of_state = ("offload", "moments_dtype", "stochastic_rounding")
+    reads = ("beta1", "beta2", "eps", "weight_decay", "decay_all", "groups", "implementation", *of_state)
+    numbers_per_weight = 2
+    bytes_per_tensor = 4
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        yield from group_contradictions(config)
+        options, dtype = config.optimizer, config.training.dtype
+        if options.stochastic_rounding and "bfloat16" not in (options.moments_dtype, dtype):
+            yield Violation(
+                ("optimizer.stochastic_rounding", "training.dtype", "optimizer.moments_dtype"),
+                f'optimizer.stochastic_rounding = true rounds to bfloat16, and training.dtype = "{dtype}" and '
+                f'optimizer.moments_dtype = "{options.moments_dtype}" keep nothing in it: set one of them to '
+                '"bfloat16", or leave it out',
+            )
+        if options.moments_dtype == "bfloat16" and dtype == "float64":
+            yield Violation(
+                ("optimizer.moments_dtype", "training.dtype"),
+                'optimizer.moments_dtype = "bfloat16" goes with weights in float32 or bfloat16, and training.dtype = '
+                '"float64": leave one out',
+            )
+
+    def moment_width(self, config: Config) -> int:
+        return 2 if config.optimizer.moments_dtype == "bfloat16" else super().moment_width(config)
+
+
+class MuonRules(AdamWRules):
+    help = "muon makes all singular values of a matrix's update alike, and leaves embeddings and vectors to adamw."
+    implementation = "titanmoe.train.optimizers.muon:Muon"
+    of_matrices = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "ns_eps", "adjust_lr", "by_head")
+    reads = (*AdamWRules.reads, *of_matrices, "router_matrix", "adamw_lr")
+    numbers_per_matrix_weight = 1
+
+    def matrices(self, config: Config) -> tuple[str, ...]:
+        names = declared(config.model, config.optimizer.router_matrix)
+        return tuple({re.sub(r"^layers\.\d+", "layers.*", name): None for name in names})
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        yield from super().contradictions(config)
+        if config.lora.rank:
+            yield Violation(
+                ("optimizer.name", "lora.rank"),
+                f'optimizer.name = "muon" trains whole matrices, and with lora.rank = {config.lora.rank} only adapters '
+                'are trained, which adamw would do: use name = "adamw"',
+            )
+        for name, (shape, rows) in declared(config.model, config.optimizer.router_matrix).items():
+            if rows.parts and shape[-2] % sum(rows.parts):
+                yield Violation(
+                    ("optimizer.name", "model.family"),
+                    f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.parts))} rows for each "
+                    f'head do not divide them: correct `rows` in the rules of model.family = "{config.model.family}" '
+                    "(docs/extending.md)",
+                )
+                return
+
+
+OPTIMIZERS = Kind(
+    "optimizer.name",
+    {
+        "adamw": AdamWRules(),
+        "muon": MuonRules(),
+    },
+    OptimizerRules,
+    ("step", "moments", "resume", "on_device", "on_host"),
+)
