@@ -64,28 +64,16 @@ def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> 
     assert "does not fit, by " in capsys.readouterr().out
 
 
-def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "seq.svg"
-    assert plan("--ranks", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
-    assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
-    assert plan("--ranks", "2", "--what-if", "top_k=2,64", *SMALL) == 0
-    assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
-    data = tmp_path / "ranks.json"
-    assert plan("--ranks", "2", "--what-if", "ranks=1,4", "--json", str(data), *SMALL) == 0
-    mappings = [best["mapping"] for best in json.loads(data.read_text())["what_if"]]
-    assert [math.prod(m[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) for m in mappings] == [1, 4]
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["--ranks", "0"], "--ranks = 0 is not a number of ranks"),
         (["--ranks", "4", "--hardware", "h900"], "h900 is not known"),
-        (["--ranks", "4", "--what-if", "depth=3"], "is not one of ranks, seq_len"),
+        (["--ranks", "4", "--what-if", "ranks=2,4"], "titanmoe plan once for each value"),
         (["--ranks", "4", "--imbalance", "0.5"], "is below 1"),
         (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest rank has 4 times the mean: use at most that"),
         (["--ranks", "4", "--imbalance", "5", "--explain", *SMALL], "takes the same 2 of 8 experts"),
-        (["--ranks", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
+        (["--ranks", "4", "--explain", "--write", "x"], "leave out --write"),
         (["--ranks", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
         (["--ranks", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
     ],

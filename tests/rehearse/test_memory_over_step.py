@@ -14,7 +14,6 @@ from tests.rehearse.small import config_of
 from tests.support.case_features import MODELS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory_over_step import KEPT_ACTIVATIONS, Memory
-from titanmoe.rehearse.memory_picture import picture
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 MIDDLE: dict[str, Any] = {
@@ -82,29 +81,25 @@ def test_a_storage_counts_from_the_operation_that_makes_it_until_nothing_refers_
 
 def test_components() -> None:
     """Components add up to the peak, and weights and moments are exactly the bytes of their tensors."""
-    deep = MIDDLE | {"model.num_layers": 4, "training.global_batch_size": 1}
-    plain, full = (rehearsed(deep | {"activation_checkpoint.mode": mode}, 1, 0) for mode in ("none", "full"))
-    for rehearsal in plain, full:
+    deep = MIDDLE | {"model.num_layers": 4, "training.global_batch_size": 16, "training.local_batch_size": 16}
+
+    def both(changes: dict[str, Any]) -> list[Rehearsal]:
+        """Without recomputation, and with all of it."""
+        modes = ("none", "full")
+        return [rehearsed(deep | changes | {"activation_checkpoint.mode": mode}, 1, 0) for mode in modes]
+
+    in_head, in_backward = both({}), both({"model.vocab_size": 64})
+    in_update = rehearsed(deep | {"training.global_batch_size": 1, "training.local_batch_size": 1}, 1, 0)
+    for rehearsal in *in_head, *in_backward, in_update:
         memory = rehearsal.memory
         assert sum(memory.components.values()) == memory.peak == sum(line.size for line in memory.at_peak)
         assert rehearsal.parameter_bytes <= memory.components["weights"] <= 1.001 * rehearsal.parameter_bytes
         assert memory.components["moments"] == rehearsal.optimizer_bytes
-        assert max(map(sum, zip(*memory.curves.values(), strict=True))) == memory.peak
-    # One of four blocks is held in recomputed form, and only the inputs of the others.
-    most_kept, most_left = (max(rehearsal.memory.curves[KEPT_ACTIVATIONS]) for rehearsal in (plain, full))
-    again = max(full.memory.curves["recomputed activations"])
-    assert most_left < most_kept / 4 and 0 < again < most_kept / 2
-    tokens = MIDDLE["training.seq_len"]
-    assert max(plain.memory.curves["logits"]) >= tokens * MIDDLE["model.vocab_size"] * 4
-    assert max(plain.memory.curves["gradients"]) >= plain.gradient_bytes
-
-
-def test_a_picture() -> None:
-    page = picture([rehearsed({"training.global_batch_size": 1}, 1, 0)])
-    assert (
-        page.startswith("<!doctype html>")
-        and page.count("<svg") == 1
-        and "http" not in page.replace("http://www.w3.org/2000/svg", "")
-    )
-    for name in ("weights", "moments", KEPT_ACTIVATIONS, "peak"):
-        assert f">{name}</text>" in page
+    # Of the four blocks only the inputs are left, and in backward one of them in recomputed form.
+    for plain, full in in_head, in_backward:
+        assert full.memory.components[KEPT_ACTIVATIONS] < plain.memory.components[KEPT_ACTIVATIONS] / 4
+    again = [rehearsal.memory.components["recomputed activations"] for rehearsal in in_backward]
+    assert again[0] == 0 < again[1] < in_backward[0].memory.components[KEPT_ACTIVATIONS] / 2
+    tokens = 16 * MIDDLE["training.seq_len"]
+    assert in_head[0].memory.components["logits"] >= tokens * MIDDLE["model.vocab_size"] * 4
+    assert in_update.memory.components["gradients"] >= in_update.gradient_bytes

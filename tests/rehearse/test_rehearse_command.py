@@ -56,11 +56,9 @@ def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     file = tmp_path / "order.json"
     stages = ["--parallelism.pp", "2", "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
     stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
-    page = tmp_path / "memory.html"
-    files = ["--json", str(file), "--picture", str(page)]
-    assert rehearse("--ranks", "4", "--all-roles", *files, *SMALL, *stages) == 0
+    assert rehearse("--ranks", "4", "--all-roles", "--json", str(file), *SMALL, *stages) == 0
     text = capsys.readouterr().out
-    assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 4
+    assert "Order of messages: safe in host order" in text
     assert "4 ranks, as on h100, routing balanced: all of them" in text
     report = json.loads(file.read_text())
     assert [rank["rank"] for rank in report["ranks"]] == [0, 1, 2, 3] and report["order"]["safe"]

@@ -187,6 +187,8 @@ _ADVICE = {
     "moe-per-layer-logging": "--metrics.experts_every, on by default",
     "profile": "--profile.steps 10 11 names the steps",
     "fake-init-process-group": "titanmoe rehearse needs no GPU",
+    "what-if": "run titanmoe plan once for each value, as in docs/planner.md",
+    "picture": "--json has what titanmoe plan and rehearse print",
     "tensorboard-dir": "--metrics.tensorboard true writes into the run's folder",
     "profile-step-start": "--profile.steps 10 11 names the steps",
     "training.num_tokens_per_microbatch_per_dp_rank": "--training.local_batch_size N counts samples: tokens / seq_len",

@@ -18,7 +18,6 @@ from titanmoe.text_report import Report, print_report
 
 MOST_GPUS = 16384
 """The most GPUs that are tried for a model that does not fit."""
-WHAT_IF_NAMES = ("ranks", "seq_len", "num_experts", "top_k")
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -44,10 +43,6 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     )
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
-    plan.add_argument(
-        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(WHAT_IF_NAMES)}"
-    )
-    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw --what-if there, as SVG")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
     plan.set_defaults(run=run_plan, overrides=[])
 
@@ -84,8 +79,6 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
         return lines + budget_lines, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
-    if args.what_if:
-        return _what_if(args, config, device, notes)
     result = _search(config, args, device)
     best = result.best[0]
     lines = [*notes, *table(result, device, args.ranks)]
@@ -191,44 +184,6 @@ def _short(cells: tuple[str, ...]) -> str:
     )
 
 
-def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[str]) -> Plan:
-    from titanmoe.config.laws import contradictions
-    from titanmoe.plan.plan_table import HEAD, as_json, picture, row
-    from titanmoe.text_report import columns
-
-    name, values = _what_if_values(args.what_if)
-    body, points, data, unplanned = [(name, *HEAD)], [], [], []
-    for value in values:
-        changed, world = config, args.ranks
-        if name == "ranks":
-            world = value
-        elif name == "seq_len":
-            changed = replace(config, training=replace(config.training, seq_len=value))
-        else:
-            changed = replace(config, model=replace(config.model, **{name: value}))
-        try:
-            if reasons := [violation.text for violation in contradictions(changed)]:
-                raise ConfigError(reasons)
-            best = _search(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
-        except ConfigError as error:
-            unplanned += [f"{name} = {value}: {problem}" for problem in error.problems]
-            continue
-        body.append((str(value), *row(best)))
-        points.append((float(value), best.price.tokens))
-        data.append({name: value} | as_json(best))
-    if not points:
-        raise ConfigError(unplanned)
-    lines = [*notes, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
-    lines += ["", *unplanned] if unplanned else []
-    pictures = {args.picture: picture(name, points, device)} if args.picture else {}
-    return lines, {"hardware": device.name, "what_if": data}, pictures, 0
-
-
-def _what_if_values(text: str) -> tuple[str, list[int]]:
-    name, _, values = text.partition("=")
-    return name, [int(value) for value in values.split(",")]
-
-
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """The recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
     from titanmoe.fold.degrees import derive
@@ -290,21 +245,6 @@ def _problems(args: argparse.Namespace) -> list[str]:
         problems.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
     if args.tokens is not None and not args.tokens > 0:
         problems.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
-    if args.what_if is not None:
-        try:
-            name, values = _what_if_values(args.what_if)
-            wrong = name not in WHAT_IF_NAMES or min(values) < 1
-        except ValueError:
-            wrong = True
-        if wrong:
-            problems.append(
-                f"--what-if = {args.what_if} is not one of {', '.join(WHAT_IF_NAMES)} and its values: use, for "
-                "example, ranks=64,128,256"
-            )
-    if args.explain and (args.what_if or args.write):
-        problems.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
-    if args.what_if and args.write:
-        problems.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
-    if args.picture and not args.what_if:
-        problems.append("--picture draws --what-if: give that too")
+    if args.explain and args.write:
+        problems.append("--explain looks at the recipe's own mapping: leave out --write")
     return problems

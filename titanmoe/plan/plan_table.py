@@ -158,33 +158,3 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
             for rank in mapping.memory
         ],
     }
-
-
-def picture(name: str, points: list[tuple[float, float]], device: Device) -> str:
-    """Tokens per second and device over what was varied, as an SVG."""
-    width, height, edge = 640, 360, 60
-    top = 1.1 * max(y for _, y in points)
-    low, high = points[0][0], points[-1][0]
-
-    def point(x: float, y: float) -> tuple[float, float]:
-        along = (x - low) / (high - low) if high > low else 0.5
-        return edge + along * (width - 2 * edge), height - edge - y / top * (height - 2 * edge)
-
-    dots = [point(*pair) for pair in points]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        'font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        '<polyline fill="none" stroke="#1f77b4" stroke-width="2" points="'
-        + " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
-        + '"/>',
-        f'<text x="{edge}" y="{edge / 2}">tokens/s/GPU on {device.name}, the best mapping of each</text>',
-        f'<text x="{width / 2}" y="{height - 15}" text-anchor="middle">{name}</text>',
-    ]
-    for (x, y), (value, rate) in zip(dots, points, strict=True):
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f77b4"/>',
-            f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{rate:,.0f}</text>',
-            f'<text x="{x:.1f}" y="{height - edge + 18}" text-anchor="middle">{value:g}</text>',
-        ]
-    return "\n".join([*parts, "</svg>"]) + "\n"

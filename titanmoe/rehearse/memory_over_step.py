@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +38,6 @@ COMPONENTS = (
     *(DISPATCH, SYMMETRIC, "logits", "pipeline receive buffers", OTHER),
 )
 DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
-POINTS = 600
-"""Points of the picture, each the highest total since the point before."""
 
 
 class Storage:
@@ -85,10 +83,6 @@ class Memory:
     """Bytes at the peak."""
     at_peak: list[PeakStorages]
     """Largest first; layers are added up."""
-    picture_operations: list[int] = field(repr=False, default_factory=list)
-    """How many operations had run at each point of the picture."""
-    curves: dict[str, list[int]] = field(repr=False, default_factory=dict)
-    """Bytes of each component at these points."""
 
 
 class Ledger(Observer):
@@ -96,20 +90,17 @@ class Ledger(Observer):
 
     def __init__(self, where: Callable[[], CodeSite]) -> None:
         self._where, self._live, self._not_on_device = where, dict[int, _Watch](), set[int]()
-        self.operations = self.backward = 0
-        """Operations of the step so far, and how many of them were in backward."""
+        self.backward = 0
+        """Operations of the step so far that were in backward."""
         self.begin_step()
 
     def begin_step(self) -> None:
         """A step starts with the storages that are alive."""
-        self.operations = self.backward = 0
+        self.backward = 0
         self._storages = [watch.storage for watch in self._live.values()]
-        self._changes, self._change_times = (
-            array("q", (x.size for x in self._storages)),
-            array("q", bytes(8 * len(self._storages))),
-        )
+        self._changes = array("q", (x.size for x in self._storages))
         self.at_start = self.current = self.peak = sum(self._changes)
-        self._first = self._highest = len(self._storages)
+        self._highest = len(self._storages)
         self._site = CodeSite()
 
     def assign(self, values: Iterable[Tensor], component: str) -> None:
@@ -127,7 +118,6 @@ class Ledger(Observer):
 
     def note(self, out: Any, site: CodeSite) -> None:
         """Records the results of an operation."""
-        self.operations += 1
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in tensors(out):
@@ -159,7 +149,6 @@ class Ledger(Observer):
         self.current += size
         self._storages.append(storage)
         self._changes.append(size)
-        self._change_times.append(self.operations)
 
     # ---- what is not seen as an operation
 
@@ -216,23 +205,4 @@ class Ledger(Observer):
             self.at_start,
             {name: components[name] for name in COMPONENTS},
             sorted(lines.values(), key=lambda storages: -storages.size),
-            *self._curves(),
         )
-
-    def _curves(self) -> tuple[list[int], dict[str, list[int]]]:
-        picture_operations, curves = [], {name: [] for name in COMPONENTS}
-        every = max(1, (len(self._storages) - self._first) // POINTS)
-        component_bytes, total, highest, highest_point = Counter(), 0, -1, None
-        for i, (storage, change) in enumerate(zip(self._storages, self._changes, strict=True)):
-            component_bytes[storage.resolved_component()] += change
-            total += change
-            if i < self._first - 1:
-                continue
-            if total > highest:
-                highest, highest_point = total, (self._change_times[i], dict(component_bytes))
-            if (i - self._first) % every == every - 1 or i == len(self._storages) - 1:
-                picture_operations.append(highest_point[0])
-                for name, curve in curves.items():
-                    curve.append(highest_point[1].get(name, 0))
-                highest = -1
-        return picture_operations, curves

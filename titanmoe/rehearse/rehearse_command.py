@@ -50,7 +50,6 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     )
     rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
-    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step, as an HTML page")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
 
@@ -62,7 +61,6 @@ def run_rehearse(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> Report:
     from titanmoe.parts import PARTS
-    from titanmoe.rehearse.memory_picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
     from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
@@ -83,8 +81,7 @@ def _report(args: argparse.Namespace) -> Report:
         lines, code = table_of_ranks(rehearsals, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}
     data = {"ranks": [as_json(rehearsal) for rehearsal in rehearsals]} | order
-    page = picture(rehearsals) if args.picture else ""
-    return lines, {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}, code
+    return lines, {args.json: json.dumps(data, indent=1) + "\n"}, code
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:

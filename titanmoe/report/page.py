@@ -355,7 +355,7 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
       const p = s.points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
       if (!tip.childElementCount) {
         const head = document.createElement("b");
-        head.textContent = (h.what || "step ") + p[0].toLocaleString("en"); tip.append(head);
+        head.textContent = "step " + p[0].toLocaleString("en"); tip.append(head);
         shown = left + (p[0] - x0) / ((x1 - x0) || 1) * (right - left);
       }
       const row = document.createElement("div"), chip = document.createElement("i");
