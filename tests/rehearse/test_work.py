@@ -12,8 +12,8 @@ from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import CodeSite
+from titanmoe.rehearse.rehearsal_table import work_as_json
 from titanmoe.rehearse.work import Operations, Work, flops, stored_bytes
-from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
 
 aten = torch.ops.aten

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from titanmoe.plan.planned_rows import rows_text
-from titanmoe.rehearse.memory_table import memory_as_json, memory_table
+from titanmoe.rehearse.code_site import CodeSite
+from titanmoe.rehearse.memory_over_step import Memory
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
-from titanmoe.rehearse.work_table import work_as_json, work_table
+from titanmoe.rehearse.work import Operation, Operations, Work, work_of
 from titanmoe.rehearse.world import NamedGroup, Rehearsal
 from titanmoe.text_report import columns, format_bytes
+
+SHOWN_LINES, SHOWN_OPERATIONS = 10, 12
+"""How many lines that allocate and how many operations are printed."""
+STEP_PHASES = ("forward", "backward", "recomputed", "update")
 
 
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
@@ -75,14 +81,8 @@ def _group(group: NamedGroup) -> dict[str, Any]:
 
 
 def table(rehearsal: Rehearsal) -> list[str]:
-    fold = rehearsal.fold
     lines = [
-        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}"
-        + _step(rehearsal),
-        f"    attention  {_axes(fold.attention_axes)}",
-        f"    experts    {_axes(fold.expert_axes)}",
-        *_notes(rehearsal),
-        "",
+        *_heading(rehearsal, f"rank {rehearsal.rank} of {rehearsal.fold.world}"),
         f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
         f"optimizer {format_bytes(rehearsal.optimizer_bytes)}",
         "",
@@ -90,10 +90,8 @@ def table(rehearsal: Rehearsal) -> list[str]:
         "",
     ]
     lines += _messages(rehearsal, rehearsal.log.messages)
-    total = sum(message.sent_bytes for message in rehearsal.log.messages)
-    across = sum(m.sent_bytes for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
-    sent_text = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
-    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent_text}"]
+    total, across = map(format_bytes, sent_bytes(rehearsal))
+    lines += ["", f"{len(rehearsal.log.messages)} messages, {total} sent, {across} in groups across nodes"]
     syncs = Counter(str(line) for line in rehearsal.log.syncs)
     lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
     lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
@@ -137,27 +135,12 @@ def _remarks(rehearsal: Rehearsal) -> list[str]:
 def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     first, count = rehearsals[0], len(rehearsals)
     which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
-    lines = [
-        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}{_step(first)}: {which}",
-        f"    attention  {_axes(first.fold.attention_axes)}",
-        f"    experts    {_axes(first.fold.expert_axes)}",
-        *_notes(first),
-        "",
-    ]
+    lines = _heading(first, f"{first.fold.world} ranks", f": {which}")
     body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "across nodes", "host waits")]
     for rehearsal in rehearsals:
-        messages = rehearsal.log.messages
-        across = sum(m.sent_bytes for m in messages if rehearsal.groups[m.group].across)
-        sent_bytes = sum(m.sent_bytes for m in messages)
-        memory_cells = (
-            format_bytes(rehearsal.parameter_bytes),
-            format_bytes(rehearsal.optimizer_bytes),
-            format_bytes(rehearsal.memory.peak),
-        )
-        sent_cells = format_bytes(sent_bytes), format_bytes(across)
-        body.append(
-            (str(rehearsal.rank), *memory_cells, str(len(messages)), *sent_cells, str(len(rehearsal.log.syncs)))
-        )
+        sizes = rehearsal.parameter_bytes, rehearsal.optimizer_bytes, rehearsal.memory.peak
+        counts = str(len(rehearsal.log.messages)), *map(format_bytes, sent_bytes(rehearsal))
+        body.append((str(rehearsal.rank), *map(format_bytes, sizes), *counts, str(len(rehearsal.log.syncs))))
     lines += columns(body, right=tuple(range(8)))
     worst = max(rehearsals, key=lambda rehearsal: rehearsal.memory.peak)
     alike = len(rehearsals) > 1 and all(rehearsal.memory.peak == worst.memory.peak for rehearsal in rehearsals)
@@ -179,14 +162,153 @@ def _unseen(first: Rehearsal, count: int) -> list[str]:
     ]
 
 
-def _notes(rehearsal: Rehearsal) -> list[str]:
-    notes = {"rows": rows_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
-    return [f"    {name:<9}  {text}" for name, text in notes.items() if text]
+def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
+    """Return what was assumed, the mapping and notes on both; an empty line follows."""
+    step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
+    views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
+    texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}
+    texts |= {"rows": rows_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
+    return [
+        f"{ranks}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}{step}{which}",
+        *(f"    {name:<9}  {text}" for name, text in texts.items() if text),
+        "",
+    ]
 
 
-def _step(rehearsal: Rehearsal) -> str:
-    return f", step {rehearsal.step}" if rehearsal.step > 1 else ""
+def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
+    """Return the bytes that a step sends, and those of them in groups across nodes."""
+    messages = rehearsal.log.messages
+    across = sum(message.sent_bytes for message in messages if rehearsal.groups[message.group].across)
+    return sum(message.sent_bytes for message in messages), across
 
 
-def _axes(axes: dict[str, int]) -> str:
-    return " x ".join(f"{name} {n}" for name, n in axes.items())
+# ---- memory at its peak
+
+
+def memory_as_json(memory: Memory) -> dict[str, Any]:
+    return {
+        "peak": memory.peak,
+        "at_start": memory.at_start,
+        "line": str(memory.site),
+        "layer": memory.site.layer,
+        "region": memory.site.region,
+        "pass": memory.site.phase,
+        "components": memory.components,
+        "standing": [
+            {
+                "component": storages.component,
+                "line": _site_text(storages.site),
+                "region": storages.site.region,
+                "pass": storages.site.phase,
+                "count": storages.count,
+                "bytes": storages.size,
+            }
+            for storages in memory.at_peak
+        ],
+    }
+
+
+def peak_site(memory: Memory) -> str:
+    """The line of code at the peak, with its layer, region and pass."""
+    site = memory.site
+    context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
+    return f"{site} ({context})" if site.number else "the start of the step"
+
+
+def memory_table(memory: Memory) -> list[str]:
+    lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site(memory)}:", ""]
+    components = [(name, count) for name, count in memory.components.items() if count]
+    body = [(name, format_bytes(count), f"{count / max(memory.peak, 1):.1%}") for name, count in components]
+    lines += columns(body, right=(1, 2))
+    lines += ["", f"The {SHOWN_LINES} lines that allocated most of it:", ""]
+    head = ("component", "region", "pass", "tensors", "bytes", "line")
+    body = [
+        (
+            storages.component,
+            storages.site.region,
+            storages.site.phase,
+            f"{storages.count:,}",
+            format_bytes(storages.size),
+            _site_text(storages.site),
+        )
+        for storages in memory.at_peak[:SHOWN_LINES]
+    ]
+    return lines + columns([head, *body], right=(3, 4))
+
+
+def _site_text(site: CodeSite) -> str:
+    return str(site) if site.number else "before the step"
+
+
+# ---- operations
+
+
+def by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
+    """Counts by layer of operations that differ in nothing else."""
+    counts: dict[Operation, Counter[str]] = {}
+    for operation, count in operations.items():
+        counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[
+            operation.site.layer
+        ] += count
+    return counts
+
+
+def work_as_json(operations: Operations) -> dict[str, Any]:
+    return asdict(operations.total()) | {
+        "operations": [
+            {
+                "op": operation.name,
+                "line": str(operation.site),
+                "region": operation.site.region,
+                "pass": operation.site.phase,
+                "count": layers.total(),
+                "flops": operation.flops,
+                "read": operation.read,
+                "written": operation.written,
+                "by_layer": {layer: count for layer, count in layers.items() if layer},
+            }
+            for operation, layers in by_layer(operations).items()
+        ],
+        "by_layer": {name: asdict(work) for name, work in operations.totals_by("layer").items() if name},
+        "by_region": {
+            name: {phase: asdict(work) for phase, work in phases.items()}
+            for name, phases in _regions(operations).items()
+        },
+    }
+
+
+def _regions(operations: Operations) -> dict[str, dict[str, Work]]:
+    """By region, then by phase; operations outside any region are under ""."""
+    totals: dict[str, dict[str, Work]] = {}
+    for operation, count in operations.items():
+        phases = totals.setdefault(operation.site.region, {})
+        phases.setdefault(operation.site.phase, Work()).__iadd__(work_of(operation) * count)
+    return totals
+
+
+def work_table(operations: Operations) -> list[str]:
+    total = operations.total()
+    lines = [
+        f"One step computes: {total.kernels:,} kernels, {total.flops:.4g} FLOPs, {format_bytes(total.read)} read and "
+        f"{format_bytes(total.written)} written",
+        "",
+    ]
+    body = [("region", "pass", "kernels", "FLOPs", "read", "written")]
+    for region, phases in sorted(_regions(operations).items(), key=lambda x: -sum(w.moved for w in x[1].values())):
+        for phase in STEP_PHASES:
+            if phase in phases:
+                work = phases[phase]
+                counts = f"{work.kernels:,}", f"{work.flops:.3g}" if work.flops else "", format_bytes(work.read)
+                body.append((region or "(none)", phase, *counts, format_bytes(work.written)))
+    lines += columns(body, right=(2, 3, 4, 5))
+    lines += ["", f"The {SHOWN_OPERATIONS} operations that move the most bytes:", ""]
+    moved: dict[tuple, Work] = {}
+    for operation, count in operations.items():
+        key = operation.name, operation.site.region, operation.site.phase, str(operation.site)
+        moved.setdefault(key, Work()).__iadd__(work_of(operation) * count)
+    body = [("operation", "region", "pass", "kernels", "FLOPs", "bytes", "of all", "line")]
+    for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN_OPERATIONS]:
+        share = f"{work.moved / max(total.moved, 1):.1%}"
+        flops = f"{work.flops:.3g}" if work.flops else ""
+        body.append((name, region, phase, f"{work.kernels:,}", flops, format_bytes(work.moved), share, line))
+    return lines + columns(body, right=(3, 4, 5, 6))
