@@ -22,7 +22,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import can_group, grouped_loop, grouped_product, products
+from titanmoe.moe.grouped import Groups, can_group, grouped_loop, grouped_product
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.attention_block import block, block_backward, block_reference
@@ -188,7 +188,9 @@ def in_8_bits_equal_formula(counts: list[int]) -> None:
     cotangents = [torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16) for _ in weights]
     results = []
     for dtype in ("fp8_emulated", "fp8"):
-        outputs = products(x, count, dtype == "fp8", "auto", fp8.Rounded(dtype), *weights)
+        emulated = dtype == "fp8_emulated"
+        products = fp8.EightBitProducts(groups=Groups(count), grouped=not emulated, emulated=emulated)
+        outputs = products.up(x, *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):
         # both round the result to bfloat16; the hardware sums in fewer bits than float32 has

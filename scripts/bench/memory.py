@@ -34,9 +34,9 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy, cross_entropy
+from titanmoe.moe.expert_products import TracedProducts
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import grouped_product
-from titanmoe.moe.swiglu import plain_down
 from titanmoe.parallel.recompute import recompute
 
 Variant = Callable[[], Tensor]
@@ -85,7 +85,7 @@ def experts(rounds: int, scale: int) -> Iterator[Row]:
         return grouped_product(F.silu(gate_RF) * up_RF, made.w2, count_e) * weight_R1
 
     def before() -> Tensor:
-        return plain_down(halves(), weight_R1, (made.w2,), count_e, True, False)[0]
+        return TracedProducts(groups=count_e, grouped=True).down(halves(), weight_R1, made.w2)[0]
 
     variants = {
         "plain, weighted after the down projection": after,

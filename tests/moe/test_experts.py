@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import Product, can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.grouped import can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.swiglu import clamped_swiglu
 from titanmoe.ops.cpu import whole_units
 from titanmoe.ops.cpu.whole_units import COPIED, UNIT
@@ -34,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
-def with_gradients(product: Product, counts: list[int], dtype: torch.dtype) -> list[Tensor]:
+def with_gradients(product: Callable[..., Tensor], counts: list[int], dtype: torch.dtype) -> list[Tensor]:
     x_RD, w_eFD = random(sum(counts), D, dtype=dtype, seed=0), random(len(counts), HIDDEN, D, dtype=dtype, seed=1)
     y_RF = product(x_RD, w_eFD, torch.tensor(counts))
     assert y_RF.shape == (sum(counts), HIDDEN) and y_RF.dtype == dtype

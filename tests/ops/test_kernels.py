@@ -21,6 +21,7 @@ from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rota
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.symm_mem import plain_put
+from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.grouped import Groups, add_gradient
 from titanmoe.moe.layer_statistics import entropy_and_count as balance_spread
@@ -37,7 +38,6 @@ from titanmoe.moe.permute import (
 )
 from titanmoe.moe.router import Router
 from titanmoe.moe.router_product import plain_parts, product_by_parts
-from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
 
@@ -185,7 +185,8 @@ def test_activation_with_the_routing_weight(width: int, counts: list[int], clamp
             ]
             *hidden, weight, w2 = (x.view_as(x) for x in leaves)
             hidden = (torch.cat(hidden, 1),) if side_by_side else tuple(hidden)
-            (y,) = down(hidden, weight, (w2,), count, False, clamped, kernels)
+            products = ExpertProducts(groups=Groups(count), grouped=False, clamped=clamped, kernels=kernels)
+            (y,) = products.down(hidden, weight, w2)
             grads = torch.autograd.grad(y, leaves, random(*y.shape, dtype=dtype, seed=4).detach())
             results.append([y.detach(), *grads])
         for got, want in zip(*results, strict=True):
@@ -205,7 +206,7 @@ def test_gradients_added_to_their_sums(counts: list[int]) -> None:
             for seed in range(2):
                 grad = random(rows, parts * width, dtype=dtype, seed=seed).detach()
                 x = random(rows, 2 * across, dtype=dtype, seed=2 + seed).detach()[:, across:]
-                add_gradient(total, grad, x, groups, True, kernels, add=seed > 0)
+                add_gradient(total, grad, x, groups, grouped=True, kernels=kernels, add=seed > 0)
             sums.append(total)
         tolerances.close(*sums, terms=2 * max(counts), roundings=4)
 

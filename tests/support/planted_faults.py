@@ -188,16 +188,16 @@ def router_without_its_gradient() -> Callable[[], None]:
 
 def garbage_gradients_without_tokens() -> Callable[[], None]:
     """Experts that nothing chose keep whatever torch.empty returned."""
-    from titanmoe.moe import grouped
+    from titanmoe.moe import expert_products
 
     def left(gradient: Any) -> Any:
-        def run(grad: torch.Tensor, h: torch.Tensor, count: Any) -> torch.Tensor:
-            idle = grouped.groups_of(count).count_e == 0
-            return gradient(grad, h, count) + 0.1 * idle.view(-1, 1, 1)
+        def run(grad: torch.Tensor, h: torch.Tensor, groups: Any) -> torch.Tensor:
+            idle = groups.count_e == 0
+            return gradient(grad, h, groups) + 0.1 * idle.view(-1, 1, 1)
 
         return run
 
-    return _patch(grouped, "loop_gradient", left)
+    return _patch(expert_products, "loop_gradient", left)
 
 
 def nan_in_a_gradient() -> Callable[[], None]:

@@ -181,8 +181,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/experts.py", "tests/moe/test_experts.py"): [
         (
             "an expert's last bias is not weighted",
-            "torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)",
-            "torch.addmm(y_RD, member_Re.to(y_RD.dtype), bias_eD)",
+            "return self.with_last_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)",
+            "return self.with_last_bias(self.down(products, hidden, weight_R1), member_Re)",
         ),
         (
             "every etp rank adds its bias to the first columns",

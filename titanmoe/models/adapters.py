@@ -8,11 +8,15 @@ A x. What every rank has gets a summand of its gradient there: `titanmoe.paralle
 from __future__ import annotations
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Config
 from titanmoe.models import tensors
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.expert_products import ExpertProducts
+from titanmoe.moe.experts import Experts
 
 
 def add_adapters(model: Transformer, config: Config) -> None:
@@ -26,4 +30,36 @@ def add_adapters(model: Transformer, config: Config) -> None:
         for adapter, shape in zip(tensors.adapter_names(name), shapes, strict=True):
             path, _, last = adapter.rpartition(".")
             setattr(model.get_submodule(path), last, nn.Parameter(torch.empty(shape, dtype=model.dtype)))
-        model.get_submodule(path).lora_scale = alpha / rank
+        module = model.get_submodule(path)
+        module.lora_scale = alpha / rank
+        if type(module) is Experts:
+            module.__class__ = AdaptedExperts
+
+
+class AdaptedExperts(Experts):
+    """Experts with adapters on some of their matrices: A (e, r, inputs) and B (e, outputs, r)."""
+
+    def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+        weights = self.hidden_weights()
+        pairs = {name: self.pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
+        outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values()))
+        hidden, narrow = outputs[: len(weights)], list(outputs[len(weights) :])
+        for name, y_RF in zip(weights, hidden, strict=True):
+            if name in pairs:  # in place, so that no more of them exist than without adapters
+                y_RF.add_(products.up(self.lora_scale * narrow.pop(0), pairs[name][1])[0])
+        return hidden
+
+    def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        if not hasattr(self, "w2_lora_A"):
+            return super().down(products, hidden, weight_R1)
+        a, b = self.pair("w2", products)
+        y_RD, narrow = products.down(hidden, weight_R1, local(self.w2), a)
+        y_RD += products.up(self.lora_scale * narrow, b)[0]
+        return y_RD
+
+    def pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
+        """Return A and B of a matrix. torch's grouped product gets them with zeros up to a rank of whole 16-byte units,
+        which it needs."""
+        a, b = (local(getattr(self, adapter)) for adapter in tensors.adapter_names(name))
+        missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0
+        return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

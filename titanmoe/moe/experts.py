@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.comm.collectives import local
-from titanmoe.comm.recomputation import again, keep, keep_rows, keep_saved
+from titanmoe.comm.recomputation import again, keep_rows, keep_saved
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.protocol import Chunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.moe.fp8 import Rounded
-from titanmoe.moe.grouped import AddGradient, Groups, can_group, product_of, products
-from titanmoe.moe.swiglu import down
+from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProducts, groups_of_call
+from titanmoe.moe.fp8 import EightBitProducts, Rounded
+from titanmoe.moe.grouped import can_group
 from titanmoe.observe import named
 from titanmoe.ops import device
 from titanmoe.ops.cpu import whole_units
@@ -49,11 +49,9 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
-        self.rounded = Rounded(self.dtype, self.kernels)
+        self.rounded = Rounded(self.kernels)
         self.graph: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
         """The compiled `products`, if they are compiled (`titanmoe.parallel.compiled`)."""
-        self.lora_scale = 0.0
-        """The factor on adapters' products, if there are any (titanmoe.models.adapters)."""
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
@@ -82,15 +80,6 @@ class Experts(nn.Module):
             observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
 
-    def adapters(self, grouped: bool) -> dict[str, tuple[Tensor, Tensor]]:
-        """A (e, r, inputs) and B (e, outputs, r) of each matrix that has them."""
-        out = {}
-        for name in ("w1", "w3", "w2"):
-            if (a := getattr(self, f"{name}_lora_A", None)) is not None:
-                pair = local(a), local(getattr(self, f"{name}_lora_B"))
-                out[name] = whole_units_of_rank(*pair) if grouped else pair
-        return out
-
     def hidden_weights(self) -> dict[str, Tensor]:
         """By name, those whose products are gate and up; one if they lie side by side."""
         if self.w1_and_w3 is not None:
@@ -108,50 +97,38 @@ class Experts(nn.Module):
         return run(x_RD, weight_R1, count_e)
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        hidden_weights, w2_eDF = self.hidden_weights(), local(self.w2)
-        compiling = torch.compiler.is_compiling()
-        # The plain formula of 8-bit products is a loop.
-        grouped = self.uses_grouped_mm(x_RD, local(self.w1)) and self.dtype != "fp8_emulated"
-        # torch's grouped product can only be traced in bfloat16, the loop not at all.
-        even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
-        how = (grouped, self.clamped, self.kernels, self.rounded, even, self.sums.get("w2"))
-        if compiling:
-            product, count = product_of(grouped, self.dtype, even), count_e
-
-            def multiply(rows: Tensor, *weights: Tensor, sums: Any = ()) -> tuple[Tensor, ...]:
-                return tuple(product(rows, w, count) for w in weights)
-        else:
-            count = keep("groups", lambda: Groups(count_e))
-
-            def multiply(rows: Tensor, *weights: Tensor, sums: Any = ()) -> tuple[Tensor, ...]:
-                return products(rows, count, grouped, self.kernels, self.rounded, *weights, sums=sums)
-
-        adapters = self.adapters(grouped)
-        of_rows = [w for w in ("w1", "w3") if w in adapters]
-        sums = [self.sums.get(name) for name in hidden_weights]
-        outputs = multiply(x_RD, *hidden_weights.values(), *(adapters[w][0] for w in of_rows), sums=sums)
-        hidden, narrow = outputs[: len(sums)], list(outputs[len(sums) :])
-        for i, name in enumerate(("w1", "w3")):
-            if name in of_rows:  # in place, so that no more of them exist than without adapters
-                hidden[i].add_(multiply(self.lora_scale * narrow.pop(0), adapters[name][1])[0])
-
-        def to_output() -> Tensor:
-            a, b = adapters.get("w2", (None, None))
-            y_RD, *narrow = down(hidden, weight_R1, (w2_eDF,) if a is None else (w2_eDF, a), count, *how)
-            if narrow:
-                y_RD += multiply(self.lora_scale * narrow[0], b)[0]
-            return y_RD
-
+        products = self.choose_products(x_RD, count_e)
+        hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
-            return to_output()
-        member_Re = membership(count_e, x_RD.shape[0], w2_eDF.dtype)
+            return self.down(products, hidden, weight_R1)
+        member_Re = membership(count_e, x_RD.shape[0], self.w2.dtype)
         hidden = self.with_biases(hidden, member_Re, count_e)
-        y_RD = to_output()
-        # The etp ranks of an expert return summands: each adds the bias to its own columns only.
-        bias_ed = local(self.w2_bias)
-        before = self.etp_rank * bias_ed.shape[1]
-        bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
-        return torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)
+        return self.with_last_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
+
+    def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts:
+        """Return how this call multiplies."""
+        grouped = self.uses_grouped_mm(x_RD, local(self.w1))
+        common = {"clamped": self.clamped, "kernels": self.kernels}
+        if torch.compiler.is_compiling():
+            # torch's grouped product can only be traced in bfloat16, the loop not at all.
+            even = self.even_rows and not (grouped and x_RD.dtype == torch.bfloat16)
+            return TracedProducts(groups=count_e, grouped=grouped, even=even, **common)
+        groups = groups_of_call(count_e)
+        if self.dtype == "compute":
+            return ExpertProducts(groups=groups, grouped=grouped, **common)
+        emulated = self.dtype == "fp8_emulated"
+        return EightBitProducts(
+            groups=groups, grouped=grouped and not emulated, emulated=emulated, rounded=self.rounded, **common
+        )
+
+    def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+        """Return both, (R, F) each, or side by side, (R, 2F)."""
+        weights = self.hidden_weights()
+        return products.up(x_RD, *weights.values(), sums=[self.sums.get(name) for name in weights])
+
+    def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        (y_RD,) = products.down(hidden, weight_R1, local(self.w2), add=self.sums.get("w2"))
+        return y_RD
 
     def with_biases(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
         w1_eF, w3_eF = local(self.w1_bias), local(self.w3_bias)
@@ -162,11 +139,13 @@ class Experts(nn.Module):
         used_R1 = torch.arange(member_Re.shape[0], device=count_e.device).unsqueeze(1) < count_e.sum()
         return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
-
-def whole_units_of_rank(a_erD: Tensor, b_eFr: Tensor) -> tuple[Tensor, Tensor]:
-    """With zeros up to a rank whose rows are whole units of 16 bytes, as the grouped product needs them."""
-    missing = -a_erD.shape[1] % (16 // a_erD.element_size())
-    return (F.pad(a_erD, (0, 0, 0, missing)), F.pad(b_eFr, (0, missing))) if missing else (a_erD, b_eFr)
+    def with_last_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
+        """Add the bias of the last product, times each row's routing weight: (R, e), 0 where it is not its expert's."""
+        # The etp ranks of an expert return summands: each adds the bias to its own columns only.
+        bias_ed = local(self.w2_bias)
+        before = self.etp_rank * bias_ed.shape[1]
+        bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
+        return torch.addmm(y_RD, weight_Re.to(y_RD.dtype), bias_eD)
 
 
 def membership(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:

@@ -16,11 +16,13 @@ Shapes: R routed rows sorted by local expert, e local experts, D and F the width
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 
@@ -58,24 +60,22 @@ def plain_quantise(x: Tensor) -> Quantised:
 
 
 class Rounded:
-    """A layer's weights as factors of its products: as they are, or in 8 bits.
+    """A layer's weights as factors of its products in 8 bits.
 
     Where gathered weights stay gathered (`keep`), their 8-bit copies stay too, until the next step begins: 2 bytes per
     weight, one for each width. Where gathered weights are freed, they are rounded again in each pass.
     """
 
-    def __init__(self, dtype: str = "compute", kernels: str = "auto"):
-        self.dtype, self.kernels = dtype, kernels
+    def __init__(self, kernels: str = "auto"):
+        self.kernels = kernels
         self.keep = False
         self.cache: dict[str, Quantised] = {}
 
     def begin_step(self) -> None:
         self.cache.clear()
 
-    def __call__(self, name: str, weight: Tensor) -> Tensor | Quantised:
-        """name: identifies this weight along this width."""
-        if self.dtype == "compute":
-            return weight
+    def __call__(self, name: str, weight: Tensor) -> Quantised:
+        """Return the weight in 8 bits. `name` identifies it along this width."""
         if name in self.cache:
             return self.cache[name]
         narrow = quantise(weight, self.kernels)
@@ -97,6 +97,26 @@ def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
     products = [row @ weight.t() for row, weight in zip(rows, weights.unbind(), strict=True)]
     return torch.cat(products).to(x.dtype)
+
+
+@dataclass(eq=False, kw_only=True)
+class EightBitProducts(ExpertProducts):
+    """Products of rounded factors. Gradients of weights are products of the factors before rounding."""
+
+    rounded: Rounded = field(default_factory=Rounded)
+    emulated: bool = False
+    """Whether the plain formula computes them, which is a loop over experts: `grouped` is False then."""
+
+    def rows(self, x_RD: Tensor) -> Quantised:
+        return quantise(x_RD, self.kernels)
+
+    def weight(self, name: str, w_eFD: Tensor) -> Quantised:
+        return self.rounded(name, w_eFD)
+
+    def product(self, x_RD: Quantised, w_eFD: Quantised) -> Tensor:
+        if self.emulated:
+            return plain_scaled_rows(x_RD, w_eFD, self.groups.sizes)
+        return scaled_rows(x_RD, w_eFD, self.groups.ends_e)
 
 
 def missing(on_gpu: bool) -> str:

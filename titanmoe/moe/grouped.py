@@ -1,25 +1,19 @@
-"""The product of each expert's rows with its own matrix, for all experts of a rank, and its gradients.
+"""Formulas of the product of each expert's rows with its own matrix, for all experts of a rank, and of its gradients.
+
+`titanmoe.moe.expert_products` chooses among them.
 
 Shapes: R routed rows sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
-
-Product = Callable[[Tensor, Tensor, Any], Tensor]
-AddGradient = Callable[[Tensor, Tensor, "Groups", bool, str], None]
-"""Adds the gradient of a weight to its sum over microbatches: as `weight_gradient`, with `grouped` and `kernels`."""
 
 
 class Groups:
@@ -93,9 +87,14 @@ def plain_add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, sizes:
 
 
 def add_gradient(
-    total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, groups: Groups, grouped: bool, kernels: str, add: bool
+    total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, groups: Groups, *, grouped: bool, kernels: str, add: bool
 ) -> None:
-    """By a kernel where the products are grouped, else by the plain formula."""
+    """Add the gradients of H weights side by side to their sums, or begin these with them.
+
+    Args:
+        grouped: whether a kernel may compute them, as where products are grouped; else the plain formula does.
+        add: False to begin the sums.
+    """
     if grouped and fused(kernels, grad_RN):
         from titanmoe.ops.kernels.add_gradient import add_gradient as by_kernel
 
@@ -104,16 +103,7 @@ def add_gradient(
         plain_add_gradient(total_HeFD, grad_RN, x_RD, groups.sizes, add)
 
 
-def weight_gradient(
-    grad_RD: Tensor, h_RF: Tensor, groups: Groups, grouped: bool, kernels: str, add: AddGradient | None
-) -> Tensor | None:
-    """The gradient of the weights, (e, D, F); none if it has been added to a sum."""
-    if add is not None:
-        return add(grad_RD, h_RF, groups, grouped, kernels)
-    return (grouped_gradient if grouped else loop_gradient)(grad_RD, h_RF, groups)
-
-
-# Which product on which device and version of torch: decided by the next two functions, and nowhere else.
+# Where torch's grouped product is used on which device and version of torch: the next two functions alone say it.
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
@@ -135,70 +125,3 @@ def forgets_empty_groups(x: Tensor) -> bool:
     github.com/pytorch/pytorch/issues/172439. It is still open, so every version is assumed to have it.
     """
     return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)
-
-
-def scaled_product(
-    x: Tensor | Quantised, weights: Quantised, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
-) -> Tensor:
-    """The 8-bit product, or its plain formula, without gradients. The rows may be quantised already."""
-    rows, groups = quantise(x, kernels) if isinstance(x, Tensor) else x, groups_of(count)
-    return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
-
-
-def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "auto") -> Product:
-    """The function that `[moe] expert_dtype` asks for; 8-bit products have no gradients."""
-    if dtype != "compute":
-        return partial(scaled_product, kernels=kernels, emulated=dtype == "fp8_emulated")
-    if even:
-        return even_product
-    return grouped_product if grouped else grouped_loop
-
-
-def total(summands: Iterator[Tensor]) -> Tensor:
-    """Two of them exist at a time."""
-    out = next(summands)
-    for summand in summands:
-        out += summand
-    return out
-
-
-class _Products(torch.autograd.Function):
-    """Products of the same rows with several weights; in 8 bits, the rows are quantised once."""
-
-    @staticmethod
-    def forward(ctx, x_RD, groups, grouped, kernels, rounded, sums, *weights):
-        ctx.save_for_backward(x_RD if any(ctx.needs_input_grad[-len(weights) :]) else None, *weights)
-        ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded, ctx.sums = groups, grouped, kernels, rounded, sums
-        product = product_of(grouped, rounded.dtype, kernels=kernels)
-        rows = x_RD if rounded.dtype == "compute" else quantise(x_RD, kernels)
-        return tuple(product(rows, rounded(f"up {i}", w), groups) for i, w in enumerate(weights))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x_RD, *weights = ctx.saved_tensors
-        grad_x, grad_weights = None, [None] * len(weights)
-        grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
-        if gradient_wanted(ctx, 0):
-            product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
-            across = [ctx.rounded(f"up {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
-            grad_x = total(product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
-        for i, grad in enumerate(grads):
-            if gradient_wanted(ctx, 1 + i):  # its index among the inputs that are tensors
-                add = ctx.sums[i] if i < len(ctx.sums) else None
-                grad_weights[i] = weight_gradient(grad, x_RD, ctx.groups, ctx.grouped, ctx.kernels, add)
-        return grad_x, None, None, None, None, None, *grad_weights
-
-
-def products(
-    x_RD: Tensor,
-    count: Tensor | Groups,
-    grouped: bool,
-    kernels: str,
-    rounded: Rounded,
-    *weights: Tensor,
-    sums: tuple[AddGradient | None, ...] = (),
-) -> tuple[Tensor, ...]:
-    """Multiplies the rows of expert i by each of its matrices. sums: where gradients go instead, of the first
-    weights."""
-    how = (groups_of(count), grouped, kernels, rounded, sums)
-    return _Products.apply(with_own_node(x_RD), *how, *map(with_own_node, weights))

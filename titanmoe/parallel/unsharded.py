@@ -22,8 +22,9 @@ from titanmoe.comm.collectives import Group, local, start_sum, wait, with_layout
 from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import Groups, add_gradient
+from titanmoe.moe.grouped import add_gradient
 from titanmoe.observe import region
 
 MATRICES = ("w1", "w3", "w2")
@@ -166,9 +167,7 @@ class UnshardedExperts:
                 if self.is_last:
                     self._send(weight)
 
-    def add_product(
-        self, computed: Tensor, grad: Tensor, x: Tensor, groups: Groups, grouped: bool, kernels: str
-    ) -> None:
+    def add_product(self, computed: Tensor, grad: Tensor, x: Tensor, products: ExpertProducts) -> None:
         """The same of a gradient that is computed inside: once for each chunk of rows, of which none knows that it is
         the last."""
         weights, add = self.by_computed[computed], computed in self.totals
@@ -177,7 +176,8 @@ class UnshardedExperts:
             self.totals[computed] = grad.new_empty(shape, dtype=self.sum_dtype)
             for weight, total in zip(weights, self.totals[computed], strict=True):
                 weight.grad = total
-        add_gradient(self.totals[computed], grad, x, groups, grouped, kernels, add)
+        how = {"grouped": products.grouped, "kernels": products.kernels}
+        add_gradient(self.totals[computed], grad, x, products.groups, add=add, **how)
 
     def _send(self, weight: Weight) -> None:
         if self.replicas.size > 1 and weight.flying is None and weight.grad is not None:
