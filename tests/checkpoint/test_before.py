@@ -1,7 +1,8 @@
 """A recipe and a checkpoint of an earlier commit still load, and training goes on from them as it did then.
 
 before/ was made at commit 667bc3f: a recipe that names every key of that time, the checkpoint after step 3 of its run
-on 2 ranks, and that run's metrics.jsonl, to its last step. It is never made again: names do not change.
+on 2 ranks, and that run's metrics.jsonl, to its last step. It is never made again: names that have changed since are in
+titanmoe.config.old_names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import pytest
 
 from tests import parity, world
 from titanmoe.checkpoint import layout
-from titanmoe.config.fields import fields
+from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.config import old_names
+from titanmoe.config.fields import fields, toml_value
 from titanmoe.config.recipe import read_recipe
 
 BEFORE = Path(__file__).parent / "before"
@@ -30,17 +33,22 @@ def names(metrics: dict[int, dict[str, Any]]) -> set[str]:
     return {name for line in metrics.values() for name in line}
 
 
-def test_every_key_of_the_recipe_is_a_field() -> None:
+def recipe() -> dict[str, Any]:
+    """Return the recipe with the names that its keys have now, by path."""
     data = read_recipe(str(BEFORE / "recipe.toml")).data
-    named_fields = {f"{table}.{name}" for table, values in data.items() for name in values} - {"parallelism.experts"}
-    named_fields |= {f"parallelism.experts.{name}" for name in data["parallelism"]["experts"]}
-    assert len(named_fields) > 150 and named_fields <= fields().keys()
+    old_names.rename(data)
+    return flat_record(data)
+
+
+def test_every_key_of_the_recipe_is_a_field() -> None:
+    assert len(recipe()) > 150 and recipe().keys() <= fields().keys()
 
 
 def test_a_run_resumes_from_the_checkpoint_as_it_did_then(tmp_path: Path) -> None:
     shutil.copytree(BEFORE / "checkpoints", tmp_path / "run/checkpoints")
+    (tmp_path / "run.toml").write_text("".join(f"{path} = {toml_value(value)}\n" for path, value in recipe().items()))
     options = ["--job.dump_folder", str(tmp_path), "--checkpoint.interval", "1"]
-    world.run(2, parity.train, ["--config", str(BEFORE / "recipe.toml"), *options])
+    world.run(2, parity.train, ["--config", str(tmp_path / "run.toml"), *options])
 
     then, now = lines(BEFORE / "metrics.jsonl"), lines(tmp_path / "run/metrics.jsonl")
     assert list(now) == [4, 5, 6] and names(then) <= names(now)

@@ -12,7 +12,10 @@ from tests.checkpoint import folders
 from titanmoe.checkpoint import layout, manifest
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.state import refused_record
 from titanmoe.cli import main
+from titanmoe.config.fields import flat
+from titanmoe.config.schema import Config
 
 HERE = Path("run/step-00000003/manifest.json")
 RECORD = {"step": 3, "tokens": 96.0, "loader": {"consumed": 12, "sources": [[0, 5]], "seed": 1}}
@@ -100,4 +103,14 @@ def test_a_config_of_wrong_types_is_not_built(tmp_path: Path) -> None:
     words = r'm: model.dim = "big" is not an integer; moe.dispatcher = 3 is not a string'
     with pytest.raises(CheckpointError, match=words):
         manifest.config_of({"config": {"model": {"dim": "big"}, "moe": {"dispatcher": 3}}}, Path("m"))
-    assert manifest.config_of({"config": {"model": {"dim": 64, "gone": []}}}, Path("m")) == {"model.dim": 64}
+    assert manifest.config_of({"config": {"model": {"dim": 64}}}, Path("m")) == {"model.dim": 64}
+
+
+def test_an_unknown_field_of_a_config_is_refused_by_name(tmp_path: Path) -> None:
+    words = r'm: this titanmoe does not know model.later = \[2\], news.is = "good": use the version that wrote it'
+    with pytest.raises(CheckpointError, match=words):
+        manifest.config_of({"config": {"model": {"dim": 64, "later": [2]}, "news": {"is": "good"}}}, Path("m"))
+    path, now = folders.make(tmp_path, 3), flat(Config())
+    folders.rewrite(path, record={"config": {"optimizer": {"later": 3.0}}})
+    problems = refused_record(layout.read_manifest(path).record, now, path, False, True, "")
+    assert problems == ["this titanmoe does not know optimizer.later = 3.0: use the version that wrote it"]

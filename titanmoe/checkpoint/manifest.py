@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config import old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.field_values import WrongType, fit, value_text
 from titanmoe.config.fields import fields, own_fields
@@ -41,7 +42,7 @@ class Manifest:
     """Counts the run's checkpoints in the order they were made; a run may go back to an earlier step."""
     files: dict[str, Sum]
     record: dict[str, Any] = field(default_factory=dict)
-    """What the run was: config, mapping, loader, tokens, versions."""
+    """What the run was: config (with the names that options have now), mapping, loader, tokens, versions."""
     format: int = FORMAT
 
     def text(self) -> str:
@@ -78,6 +79,7 @@ def parse(data: bytes, source: Path) -> Manifest:
             raise ValueError("it does not begin with its SHA-256")
         if type_error := next(type_errors(content, ENTRIES), ""):
             raise ValueError(type_error)
+        old_names.rename(content["record"].get("config", {}))
         files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
         return Manifest(content["step"], content["number"], files, content["record"], version)
     except RecursionError:
@@ -160,19 +162,29 @@ def refuse_adapters(record: Mapping[str, Any], source: Path) -> None:
         )
 
 
+def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
+    """Return what to say of a recorded config's fields that this version does not know, by path, in at most a line."""
+    known = fields() | own_fields(recorded)
+    unknown = [f"{path} = {value_text(value)}" for path, value in recorded.items() if path not in known]
+    some = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+    return [f"this titanmoe does not know {some}: use the version that wrote it"] if unknown else []
+
+
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type, or
-    names code that the user has not allowed."""
+    """Return the values of a recorded config's fields, by path.
+
+    Raises CheckpointError if this version does not know one, if one has the wrong type, or if one names code that the
+    user has not allowed.
+    """
     recorded = flat_record(record.get("config", {}))
     try:
         refuse_code(recorded, source)
     except CodeNotAllowed as error:
         raise CheckpointError(str(error)) from None
     known_fields = fields() | own_fields(recorded)
-    values = {path: value for path, value in recorded.items() if path in known_fields}
-    fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}
-    problems = [
-        f"{path} = {value_text(values[path])} is not {known_fields[path].expected}"
+    fitted = {path: fit(value, known_fields[path]) for path, value in recorded.items() if path in known_fields}
+    problems = unknown_fields(recorded) + [
+        f"{path} = {value_text(recorded[path])} is not {known_fields[path].expected}"
         for path, value in fitted.items()
         if isinstance(value, WrongType)
     ]

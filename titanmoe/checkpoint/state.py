@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
-from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.manifest import flat_record, unknown_fields
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import nested, toml_value
 from titanmoe.config.schema import Config, MoE
@@ -145,7 +145,7 @@ def refused_record(
         initial_adapter: the folder of PEFT from which its adapters begin, if any.
     """
     old, has_base = flat_record(record.get("config", {})), "base" in record
-    problems = refusals(old, now) + refused_adapters(old, now, has_base, adapters)
+    problems = unknown_fields(old) + refusals(old, now) + refused_adapters(old, now, has_base, adapters)
     if adapters and not has_base and not model_only:
         problems.append(
             "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "

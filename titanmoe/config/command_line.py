@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from titanmoe.config import other_names
+from titanmoe.config import old_names, other_names
 from titanmoe.config.field_values import nearest_field, shorten
 from titanmoe.config.fields import fields, tables
+from titanmoe.config.recipe import parsed
 from titanmoe.config.recipes import names
 from titanmoe.config.schema import OWN
 
@@ -86,6 +88,14 @@ def split_words(argv: Sequence[str]) -> CommandLine:
         else:
             near = nearest_field(name) if len(line.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists them all"
-            hint = other_names.hint(name, texts) or hint
+            hint = old_names.advise(name, _value(texts), "--") or other_names.hint(name, texts) or hint
             line.problems.append(f"command line: unknown option {shorten(argument.partition('=')[0])}: {hint}")
     return line
+
+
+def _value(texts: list[str]) -> Any:
+    """Return the value in the words after an option of unknown kind, as a recipe would have it."""
+    try:
+        return parsed(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
+    except ValueError:  # a string without quotes
+        return texts[0]

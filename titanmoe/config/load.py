@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanmoe.config import laws, other_names
+from titanmoe.config import laws, old_names, other_names
 from titanmoe.config.allowed_code import allow_code, code_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
@@ -226,13 +226,14 @@ def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
             settings.put(fields()[path], fit(value, fields()[path]), value_text(value))
         elif prefix == f"{OWN}.":
             settings.own[path] = value
-        elif path in tables() and isinstance(value, dict):
+        elif (path in tables() or old_names.is_old_table(path)) and isinstance(value, dict):
             _take(value, f"{path}.", settings)
         elif path in tables():
             settings.blame((path,), f"{path} = {value_text(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
-            hint = _hint(path) if len(settings.problems) < HINTS else "--help lists all fields"
+            few = len(settings.problems) < HINTS
+            hint = old_names.advise(path, value) or (_hint(path) if few else "--help lists all fields")
             settings.blame((path,), f"unknown {kind} {shorten(path)}: {hint}")
 
 

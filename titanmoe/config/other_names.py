@@ -1,4 +1,4 @@
-"""Options under the names that other programs, or earlier versions, have for them, and options that are gone."""
+"""Options under the names that other programs have for them. Those of earlier versions: `titanmoe.config.old_names`."""
 
 from __future__ import annotations
 
@@ -123,10 +123,6 @@ _FIELDS = {
 
 _WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
 _ALWAYS = "it is always on here, so leave it out"
-_NO_COPIES = (
-    "a run no longer keeps copies in the memory of its hosts: leave it out, and set checkpoint.interval to as many "
-    "steps as you can afford to repeat"
-)
 _ADVICE = {
     "dry-run": "--print-config prints every field and starts nothing, titanmoe plan says what memory and time a run "
     "takes, and titanmoe rehearse runs a step of any rank without GPUs",
@@ -134,7 +130,6 @@ _ADVICE = {
     "gradient-checkpointing": "--activation_checkpoint.mode full, full_but_rows, selective or moe",
     "warmup-ratio": "--lr_schedule.warmup_steps N counts steps",
     "output-dir": "--job.dump_folder DIR: a run saves into its own folder below it",
-    **dict.fromkeys(("checkpoint.local", "checkpoint.local_folder"), _NO_COPIES),
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
     **dict.fromkeys(("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion"), _ALWAYS),
@@ -214,7 +209,7 @@ _ADVICE = {
     "profiler.profile_freq": "--profile.steps 10 11 names the steps",
     "profiler.enable_memory_snapshot": "--profile.memory oom or steps",
 }
-"""By a name elsewhere, or in an earlier version, what there is instead."""
+"""By a name elsewhere, what there is instead."""
 
 
 def _plain(name: str) -> str:

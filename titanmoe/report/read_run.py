@@ -13,7 +13,7 @@ import numpy as np
 from titanmoe.checkpoint import safe_files
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.config import ConfigError
+from titanmoe.config import ConfigError, old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.load import read_draft
 from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
@@ -47,7 +47,7 @@ class Run:
     config: Config | None = None
     """None if it was written by another version of titanmoe."""
     table: dict[str, Any] = field(default_factory=dict)
-    """The contents of config.toml, unchecked."""
+    """The contents of config.toml, unchecked, with the names that options have now."""
     warnings: list[str] = field(default_factory=list)
     """What was left out, and why."""
 
@@ -148,6 +148,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
             data = stream.read(MOST_BYTES + 1)
         run.config_text = data[:MOST_BYTES].decode(errors="replace")
         recipe = parse_recipe(str(folder / CONFIG), data)
+        old_names.rename(recipe.data)
         run.table = recipe.data
         refuse_code(flat_record(run.table), folder / CONFIG)
         run.config = _config(recipe)
@@ -155,8 +156,8 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
         pass
     except (RecipeError, CheckpointError, CodeNotAllowed) as error:
         run.warnings.append(str(error))
-    except ConfigError:
-        run.config = None
+    except ConfigError as error:
+        run.warnings.append(str(error))
     return run
 
 

@@ -25,6 +25,7 @@ from titanmoe.checkpoint.hf.peft_read import base_of, is_peft, read_peft
 from titanmoe.checkpoint.hf.source import HuggingFaceSource, open_hf
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.on_all_ranks import Group
+from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.parallel.frozen import held_dtype
@@ -59,11 +60,9 @@ class SavedWeights:
 
 def model_of(record: Mapping[str, Any], path: Path) -> Model:
     table = record.get("config", {}).get("model")
-    config_of({"config": {"model": table or {}}}, path / layout.MANIFEST)
-    try:
-        return Model(**table)
-    except TypeError as error:
-        raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
+    if not table:
+        raise ConfigError([f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]"])
+    return build(config_of({"config": {"model": table}}, path / layout.MANIFEST)).model
 
 
 class Merged:

@@ -1,0 +1,99 @@
+"""Options that this version has under another name, and options that it has no longer.
+
+The records of runs, which are manifests of checkpoints and the config.toml of a run's folder, are read by `rename`. A
+recipe or a command line with an old name is refused, and `advise` says what to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from titanmoe.config.fields import toml_value
+
+
+class NewName(NamedTuple):
+    """Where an option is now."""
+
+    path: str
+    convert: Callable[[Any], Any] = lambda value: value
+    """Returns the new value for an old one; None where the old one says no more than the default."""
+
+
+class Removed(NamedTuple):
+    """An option that is gone: records lose it."""
+
+    advice: str
+    """What to do in a recipe instead."""
+
+
+_NO_COPIES = (
+    "a run no longer keeps copies in the memory of its hosts: leave it out, and set checkpoint.interval to as many "
+    "steps as you can afford to repeat"
+)
+
+OLD_NAMES: dict[str, NewName | Removed] = {
+    "checkpoint.local": Removed(_NO_COPIES),
+    "checkpoint.local_folder": Removed(_NO_COPIES),
+}
+"""By old path. Of several rows with the same new path, the first whose value is not None counts."""
+
+
+def rename(config: dict[str, Any]) -> None:
+    """Give the options in a recorded config, which are nested tables, their names and values of this version."""
+    change = _table(config, "model.change").get("change")
+    if isinstance(change, list):  # it lists fields of [model] by their name alone
+        change[:] = [_new_change(name) for name in change]
+    for old, new in OLD_NAMES.items():
+        value = _table(config, old).pop(old.rpartition(".")[2], None)
+        if value is None or isinstance(new, Removed) or (value := _converted(new, value)) is None:
+            continue
+        _table(config, new.path, create=True).setdefault(new.path.rpartition(".")[2], value)
+
+
+def _table(config: dict[str, Any], path: str, create: bool = False) -> dict[str, Any]:
+    """Return the table that an option is in; an empty one outside the config if there is none."""
+    table: Any = config
+    for name in path.split(".")[:-1]:
+        table = table.setdefault(name, {}) if create else table.get(name, {})
+        if not isinstance(table, dict):
+            return {}
+    return table
+
+
+def _converted(new: NewName, value: Any) -> Any:
+    try:
+        return new.convert(value)
+    except Exception:  # a record may hold anything: whoever reads it refuses what the new option cannot be
+        return value
+
+
+def _new_change(name: Any) -> Any:
+    new = OLD_NAMES.get(f"model.{name}")
+    return new.path.removeprefix("model.") if isinstance(new, NewName) else name
+
+
+def is_old_table(path: str) -> bool:
+    """Return whether options with old names are in a table of that path."""
+    return any(old.startswith(f"{path}.") for old in OLD_NAMES)
+
+
+def advise(path: str, value: Any, dashes: str = "") -> str:
+    """Return what to write in place of an option with an old name; empty if the name is none.
+
+    Args:
+        path: the option's.
+        value: what it is set to.
+        dashes: "--" for a command line.
+    """
+    new = OLD_NAMES.get(path)
+    if new is None:
+        return ""
+    if isinstance(new, Removed):
+        return new.advice
+    now = _converted(new, value)
+    if now is None:
+        return f"it is {dashes}{new.path} now: leave it out"
+    if dashes:
+        return f"it is {dashes}{new.path} {now if isinstance(now, str) else toml_value(now)} now"
+    return f"it is {new.path} now: write {new.path} = {toml_value(now)}"
