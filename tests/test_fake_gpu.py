@@ -132,8 +132,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
 
 def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[float], dict[str, Any]]:
     """On a rank: losses of a few steps, and what a GPU would have been asked for."""
-    from titanmoe.watch.begin import watched
-    from titanmoe.watch.numbers import checks
+    from titanmoe.watch.numbers import checks, watched
 
     runtime, losses = parity.runtime_here(), []
     runtime = dataclasses.replace(runtime, device=GPU) if on_gpu else runtime

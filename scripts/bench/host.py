@@ -108,8 +108,8 @@ def small_kernels() -> Iterator[None]:
 
 @contextmanager
 def as_rank(world: int) -> Iterator[None]:
+    from titanmoe.ops.device import HARDWARE as known
     from titanmoe.ops.device import as_on
-    from titanmoe.rehearse.hardware import HARDWARE as known
     from titanmoe.rehearse.world import fake_world
 
     with warnings.catch_warnings(), as_on(known[HARDWARE]), fake_world(0, world), small_kernels():
@@ -141,11 +141,11 @@ class Steps:
         import torch
 
         from titanmoe.observe import Observer
-        from titanmoe.rehearse.samples import Samples
+        from titanmoe.rehearse.world import Samples
         from titanmoe.train.build import build_training
         from titanmoe.train.runtime import GarbageCollection, Runtime
         from titanmoe.watch.heartbeat import Heartbeat
-        from titanmoe.watch.listener import HeartbeatListener
+        from titanmoe.watch.watch import HeartbeatListener
 
         class NoCollection(GarbageCollection):
             def __init__(self, every: int):

@@ -175,7 +175,7 @@ class RehearsedPeak:
 
 def rehearsed_as(device: Any) -> str:
     """Return the hardware to rehearse: the GPU's, an H100's for a GPU that has no rehearsal, or "cpu"."""
-    from titanmoe.rehearse.hardware import HARDWARE
+    from titanmoe.ops.device import HARDWARE
 
     name = found.name if (found := rates(device)) else ""
     return name if name in HARDWARE else "h100" if device.type == "cuda" else "cpu"

@@ -35,9 +35,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 import torchtitan_side  # noqa: E402
 
 from titanmoe.config.schema import Config  # noqa: E402
-from titanmoe.ops.device import as_on  # noqa: E402
+from titanmoe.ops.device import HARDWARE, as_on  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
-from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
+from titanmoe.rehearse import stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
@@ -51,7 +51,7 @@ MODELS = {
     # As on one of 8 ranks of ep: 32 of 256 experts, all of a token's 8 among them.
     "deepseek": "family=deepseek_v3 size=671b num_experts=32 num_dense_layers=0 mtp_depth=0",
 }
-HARDWARE = "h100"
+AS_ON = "h100"
 GAP, LAUNCH = 1e-6, 5e-6
 """Seconds, assumed."""
 NAMED = 0.03
@@ -67,13 +67,13 @@ def recipe(model: str, tokens: int) -> Config:
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
     words += ["--activation_checkpoint.mode", "none", "--training.device", "cpu"]
-    return recipe_to_rehearse(words, 1, HARDWARE)
+    return recipe_to_rehearse(words, 1, AS_ON)
 
 
 def ours(config: Config, gathered: bool) -> Counted:
     """The operations of the second of two layers. gathered: whether FSDP has the experts."""
     parallelism = replace(config.parallelism, reshard_after_forward="always" if gathered else "auto")
-    found = rehearse(replace(config, parallelism=parallelism), 1, 0, HARDWARE)
+    found = rehearse(replace(config, parallelism=parallelism), 1, 0, AS_ON)
     if found.left_out:
         print("left out: " + "; ".join(found.left_out))
     return {
@@ -94,7 +94,7 @@ def theirs(config: Config) -> Counted:
     recorder = FakeRecorder({}, 0, True, fake := FakeTensorMode(allow_non_fake_inputs=True))
     shape = 1, config.training.seq_len, config.model.dim
     with ExitStack() as stack:
-        stack.enter_context(as_on(hardware.HARDWARE[HARDWARE]))
+        stack.enter_context(as_on(HARDWARE[AS_ON]))
         stack.enter_context(fake)
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "rms_norm", stand_ins.rms_norm))

@@ -26,8 +26,7 @@ from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
 from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
-from titanmoe.ops.device import as_on
-from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.ops.device import HARDWARE, as_on
 
 RANKS = 2
 assert D not in (1, K)  # the width by which rows are known

@@ -32,14 +32,13 @@ from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
 from titanmoe.mask import CAUSAL
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops.device import as_on
+from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.parallel import compiled
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.rehearse import stand_ins
-from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.tokens import Tokens
 
 if not installed() or interpreted():

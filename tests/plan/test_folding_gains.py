@@ -12,9 +12,8 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.one_mesh import OneMesh
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.search import is_unfolded
+from titanmoe.plan.search import OneMesh, is_unfolded
 
 
 def test_folding_gains_what_readme_says(script: ModuleType) -> None:

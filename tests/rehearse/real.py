@@ -20,13 +20,11 @@ from tests.support import emulated_symmetric  # noqa: F401 - gives symmetric mem
 from titanmoe.data.batch import Batch
 from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
-from titanmoe.ops.device import as_on
+from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel.norm import local_grad
-from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Recorder
 from titanmoe.rehearse.routing import AssumedRouting
-from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import Rehearsal, name_groups, rehearse
+from titanmoe.rehearse.world import Rehearsal, Samples, name_groups, rehearse
 
 
 class Varied(Samples):

@@ -17,12 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.fold.test_meshes import living
 from tests.parity import no_collection
 from tests.rehearse.small import config_of
-from titanmoe.ops.device import as_on
+from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
-from titanmoe.rehearse.hardware import HARDWARE
-from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import _without_values, fake_world, rehearse
+from titanmoe.rehearse.world import Samples, _without_values, fake_world, rehearse
 from titanmoe.train.build import build_training
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer

@@ -27,8 +27,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.order import HOST_ORDER, Verdict
 from titanmoe.rehearse.record import Event, Log, Message
 from titanmoe.rehearse.roles import SMALL, check_ranks, corners
-from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.world import Rehearsal, Samples, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 

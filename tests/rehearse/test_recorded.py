@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.rehearse.recorded import draw_experts, recorded_routing
 from titanmoe.rehearse.routing import Routing
-from titanmoe.rehearse.samples import Samples
+from titanmoe.rehearse.world import Samples
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [90, 4, 0, 30, 30, 2, 60, 1], [1, 1, 0, 0, 0, 0, 0, 0]])

@@ -13,9 +13,8 @@ from tests.support.case_features import DISPATCHERS
 from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatchers.alltoall import AllToAllChunk
 from titanmoe.rehearse.order import HOST_ORDER
-from titanmoe.rehearse.roles import check_ranks
+from titanmoe.rehearse.roles import check_ranks, disagreeing_splits
 from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, balanced, skewed
-from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}

@@ -15,14 +15,15 @@ from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Training
 from titanmoe.load_colours import colour_share, colour_share_clear
-from titanmoe.report.answers import correlations, rank_correlation
 from titanmoe.report.charts import (
     POINTS,
     Curve,
     Mark,
+    correlations,
     curves_chart,
     number,
     percent,
+    rank_correlation,
     ranks_sheet,
     share_EC,
     smooth,

@@ -78,7 +78,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "fits = wide",
         ),
     ],
-    ("ops/product_and_input.py", "tests/ops/test_product_and_input.py"): [
+    ("models/layers.py", "tests/models/test_product_and_input.py"): [
         (
             "of several products only the first gives the input a gradient",
             "torch.addmm(grad_x.flatten(0, -2), grad_RN, w)",
@@ -247,7 +247,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim)",
         ),
     ],
-    ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
+    ("models/transformer.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
             "return _AddGradient.apply(scores_NBS, self.weight * mtp_loss_BS)",

@@ -12,9 +12,8 @@ from tests import parity, world
 from titanmoe.observe import Observer, listening
 from titanmoe.watch.flight_recorder import Collective, FlightRecord, first_difference, read_recorder
 from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
-from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.process_groups import name_groups, own_groups
-from titanmoe.watch.watch import Watch
+from titanmoe.watch.watch import HeartbeatListener, Watch
 
 CHANGES = {"data.source": "synthetic", "training.global_batch_size": 4}
 

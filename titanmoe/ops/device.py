@@ -24,6 +24,15 @@ class Hardware(NamedTuple):
     """CUDA's number for the GPU generation: (9, 0) is Hopper."""
 
 
+HARDWARE = {
+    "a100": Hardware("cuda", (8, 0)),
+    "h100": Hardware("cuda", (9, 0)),
+    "h200": Hardware("cuda", (9, 0)),
+    "b200": Hardware("cuda", (10, 0)),
+    "cpu": Hardware("cpu"),
+}
+"""The hardware that a rehearsal can imitate, by name."""
+
 _instead: Hardware | None = None
 """The hardware that CPU tensors represent during a rehearsal. A global, because code deep inside autograd has no caller
 that could pass it on.

@@ -20,11 +20,11 @@ from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerWork
 from titanmoe.models.tensors import Tuning
-from titanmoe.plan.adapters import ADDED, KERNELS, Adapter, adapters_of
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.rows_on_their_way import BLOCK_KERNELS, RowCosts, RowsWay
+from titanmoe.plan.sizes import ADDED, KERNELS, Adapter, adapters_of
 
 BACKWARD = 2.0
 """Matrix products in backward, relative to forward."""

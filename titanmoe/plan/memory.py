@@ -21,9 +21,8 @@ from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes
-from titanmoe.plan.optimizer_state import state_bytes
 from titanmoe.plan.schedule_cost import in_flight_by_stage
-from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, units_of_stage
+from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
 from titanmoe.train.find_teacher import config_of_teacher, find_teacher
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from math import inf
 from operator import attrgetter, itemgetter
+from typing import Any
 
 from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
@@ -21,10 +22,10 @@ from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.fold.unsharded import are_copied
 from titanmoe.plan.candidates import Candidate, MappingKey, candidates_of
 from titanmoe.plan.communicators import usable_bytes
+from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors
+from titanmoe.plan.links import Factors, Links
 from titanmoe.plan.memory import RankMemory, rank_memories
-from titanmoe.plan.one_mesh import OneMesh
 from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.train.find_teacher import problems_of_teacher
@@ -210,3 +211,19 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
         ),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )
+
+
+class OneMesh(Pricer):
+    """Prices of experts on attention's own mesh, as without folding.
+
+    The mesh is dp x cp x tp: the ranks of a group of ep are cp x tp apart, so that a node has fewer of them.
+    """
+
+    def _experts(self, share: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
+        whole = self.device, self.links
+        self.device = replace(self.device, domain=max(tp, self.device.domain * tp // share))
+        self.links = Links(self.device, self.factors)
+        try:
+            return super()._experts(share, samples, tp, *mapping)
+        finally:
+            self.device, self.links = whole

@@ -1,22 +1,27 @@
-"""The weights of a rank, exactly: each matrix of the modules, how tp and etp split it, and what FSDP leaves of it.
+"""The weights of a rank, exactly: each matrix of the modules, how tp and etp split it, and what FSDP leaves of it; its
+adapters, and the bytes of its optimizer's state.
 
-Elements, not bytes. A unit is what FSDP gathers and reduces at once: a block without its experts, or its experts.
+Elements, not bytes, unless it says so. A unit is what FSDP gathers and reduces at once: a block without its experts, or
+its experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts
+from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.rules import MixerRules, Shape, Split
-from titanmoe.models.tensors import Tuning
+from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
+from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 EVERYTHING = Tuning()
 
@@ -188,3 +193,83 @@ def units_of_stage(
 def fsdp(fold: Fold) -> int:
     """Ranks among which a block's weights are sharded."""
     return fold.dp_shard * fold.cp
+
+
+# ---- adapters
+
+ADDED, KERNELS = 6, (4, 6)
+"""Of an adapted matrix: bytes moved, in 16 bits, per element to which the adapter's share is added (its outputs; in
+backward its inputs' gradients), and kernels: two narrow products, a scale and a sum; in backward four products."""
+
+
+class Adapter(NamedTuple):
+    """A low-rank adapter on a matrix, as the planner prices it."""
+
+    name: str
+    rank: int
+    inputs: int
+    outputs: int
+    inputs_split: bool
+    """Whether tp or etp divides the inputs."""
+    outputs_split: bool
+
+
+def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
+    """Yield the adapters of a block. w: bytes of the compute dtype."""
+    if not config.lora.rank:
+        return
+    model, experts = config.model, has_experts(config.model, layer)
+    matrices = of_block(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
+    pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
+    for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
+        filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.moe.experts
+        yield Adapter(name, a[-2] + filled, a[-1], b[-2], a_dim is not None, b_dim is not None)
+
+
+# ---- optimizer state
+
+Parts = list[tuple[WeightUnit, int]]
+"""Units, each with the number of data ranks that share it."""
+
+
+def state_bytes(
+    config: Config,
+    fold: Fold,
+    parts: Parts,
+    stages: list[tuple[range, bool, bool]],
+    blocks: list[int],
+    stored: Callable[[WeightUnit, int, int], int],
+) -> int:
+    """Return the bytes of the optimizer's state on a rank.
+
+    Args:
+        parts: units of the rank.
+        stored: bytes of a unit on one of so many data ranks, given the width of a number.
+    """
+    optimizer = OPTIMIZERS.look_up(config.optimizer.name)
+    as_weights, width = WIDTHS[config.training.dtype], optimizer.moment_width(config)
+
+    def numbers(parts: Parts) -> int:
+        """Bytes of one number for each trained weight."""
+        if width < as_weights:  # routers' too, which are stored wider
+            return sum(unit.trained.piece(n) for unit, n in parts) * width
+        return sum(stored(unit.trained, n, width) for unit, n in parts)
+
+    matrices, out = optimizer.matrices(config), 0
+    if matrices:
+        rest = _parts_without(config, fold, stages, blocks, matrices)
+        out = optimizer.numbers_per_matrix_weight * (numbers(parts) - numbers(rest))
+        parts = rest
+    count = sum(len(unit.trained) for unit, _ in parts)
+    return out + optimizer.numbers_per_weight * numbers(parts) + optimizer.bytes_per_tensor * count
+
+
+def _parts_without(
+    config: Config, fold: Fold, stages: list[tuple[range, bool, bool]], blocks: list[int], patterns: tuple[str, ...]
+) -> Parts:
+    """Return the rank's units, with what these patterns match left out of what is trained."""
+    model, tuning = config.model, Tuning((*config.training.freeze, *patterns))
+    sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp, tuning)
+    dense = [unit for layers, first, last in stages for unit in units_of_stage(config, sizes, layers, first, last)[0]]
+    experts = [(sizes.experts_of(i), fold.edp) for i in blocks if has_experts(model, i)]
+    return [(unit, fsdp(fold)) for unit in dense] + experts

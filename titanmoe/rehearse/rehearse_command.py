@@ -54,7 +54,7 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 
 
 def run_rehearse(args: argparse.Namespace) -> int:
-    from titanmoe.rehearse.hardware import HARDWARE
+    from titanmoe.ops.device import HARDWARE
 
     return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
 

@@ -22,11 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes as outside
 from titanmoe.comm.collectives import local
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
+from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
+from titanmoe.data.loader import Share
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import HARDWARE, Hardware, as_on
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
@@ -36,15 +38,14 @@ from titanmoe.plan.planned_rows import planned_rows
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
-from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
 from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, Routing, with_imbalance
-from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import resolve
+from titanmoe.train.objectives.objective_rules import OBJECTIVES
 from titanmoe.train.refusals import refusals
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.trainer import Trainer
@@ -60,6 +61,43 @@ class NamedGroup:
     ranks: tuple[int, ...]
     across: bool
     """Whether it spans nodes."""
+
+
+DOCUMENTS = 4
+"""Documents per sample, if the recipe packs several into one."""
+
+
+class Samples:
+    """A stand-in for a run's loader: right shapes, without reading any file. Every position has a token and a label."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        self.share = Share(config, data_rank, data_ranks)
+        self.objective = OBJECTIVES.look_up(config.training.objective)
+        self.kept, _ = self.objective.kept(config)
+        self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
+
+    def next_step(self) -> list[Batch]:
+        share = self.share
+        shape = share.size, share.seq_len
+        ids = torch.zeros(shape, dtype=torch.int64)
+        document = position = None
+        if share.separate_documents:
+            length = -(-share.seq_len // DOCUMENTS)
+            place = torch.arange(share.seq_len).expand(shape)
+            document, position = place // length, place % length
+        further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
+        if self.kept:
+            further |= {KEPT: torch.zeros((*shape, self.kept), dtype=torch.int64)}
+            further |= {KEPT_LOG_P: torch.zeros((*shape, self.kept + 1))}
+        if self.objective.reference:
+            further[REFERENCE] = torch.zeros(shape)
+        if self.objective.answers > 1:
+            further |= {ANSWER: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, further=further)
+        return [batch] * self.microbatches
+
+    def peek(self) -> list[Batch]:
+        return self.next_step()
 
 
 @dataclass

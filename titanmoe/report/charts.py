@@ -12,6 +12,7 @@ import numpy as np
 from titanmoe.load_colours import colour_share_clear
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read_run import Run
+from titanmoe.train.run_folder import QUANTITIES
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
@@ -282,3 +283,51 @@ def ranks_sheet(run: Run) -> Sheet | None:
             at = left + (right - left) * column / len(steps)
             sheet.marks.append(Stroke([(at, top), (at, floor)], "event", 1.2, dash=True))
     return sheet
+
+
+# ---- Q questions that a run answers: each quantity over the steps, and how early it ranks them as in the end
+
+TITLES = {
+    "bits_per_byte": ("Bits per byte", "of the right choice"),
+    "margin": ("Margin", "nats above the best wrong choice"),
+    "accuracy": ("Accuracy", ""),
+    "accuracy_norm": ("Accuracy by length", "likeliest per character"),
+}
+
+
+def ranks(x_Q: np.ndarray) -> np.ndarray:
+    """Return the rank of each value, from 0; equal values share the mean of their ranks."""
+    _, inverse_Q, count = np.unique(x_Q, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count + 1) / 2)[inverse_Q]
+
+
+def rank_correlation(x_Q: np.ndarray, y_Q: np.ndarray) -> float | None:
+    """Return Spearman's correlation, None where either has one value only."""
+    x_Q, y_Q = (ranks(values) - (len(values) - 1) / 2 for values in (x_Q, y_Q))
+    size = np.sqrt((x_Q**2).sum() * (y_Q**2).sum())
+    return float((x_Q * y_Q).sum() / size) if size else None
+
+
+def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[float]]:
+    """Return steps, and the rank correlation (Spearman's) of each step's questions with those of the last step.
+
+    Near 1, the questions that are easy or hard for the last model already were for this one: the quantity is a signal
+    by then, whether or not its mean still moves. It is not defined where all questions have the same value.
+    """
+    lines = run.answers.get(task, {})
+    last = lines[max(lines)][quantity] if lines else None
+    pairs = [(step, rank_correlation(line[quantity], last)) for step, line in lines.items()]
+    return [float(step) for step, r in pairs if r is not None], [r for _, r in pairs if r is not None]
+
+
+def answer_sheets(runs: list[Run], task: str) -> list[Sheet]:
+    """Draw a row of means, and below each its rank correlations."""
+    means, signals = [], []
+    for quantity in QUANTITIES:
+        name, unit = TITLES[quantity]
+        form = {"form": percent} if quantity.startswith("accuracy") else {}
+        curves = [Curve(run.name, *run.series(f"answers.{task}.{quantity}"), f"c{i}") for i, run in enumerate(runs)]
+        means.append(curves_chart(name, unit, curves, **form))
+        curves = [Curve(run.name, *correlations(run, task, quantity), f"c{i}") for i, run in enumerate(runs)]
+        signals.append(curves_chart(f"{name}: early signal", "rank correlation with the last step", curves))
+    return [sheet for sheet in (*means, *signals) if sheet is not None]

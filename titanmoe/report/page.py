@@ -14,10 +14,10 @@ from rich.console import Console
 from titanmoe import __version__
 from titanmoe.checkpoint import safe_files
 from titanmoe.fold.picture import draw
-from titanmoe.report.answers import answer_sheets
 from titanmoe.report.charts import (
     Curve,
     Mark,
+    answer_sheets,
     curves_chart,
     load_sheet,
     number,

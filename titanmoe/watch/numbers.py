@@ -1,12 +1,13 @@
-"""The checks of a run's numbers that [debug] switches on.
+"""What a rank gives its run: the watch over all ranks, and the checks of numbers that [debug] switches on.
 
-torch and the rest are imported only when there is a run, so that a refusal does not wait for them.
+torch and the rest are imported only when training begins, so that a refusal does not wait for them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,10 +18,22 @@ if TYPE_CHECKING:
     from titanmoe.config.schema import Config, Debug
     from titanmoe.train.gradients import Gradients, StepWork, Sums
     from titanmoe.train.run_state import RunState
-    from titanmoe.train.training import RankModel
+    from titanmoe.train.training import RankModel, Training
     from titanmoe.watch.culprit import Trace
     from titanmoe.watch.replicas import Replicas
     from titanmoe.watch.stragglers import Stragglers
+
+
+@contextmanager
+def watched(config: Config, training: Training) -> Iterator[None]:
+    """Watch the run's ranks. All of them enter it together; if one is late, the process ends here with a report."""
+    if training.runtime.world == 1 or not config.training.watch:
+        yield
+        return
+    from titanmoe.watch.watch import Watch
+
+    with Watch(config.training, config.checkpoint, training):
+        yield
 
 
 def checks(config: Config, training: RankModel) -> Checks:

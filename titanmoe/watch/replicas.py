@@ -21,7 +21,6 @@ from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.groups import View, group_of, groups
 from titanmoe.train.training import RankModel
-from titanmoe.watch.bits import combine_fingerprints, fingerprint
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
 AXES: dict[View, dict[str, tuple[str, ...]]] = {
@@ -30,6 +29,41 @@ AXES: dict[View, dict[str, tuple[str, ...]]] = {
 }
 MOST_NAMED = 6
 """How many tensors and ranks a message names."""
+BLOCK = 1 << 18
+"""How many words are hashed at a time. They briefly need three times their size in memory."""
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def words(tensor: Tensor) -> Tensor:
+    """The tensor's bits as integers, of eight bytes each if its size is a multiple of that."""
+    flat = tensor.detach().reshape(-1)
+    if flat.nbytes % 8:
+        return flat.view(WORDS[flat.element_size()])
+    if flat.data_ptr() % 8 or flat.storage_offset() * flat.element_size() % 8:
+        flat = flat.clone()
+    return flat.view(torch.int64)
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """The sum of all words, each times its own odd number, modulo 2**64: one changed bit always changes it.
+
+    Words that swap places change it too. It stays on the device, and the host does not wait for it.
+    """
+    integers = words(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not integers.numel():
+        return total
+    odd = torch.arange(1, 2 * min(BLOCK, integers.numel()), 2, device=tensor.device)
+    for number, block in enumerate(integers.split(BLOCK)):
+        total += (block * odd[: block.numel()]).sum() * (2 * number + 1)
+    return total
+
+
+@torch.no_grad()
+def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
+    """One fingerprint of several, in their order."""
+    return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()
 
 
 class ReplicaGroup(NamedTuple):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.gradients import Gradients, PassSums, StepWork, Sums
-from titanmoe.watch.bits import fingerprint
-from titanmoe.watch.replicas import first_few
+from titanmoe.watch.replicas import fingerprint, first_few
 
 
 def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 import traceback
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,8 +18,8 @@ from titanmoe.ops import device
 from titanmoe.train import launch_messages
 from titanmoe.watch import flight_recorder
 from titanmoe.watch import heartbeat as at
+from titanmoe.watch.heartbeat import PHASE_NAMES, Heartbeat, Position
 from titanmoe.watch.hosts import Machines
-from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.numbers import NumberChecks
 from titanmoe.watch.process_groups import name_groups, own_groups
 from titanmoe.watch.stacks import ROOT
@@ -47,6 +48,32 @@ def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
         thread=options.timeout_s,
         by_age=gpu,
     )
+
+
+NAME_OF = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
+
+
+class HeartbeatListener(Observer):
+    """Writes into the heartbeat where the step is."""
+
+    def __init__(self, heart: Heartbeat):
+        self.heart, self.position = heart, Position()
+
+    def phase(self, name: str, step: int) -> None:
+        numbers = self.heart.numbers
+        numbers[at.STEP] = step
+        if name == "data":
+            numbers[at.FIRST] = numbers[at.FIRST] or step
+            numbers[at.BEFORE], numbers[at.BEGUN] = numbers[at.BEGUN], time.time_ns()
+        self.heart.enter_phase(PHASE_NAMES.index(NAME_OF[name]) if name in NAME_OF else at.BETWEEN)
+
+    def microbatch(self, stage: int, number: int, backward: bool) -> None:
+        self.position = Position(stage, number, -1, backward)
+        self.heart.enter(self.position)
+
+    def layer(self, number: int) -> None:
+        self.position = self.position._replace(layer=number)
+        self.heart.enter(self.position)
 
 
 class Watch:

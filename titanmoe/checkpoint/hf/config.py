@@ -20,8 +20,7 @@ from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
-from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
-from titanmoe.models.families.later import LATER
+from titanmoe.models.families.huggingface import LATER, HuggingFace, Unrepresentable
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"

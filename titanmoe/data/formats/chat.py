@@ -1,10 +1,12 @@
-"""Conversations in JSONL or Parquet: a list of messages in a field of each line or row."""
+"""Conversations and preferences in JSONL or Parquet, with messages in a field of each line or row."""
 
 from titanmoe.data.formats import jsonl, parquet
 from titanmoe.data.formats.format import FormatRules
 
 
 class Conversations(FormatRules):
+    """A list of messages."""
+
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
     conversations = True
@@ -17,4 +19,14 @@ class Conversations(FormatRules):
         return "parquet" if extension in parquet.FORMAT.extensions else "jsonl"
 
 
-FORMAT = Conversations()
+class Preferences(Conversations):
+    """Two answers to a prompt, of which one is better, as TRL has them."""
+
+    help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected answer, text or messages, for dpo."
+    field = "chosen"
+    conversations = False
+    beside = ()
+    answers = 2
+
+
+CHAT, PREFERENCE = Conversations(), Preferences()

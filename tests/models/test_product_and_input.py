@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support import tolerances
+from titanmoe.models.layers import product_and_input
 from titanmoe.moe.router_product import product_by_parts
-from titanmoe.ops.product_and_input import product_and_input
 
 router_product = partial(product_by_parts, kernels="torch")
 
