@@ -47,7 +47,7 @@ from scripts.published_runs import (  # noqa: E402
     why_not,
 )
 from titanmoe.config.load import load, read_draft  # noqa: E402
-from titanmoe.config.recipes import find_recipe, names  # noqa: E402
+from titanmoe.config.recipe import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402

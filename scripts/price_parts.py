@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from scripts.planner_page import between, table_of  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
-from titanmoe.config.recipes import find_recipe  # noqa: E402
+from titanmoe.config.recipe import find_recipe  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold  # noqa: E402

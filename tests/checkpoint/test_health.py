@@ -22,10 +22,9 @@ from tests.support.full_disk import fill
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import Piece
+from titanmoe.checkpoint.write_tensors import Piece, first_nonfinite
 from titanmoe.config.schema import Checkpoint
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader

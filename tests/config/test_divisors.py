@@ -1,6 +1,6 @@
 """Divisors, and what a fix offers of many values."""
 
-from titanmoe.config.divisors import choices, divisors
+from titanmoe.config.ranges import choices, divisors
 
 
 def test_divisors():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError, load
-from titanmoe.config.recipes import SHIPPED, find_recipe, names
+from titanmoe.config.recipe import SHIPPED, find_recipe, names
 from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import pytest
 
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import FoldError, derive
-from titanmoe.fold.refit import refit
+from titanmoe.fold.legal_mappings import refit
 
 EXPERTS = ("edp_replicate", "edp", "ep", "etp")
 

@@ -108,8 +108,7 @@ def tokens(
     sampling: dict[str, Any],
 ) -> list[tuple[int, list[int], str]]:
     """On a rank: number, tokens and end of every prompt."""
-    from titanmoe.generate.loop import Prompt
-    from titanmoe.generate.sample import Sampling
+    from titanmoe.generate.loop import Prompt, Sampling
 
     numbered_prompts = [Prompt(number, ids) for number, ids in enumerate(prompts)]
     batches = generator(path, degrees, eos).batches(numbered_prompts, size, most, Sampling(**sampling))
@@ -121,8 +120,7 @@ def turns(
 ) -> list[tuple[list[int], list[int]]]:
     """On a rank: of each prompt, one after the other, the likeliest tokens after it, and how many tokens each forward
     read. A prompt begins with as many tokens of what is cached then as its first number says."""
-    from titanmoe.generate.loop import Prompt
-    from titanmoe.generate.sample import Sampling
+    from titanmoe.generate.loop import Prompt, Sampling
 
     text_generator, out = generator(path, degrees), []
     forward = text_generator.forward

@@ -90,8 +90,7 @@ def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkp
 
 
 def in_two(path: Path) -> tuple[list[int], list[int]]:
-    from titanmoe.generate.loop import Prompt
-    from titanmoe.generate.sample import Sampling
+    from titanmoe.generate.loop import Prompt, Sampling
 
     generator, sampling = saved.generator(path, {}), Sampling(seed=5)
     (whole,) = generator.batch([Prompt(0, [1, 2, 3])], MOST, sampling)
@@ -106,8 +105,7 @@ def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
 
 
 def narrow(path: Path) -> set[int]:
-    from titanmoe.generate.loop import Prompt
-    from titanmoe.generate.sample import Sampling
+    from titanmoe.generate.loop import Prompt, Sampling
 
     generator = saved.generator(path, {})
     generator.vocab_size = 5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanmoe.generate.sample import Sampling, choose_tokens, distribution
+from titanmoe.generate.loop import Sampling, choose_tokens, distribution
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, 1.3, -3.0, 0.0, 1.1, -0.5, 0.4]
 CASES: dict[str, dict[str, Any]] = {

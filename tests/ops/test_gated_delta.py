@@ -220,7 +220,6 @@ def test_kernels_get_what_they_ask_for(
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "titanmoe.ops.kernels.gated_delta", raising=False)
     monkeypatch.setattr(gated_delta, "by_fla", lambda kernels, x: kernels == "auto")
     x = random_inputs(form, 21, dtype=torch.float32)
     numbers = {} if places is None else documents(21, places)[1]

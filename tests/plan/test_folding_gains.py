@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from titanmoe.config.recipes import names
+from titanmoe.config.recipe import names
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import read_device

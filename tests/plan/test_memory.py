@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from titanmoe.config.recipes import names
+from titanmoe.config.recipe import names
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories

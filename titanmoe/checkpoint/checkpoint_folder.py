@@ -17,10 +17,9 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.blocks import Sizes, empty, fill_in_blocks, within
-from titanmoe.checkpoint.disk import SaveProgress
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress
 from titanmoe.checkpoint.tensors import (
     TENSORS,
     Extent,

@@ -27,9 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titanmoe.checkpoint import manifest, safe_files
-from titanmoe.checkpoint.disk import write_error
 from titanmoe.checkpoint.manifest import Manifest, Sum
-from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries
+from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries, write_error
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
 CARRIED_BYTES = 1 << 30

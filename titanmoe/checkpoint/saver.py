@@ -23,10 +23,9 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import save
-from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, write_error
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import NO_ROOM, CheckpointError, SaveProgress, write_error
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,10 +27,8 @@ from torch.futures import Future
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.blocks import WRITTEN, Reader, Sizes, cut
-from titanmoe.checkpoint.disk import SaveProgress, write_error
-from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.manifest import Sum
-from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress, write_error
 from titanmoe.checkpoint.tensors import TENSORS, Extent, StoredTensor, to_json
 
 SMALL = 4096
@@ -274,3 +273,20 @@ class Writer(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+@torch.no_grad()
+def first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """The first that contains a NaN or an infinity, and how many; empty if none does.
+
+    All norms come from one fused pass, and are finite only where every number is. A norm of finite numbers can overflow
+    too, so whatever has an infinite norm is checked number by number.
+    """
+    nonempty = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if not nonempty:
+        return ""
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(nonempty.values()))]).tolist()
+    for (name, tensor), norm in zip(nonempty.items(), norms, strict=True):
+        if not math.isfinite(norm) and (bad := tensor.numel() - int(tensor.isfinite().sum())):
+            return f"{name} ({bad:,} of {tensor.numel():,} numbers are NaN or infinite)"
+    return ""

@@ -11,8 +11,7 @@ from typing import Any
 from titanmoe.config import old_names, other_names
 from titanmoe.config.field_values import nearest_field, shorten
 from titanmoe.config.fields import fields, tables
-from titanmoe.config.recipe import parsed
-from titanmoe.config.recipes import names
+from titanmoe.config.recipe import names, parsed
 from titanmoe.config.schema import OWN
 
 _OPTION = re.compile(r"--|-[A-Za-z]")

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import fields, ranges
 from titanmoe.config.model_file import path_of
-from titanmoe.config.ranges import LIMIT, Violation, digits
+from titanmoe.config.ranges import LIMIT, Violation, digits, divisors, nearest_values
 from titanmoe.config.schema import OWN, Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}

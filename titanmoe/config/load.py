@@ -19,8 +19,7 @@ from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nea
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
 from titanmoe.config.parts import PartError, Parts
-from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
-from titanmoe.config.recipes import find_recipe
+from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
 
 _UNLISTED = re.compile(r"and (\d[\d,]*) more ")

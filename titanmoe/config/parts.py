@@ -53,7 +53,7 @@ class Rules:
         yield from ()
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        """What a degree has to split into equal parts: numbers by degree and name. `titanmoe.config.divisors.Repeated`
+        """What a degree has to split into equal parts: numbers by degree and name. `titanmoe.config.ranges.Repeated`
         is one of which a degree may be a multiple too."""
         return {}
 

@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titanmoe.config.recipes import names
-
 MOST_BYTES = 1 << 20
 """Size of a recipe, which is read as a whole."""
 MOST_DEPTH = 16
@@ -155,3 +153,25 @@ def _paths(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
         yield prefix + key
         if isinstance(value, dict):
             yield from _paths(value, f"{prefix}{key}.")
+
+
+# ---- the recipes that come with titanmoe
+
+
+SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
+"""In a checkout a link to the folder at the top, from which the wheel's copy is made."""
+
+
+def names() -> list[str]:
+    return sorted(file.stem for file in SHIPPED.glob("*.toml"))
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """The file that is meant: a file of that path if there is one, else the shipped recipe of that name.
+
+    What is neither comes back as it is: `read_recipe` refuses it and says what is near.
+    """
+    path = Path(name_or_path)
+    if not path.is_file() and str(path) in names():
+        return SHIPPED / f"{path}.toml"
+    return path

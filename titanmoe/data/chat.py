@@ -16,7 +16,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.config.recipes import SHIPPED
+from titanmoe.config.recipe import SHIPPED
 from titanmoe.data.reader import RENAME, json_type_name
 from titanmoe.data.template import NotText, OverBudget, Template
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd, prod
 
-from titanmoe.config.divisors import choices, divisors
+from titanmoe.config.ranges import choices, divisors
 from titanmoe.config.schema import Parallelism
 
 KEYS = {

@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import Repeated, choices, divisors, fits
 from titanmoe.config.laws import WIDTHS
+from titanmoe.config.ranges import Repeated, choices, divisors, fits
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import KEYS, resolve

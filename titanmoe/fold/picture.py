@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from titanmoe.config.divisors import divisors
+from titanmoe.config.ranges import divisors
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, crossing, group_of, iter_groups

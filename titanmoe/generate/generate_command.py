@@ -236,9 +236,8 @@ class _Speaker:
     ):
         from titanmoe.fold.degrees import derive
         from titanmoe.fold.meshes import build_meshes
-        from titanmoe.generate.loop import Generator
+        from titanmoe.generate.loop import Generator, Sampling
         from titanmoe.generate.model import build
-        from titanmoe.generate.sample import Sampling
 
         self.args, self.tokenizer, self.trained, self.config = args, tokenizer, trained, config
         self.runtime, self.first = runtime, runtime.rank == 0

@@ -73,9 +73,7 @@ class ChunkedRun(NamedTuple):
         """The outputs (B, S, H, v), in v's dtype, and the state after the run, in float32 or wider."""
         *tokens, kernels = self
         if by_fla(kernels, self.v_BSHv):
-            from titanmoe.ops.kernels.gated_delta import run
-
-            return run(state_BHkv, *tokens)
+            return _run_by_fla(state_BHkv, *tokens)
         return _again_in_backward(_run, state_BHkv, *tokens)
 
 
@@ -273,3 +271,40 @@ def _gla_weights(q: Tensor, k: Tensor, since: Tensor) -> Tensor:
         first, second = weights.unflatten(-3, (-1, 2)).unbind(-3)
         weights = torch.cat((F.pad(first, (0, half)), torch.cat((across, second), -1)), -2)
     return weights.squeeze(-3)
+
+
+# ---- by fla-core
+
+NOTHING_LEFT = -100.0
+"""A decay of which float32 has nothing left; small enough for sums of decays beside it to be right to 1e-5."""
+
+
+def _run_by_fla(
+    state_BHkv: Tensor | None,
+    q_BSRk: Tensor,
+    k_BSRk: Tensor,
+    v_BSHv: Tensor,
+    decay: Tensor,
+    beta_BSH: Tensor | None,
+    begins_BS: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `ChunkedRun.run` does, by the kernels of fla-core 0.6 (github.com/fla-org).
+
+    **Not run yet**: no GPU was at hand. Tests put stand-ins with the same arguments in their place. The kernels keep
+    what they get, with q and k of length 1 instead, and 64 numbers of 16 bits per token and value head. Decays and
+    states are in float32. A document is begun by a decay: the kernels' own way, places in a packed sequence, makes the
+    host wait.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gla import chunk_gla
+
+    if begins_BS is not None:
+        decay = decay.masked_fill(begins_BS.view(*begins_BS.shape, *(1,) * (decay.ndim - 2)), NOTHING_LEFT)
+    states = dict(initial_state=state_BHkv, output_final_state=True)
+    if beta_BSH is not None:
+        return chunk_gated_delta_rule(
+            q_BSRk, k_BSRk, v_BSHv, g=decay, beta=beta_BSH, use_qk_l2norm_in_kernel=True, **states
+        )
+    heads = v_BSHv.shape[2]
+    q, k, decay = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q_BSRk, k_BSRk, decay))
+    return chunk_gla(q, k, v_BSHv, g=decay, **states)

@@ -9,8 +9,8 @@ from itertools import product
 from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import divisors, fits
 from titanmoe.config.laws import WIDTHS
+from titanmoe.config.ranges import divisors, fits
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legality import divided_fields

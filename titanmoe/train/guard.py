@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe import observe
-from titanmoe.checkpoint.finite import first_nonfinite
+from titanmoe.checkpoint.write_tensors import first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from titanmoe.config.divisors import divisors, nearest_values
-from titanmoe.config.ranges import Violation
+from titanmoe.config.ranges import Violation, divisors, nearest_values
 from titanmoe.config.schema import OWN, Config, Model
 from titanmoe.models.mixers.rules import BatchShare, MatrixRows, MixerRules, MixerWork, Product, Split
 

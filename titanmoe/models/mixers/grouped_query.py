@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanmoe.config.blocks import turned_width
-from titanmoe.config.divisors import Repeated, divisors, nearest_values
-from titanmoe.config.ranges import Violation
+from titanmoe.config.ranges import Repeated, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
 

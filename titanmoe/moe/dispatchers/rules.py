@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.divisors import choices
 from titanmoe.config.parts import Kind, Rules
-from titanmoe.config.ranges import Violation
+from titanmoe.config.ranges import Violation, choices
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import nodes_of_a_group
 

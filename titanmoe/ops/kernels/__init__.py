@@ -13,7 +13,6 @@ quantise      rows to 8 bits                      titanmoe.moe.fp8
 add_gradient  sums of the experts' gradients      titanmoe.moe.grouped.plain_add_gradient
 loss          slices of the logits                titanmoe.models.vocabulary
 put           rows to other GPUs' memory          titanmoe.moe.dispatchers.symm_mem
-gated_delta   linear attention, by fla-core       titanmoe.ops.gated_delta
 """
 
 from __future__ import annotations
