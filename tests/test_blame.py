@@ -9,7 +9,7 @@ from tests import parity, world
 from tests.support.blame import Held, judge, of_gradients, of_replicas
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.groups import coordinates
+from titanmoe.fold.rank_groups import coordinates
 
 MAPPING = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 4, "training.global_batch_size": 2}
 

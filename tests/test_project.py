@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,12 @@ def test_only_the_meshes_of_fold_know_torch() -> None:
     assert torch_ones == {"titanmoe.fold.meshes"}
     reaches = {name for name, to in imports() if room(name) == "fold" and to.startswith("titanmoe.comm")}
     assert reaches == {"titanmoe.fold.meshes"}
+
+
+def test_names_of_files_stand_once() -> None:
+    """But those that each kind of component has."""
+    names = Counter(path.name for path in (ROOT / "titanmoe").rglob("[!_]*.py"))
+    assert {name for name, count in names.items() if count > 1} <= {"rules.py", "protocol.py"}
 
 
 # ---- what docstrings and comments name

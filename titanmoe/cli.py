@@ -26,10 +26,10 @@ from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.data.verify_command import add_data
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
-from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
+from titanmoe.fold.rank_groups import View, groups
 from titanmoe.generate.generate_command import add_generate
 from titanmoe.launcher.score_command import add_score
 from titanmoe.launcher.slurm import add_slurm

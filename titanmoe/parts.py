@@ -4,9 +4,9 @@ is read. No torch here."""
 from collections.abc import Mapping
 from typing import Any
 
+from titanmoe.config.kinds import Parts
 from titanmoe.config.model_file import ModelFile
-from titanmoe.config.parts import Parts
-from titanmoe.data import rules as data_rules
+from titanmoe.data import data_laws
 from titanmoe.data.formats import FORMATS
 from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
@@ -27,6 +27,6 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 PARTS = Parts(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_rules.contradictions, balance_rules.contradictions, tensors.contradictions),
+    (data_laws.contradictions, balance_rules.contradictions, tensors.contradictions),
     read_model_file,
 )

@@ -24,7 +24,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint import base, blocks
+from titanmoe.checkpoint import base, move_in_blocks
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf import convert_command  # noqa: F401 (what a conversion imports is not its growth)
@@ -154,7 +154,7 @@ def main() -> None:
     if args.experts:
         model = replace(model, num_experts=args.experts, num_groups=1, top_groups=1)
     expert, stack = one_expert(model), one_expert(model) // 3 * model.num_experts
-    limit = 1.5 * expert + blocks.WRITTEN
+    limit = 1.5 * expert + move_in_blocks.WRITTEN
     print(f"{args.family} {args.size}, {model.num_experts} experts: one has {expert / 1e6:.1f} MB, ", end="")
     print(f"one matrix of each {stack / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

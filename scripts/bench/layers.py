@@ -191,7 +191,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
     from titanmoe.models.layers import rope_angles
-    from titanmoe.models.mixers.rules import elements
+    from titanmoe.models.mixers.mixer_rules import elements
     from titanmoe.models.transformer import Transformer
     from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens

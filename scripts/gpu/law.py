@@ -56,7 +56,7 @@ from tiny_models import (
 from tests import parity
 from tests.support.parity_errors import error, number, relative, tolerance
 from tests.support.tolerances import unit
-from titanmoe.ops import counter_rng, gated_delta
+from titanmoe.ops import counter_rng, gated_delta_rule
 from titanmoe.ops.device import Hardware
 
 PROCESS_SECONDS = 150
@@ -124,7 +124,7 @@ def bf16(
 
 def by_fla(side: Side) -> Result:
     """Linear attention by fla-core's kernels, whose chunks round their states more often than ours."""
-    if not gated_delta.by_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
+    if not gated_delta_rule.by_fla("auto", torch.empty(1, dtype=torch.bfloat16, device=side.device)):
         return Result(0.0, 0.0, note="fla-core is not used here: not installed, a wrong Triton, or no GPU")
     return bf16("qwen3_next", side, times=6.0)
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.manifest import with_checksum
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
 
 

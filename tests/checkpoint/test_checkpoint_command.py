@@ -9,8 +9,8 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 

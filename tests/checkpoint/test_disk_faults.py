@@ -17,10 +17,10 @@ from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.manifest import Manifest
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import LazyTensor, Piece

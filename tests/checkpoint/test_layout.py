@@ -13,9 +13,9 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose_start
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor, _ChecksummedFile
 from titanmoe.config.schema import Config

@@ -16,9 +16,9 @@ import titanmoe
 from tests import parity, reference
 from tests.report.test_report import make_run
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import choose_start
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint import folders
-from titanmoe.checkpoint import layout, safe_files, tensors
+from titanmoe.checkpoint import layout, safe_files, tensor_index
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -95,15 +95,16 @@ LIES = {
 
 
 def test_an_honest_description_is_accepted() -> None:
-    (tensor,) = tensors.from_json(json.dumps(described()).encode(), FILES).values()
-    assert tensor.shape == (4, 3) and tensors.from_json(tensors.to_json({"x": tensor}), FILES) == {"x": tensor}
+    (tensor,) = tensor_index.from_json(json.dumps(described()).encode(), FILES).values()
+    assert tensor.shape == (4, 3)
+    assert tensor_index.from_json(tensor_index.to_json({"x": tensor}), FILES) == {"x": tensor}
 
 
 @pytest.mark.parametrize("name", LIES)
 def test_a_description_that_lies_is_one_line(tmp_path: Path, name: str) -> None:
     path = folders.make(tmp_path, 1)
     folders.spoil(path, "a.distcp", b"\0" * 1000)
-    folders.spoil(path, tensors.TENSORS, json.dumps(LIES[name]).encode())
+    folders.spoil(path, tensor_index.TENSORS, json.dumps(LIES[name]).encode())
     with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: (\w+Error|TooDeep) ") as refused:
         open_checkpoint(path).read("x")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
@@ -144,7 +145,7 @@ def test_a_block_that_is_something_else_is_refused(
     entries = {
         "model.a": {"dtype": "float32", "shape": [64], "blocks": [[[0], [64], "rank-00000-000.distcp", 0, len(data)]]}
     }
-    folders.spoil(path, tensors.TENSORS, json.dumps(entries).encode())
+    folders.spoil(path, tensor_index.TENSORS, json.dumps(entries).encode())
     monkeypatch.chdir(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
@@ -153,7 +154,7 @@ def test_a_block_that_is_something_else_is_refused(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10, "KiB"
 
 
-@pytest.mark.parametrize("dtype", [dtype for name, dtype in sorted(tensors.DTYPES.items()) if name[0] != "q"])
+@pytest.mark.parametrize("dtype", [dtype for name, dtype in sorted(tensor_index.DTYPES.items()) if name[0] != "q"])
 def test_what_torch_save_wrote_is_found_whatever_the_dtype(dtype: torch.dtype) -> None:
     x = torch.arange(4 * 6 * dtype.itemsize, dtype=torch.uint8)
     try:
@@ -163,7 +164,7 @@ def test_what_torch_save_wrote_is_found_whatever_the_dtype(dtype: torch.dtype) -
         pytest.skip("torch does not save it")
     saved = read_saved_tensor(stream)
     assert (saved.dtype, saved.shape, saved.strides) == (dtype, (3, 3), (6, 2))
-    numbers = tensors.Numbers(saved.start, saved.strides, saved.dtype)
+    numbers = tensor_index.Numbers(saved.start, saved.strides, saved.dtype)
     read = numbers.read(stream, (0, 0), (3, 3))
     assert torch.equal(read.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
     assert numbers.end(saved.shape) <= saved.end <= len(stream.getvalue())
@@ -254,7 +255,7 @@ def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
 
 def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
-    with open(path / tensors.TENSORS, "ab") as stream:
+    with open(path / tensor_index.TENSORS, "ab") as stream:
         stream.write(b"\0")
         stream.flush()
         assert "bytes but was written with" in layout.damage(path, contents=False)[0]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.base import digest
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf.merge import open_weights
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training

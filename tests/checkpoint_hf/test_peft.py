@@ -18,13 +18,13 @@ from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
-from titanmoe.checkpoint.adapters import Adapters
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf.config import describe, written_as
 from titanmoe.checkpoint.hf.maps import Map
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.hf.peft_write import peft_folder
+from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.read_adapters import Adapters
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config.load import ConfigError

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, to_config_json
 from titanmoe.checkpoint.hf.source import compress_names, open_hf
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config import ConfigError

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
+from titanmoe.config.kinds import Kind, PartError, Parts, Rules
 from titanmoe.config.load import format_problems
-from titanmoe.config.parts import Kind, PartError, Parts, Rules
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
 from titanmoe.moe.dispatchers.rules import DISPATCHERS

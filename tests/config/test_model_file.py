@@ -4,8 +4,8 @@ import pytest
 
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.fields import build
+from titanmoe.config.kinds import Kind, Parts, Rules
 from titanmoe.config.model_file import ModelFile
-from titanmoe.config.parts import Kind, Parts, Rules
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
 FIXED = {

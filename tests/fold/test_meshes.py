@@ -23,8 +23,8 @@ from tests.support.covering_mappings import all_folds, named
 from tests.support.fake_gpu import GPU
 from titanmoe.config.schema import Checkpoint, Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.groups import group_of
 from titanmoe.fold.meshes import Meshes, build_meshes
+from titanmoe.fold.rank_groups import group_of
 
 FIVE = Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=2, etp=2))
 LARGE = Parallelism(pp=4, dp_replicate=2, cp=4, tp=4, experts=Experts(ep=8, etp=2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fold.test_groups import folds
+from tests.fold.test_rank_groups import folds
 from titanmoe.config.schema import Experts, Model, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_stages

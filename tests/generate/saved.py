@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests import parity, reference
 from tests.support import case_features
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
+from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config

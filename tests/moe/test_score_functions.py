@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.moe import test_balance as balance
 from tests.moe.test_router import route, tokens
 from titanmoe.config import ConfigError, load
-from titanmoe.config.parts import PartError
+from titanmoe.config.kinds import PartError
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router

@@ -49,7 +49,7 @@ pytestmark = [
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
     from titanmoe.ops.kernels import choice_rows, put, rms_norm, score_spread
-    from titanmoe.ops.kernels.parts import bfloat16_parts
+    from titanmoe.ops.kernels.bfloat16_parts import bfloat16_parts
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 

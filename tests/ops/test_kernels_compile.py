@@ -65,7 +65,7 @@ def test_recipes(recipe: Path) -> None:
     # Unrolled over the experts and several warps the router was 500 KB and took half a minute to compile.
     assert max(len(kernel.asm["cubin"]) for _, kernel in kernels) < 300_000
     files = {name.partition(".")[0] for name, _ in kernels}
-    assert files >= {"rows", "swiglu", "route"} and files & {"rotate", "latent_heads"}
+    assert files >= {"rows", "weighted_swiglu", "route"} and files & {"rotate", "latent_heads"}
     fit(kernels)
 
 

@@ -21,7 +21,7 @@ from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import NARROW
 from titanmoe.fold import meshes
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.groups import groups
+from titanmoe.fold.rank_groups import groups
 from titanmoe.models import vocabulary
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.order import HOST_ORDER, Verdict

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support.parity_errors import number
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import View, coordinates
+from titanmoe.fold.rank_groups import View, coordinates
 
 OF_MESH = {"fsdp": ("dp_shard", "cp")}
 """The axes that an axis of a mesh combines, if it has a name of its own."""

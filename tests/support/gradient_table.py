@@ -28,7 +28,7 @@ from tests import parity, world
 from tests.support import case_features
 from tests.support.blame import DATA, adds_up, cuts, sums_in_backward, view
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import coordinates, group_of
+from titanmoe.fold.rank_groups import coordinates, group_of
 from titanmoe.moe.router import Router
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/parallelism.md"

@@ -7,7 +7,7 @@ from titanmoe.models.families import mixtral
 from titanmoe.models.families.family import Family
 from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 
 
 def is_linear(model: Model, layer: int) -> bool:

@@ -14,8 +14,8 @@ import torch
 from tests import parity, reference, world
 from tests.train.test_validation import MAPPINGS, recipe, trained
 from titanmoe.config import ConfigError
-from titanmoe.data.answers import AnswerSet, Question, encode
 from titanmoe.data.batch import Batch
+from titanmoe.data.quiz import AnswerSet, Question, encode
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE

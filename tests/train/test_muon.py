@@ -23,7 +23,7 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import parameters
 from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.models.mixers.grouped_query import GroupedQuery
-from titanmoe.models.mixers.rules import MatrixRows
+from titanmoe.models.mixers.mixer_rules import MatrixRows
 from titanmoe.models.tensors import shapes
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.groups import groups
+from titanmoe.fold.rank_groups import groups
 from titanmoe.observe import Observer, listening
 from titanmoe.watch import slow_links
 from titanmoe.watch.process_groups import LaneGroups

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanmoe.checkpoint.blocks import COPIED, Reader, Sizes, cut, within
+from titanmoe.checkpoint.move_in_blocks import COPIED, Reader, Sizes, cut, within
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype

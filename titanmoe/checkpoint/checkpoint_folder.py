@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import Sizes, empty, fill_in_blocks, within
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.move_in_blocks import Sizes, empty, fill_in_blocks, within
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress
-from titanmoe.checkpoint.tensors import (
+from titanmoe.checkpoint.tensor_index import (
     TENSORS,
     Extent,
     Numbers,

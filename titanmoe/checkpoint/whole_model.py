@@ -12,7 +12,7 @@ from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.fields import build as build_config
-from titanmoe.config.parts import PartError
+from titanmoe.config.kinds import PartError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import family_of
 
@@ -66,8 +66,8 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
 
         Checkpoint(whole.path).fill(targets)
         return
-    from titanmoe.checkpoint.blocks import fill_in_blocks
     from titanmoe.checkpoint.hf.source import open_hf
+    from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
     source = open_hf(whole.path, model)
     if source.has_mtp:

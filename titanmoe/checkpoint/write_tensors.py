@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import WRITTEN, Reader, Sizes, cut
 from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.move_in_blocks import WRITTEN, Reader, Sizes, cut
 from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress, write_error
-from titanmoe.checkpoint.tensors import TENSORS, Extent, StoredTensor, to_json
+from titanmoe.checkpoint.tensor_index import TENSORS, Extent, StoredTensor, to_json
 
 SMALL = 4096
 """Copies of at most this many numbers, such as a router's bias, are also checked by ranks that do not write them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from titanmoe.config import schema
-from titanmoe.config.parts import Parts
+from titanmoe.config.kinds import Parts
 from titanmoe.config.ranges import Range, digits
 from titanmoe.config.schema import OWN, Config, Own
 

@@ -17,8 +17,8 @@ from titanmoe.config.allowed_code import allow_code, code_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
+from titanmoe.config.kinds import PartError, Parts
 from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
-from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
 

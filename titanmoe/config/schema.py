@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titanmoe.config.parts import Parts
+from titanmoe.config.kinds import Parts
 from titanmoe.config.ranges import (
     BELOW_ONE,
     COUNT,

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 
 from titanmoe.config.command_line import split_words
+from titanmoe.config.kinds import Parts
 from titanmoe.config.load import ConfigError, Draft, load, read_draft
-from titanmoe.config.parts import Parts
 
 _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.answers import read_task
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.data.open import open_documents, plan_to_tokenize
+from titanmoe.data.quiz import read_task
 from titanmoe.data.sources import STDLIB
 from titanmoe.data.tokenize import check_first_records
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sized
 from typing import Any
 
+from titanmoe.config.kinds import Kind, PartError
 from titanmoe.config.load import ConfigError, format_problems
-from titanmoe.config.parts import Kind, PartError
 from titanmoe.data.formats import format_option
 
 EPILOG = """\

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from titanmoe.config.kinds import PartError
 from titanmoe.config.load import ConfigError, format_problems
-from titanmoe.config.parts import PartError
 from titanmoe.data.formats import format_option
 from titanmoe.data.read_files import documents, find_files, spans
 from titanmoe.data.reader import Bad, Reader

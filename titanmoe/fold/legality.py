@@ -18,7 +18,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import KEYS, resolve
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
-from titanmoe.fold.unsharded import accumulation_violations
+from titanmoe.fold.unsharded_experts import accumulation_violations
 
 ROW_BYTES = 16
 """Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F40
 
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import View, coordinates, group_of, groups
+from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 
 Lane = Literal["blocking", "rows", "shards", "replicas", "stages"]
 """Who sends: docs/parallelism.md has the table.

@@ -15,8 +15,8 @@ from rich.text import Text
 from titanmoe.config.ranges import divisors
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import View, coordinates, crossing, group_of, iter_groups
 from titanmoe.fold.legal_mappings import StageViews
+from titanmoe.fold.rank_groups import View, coordinates, crossing, group_of, iter_groups
 
 WIDTH = 100
 CELL = 8  # columns of a rank, at least

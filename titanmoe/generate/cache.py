@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import all_gather, gather, local
 from titanmoe.config.schema import Model
-from titanmoe.generate.rows import Rows
+from titanmoe.generate.cached_rows import Rows
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import add_caches
-from titanmoe.generate.rows import Rows
+from titanmoe.generate.cached_rows import Rows
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import counter_rng
 from titanmoe.tokens import Tokens

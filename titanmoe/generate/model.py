@@ -17,7 +17,7 @@ from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
-from titanmoe.config.parts import PartError, Parts
+from titanmoe.config.kinds import PartError, Parts
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
@@ -27,7 +27,7 @@ from titanmoe.models.families import FAMILIES, mixers
 from titanmoe.models.tensors import ADAPTER
 
 if TYPE_CHECKING:
-    from titanmoe.checkpoint.adapters import Adapters
+    from titanmoe.checkpoint.read_adapters import Adapters
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def _check_under(trained: TrainedModel) -> None:
 
 def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint import state
-    from titanmoe.checkpoint.blocks import fill_in_blocks
+    from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
     tied = config.model.tie_embeddings
     targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)

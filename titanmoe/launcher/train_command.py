@@ -338,7 +338,7 @@ def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) 
 def _search_path() -> dict[str, str]:
     """Return the variables with which ranks, started as a module, do not search the current folder first.
 
-    It may be a stranger's, with a random.py in it; `titanmoe.config.parts` searches it last. Python 3.10 ignores this.
+    It may be a stranger's, with a random.py in it; `titanmoe.config.kinds` searches it last. Python 3.10 ignores this.
     """
     if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
         return {}

@@ -32,7 +32,7 @@ from titanmoe.config.blocks import has_experts, moe_blocks, window
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import MixerRules, elements
+from titanmoe.models.mixers.mixer_rules import MixerRules, elements
 from titanmoe.models.tensors import Tuning
 
 

@@ -1,4 +1,4 @@
-"""Linear attention: a state of fixed size per head in the place of keys and values (titanmoe.ops.gated_delta).
+"""Linear attention: a state of fixed size per head in the place of keys and values (titanmoe.ops.gated_delta_rule).
 
 Gated DeltaNet, arXiv 2412.06464, as in Qwen3-Next and Qwen3.5. Queries, keys and values go through a convolution over
 the last few positions and SiLU, then through the recurrence; what it gives is normed and multiplied by SiLU(z).
@@ -34,7 +34,7 @@ from titanmoe.models.latent_attention import make_and_use
 from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu
 from titanmoe.models.mixers.gated_delta import GLA_RANK, Heads
 from titanmoe.models.runs import Runs
-from titanmoe.ops import counter_rng, gated_delta
+from titanmoe.ops import counter_rng, gated_delta_rule
 
 GLA_TEMPERATURE = 16
 
@@ -147,7 +147,7 @@ class GatedDelta(nn.Module):
     ) -> Tensor:
         length = q_RcKk.shape[1]
         documents = (None, None) if until is None else (until[:, -length:], until[:, -length - 1])
-        chunks = gated_delta.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
+        chunks = gated_delta_rule.cut(q_RcKk, k_RcKk, v_RcHv, decay, beta_RcH, *documents, self.kernels)
         before = self.runs.states_before(*chunks.map()) if len(self.runs.order) > 1 else None
         return chunks.run(before)[0]
 

@@ -11,7 +11,7 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, LoRA, Model
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import MixerRules, Shape, Split
+from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:

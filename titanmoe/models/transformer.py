@@ -20,7 +20,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.mask import Mask
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
 from titanmoe.moe.layer import MoE
 from titanmoe.observe import region

@@ -44,7 +44,7 @@ def plain_parts(x_RC: Tensor, backwards: bool) -> Tensor:
 
 def _parts(x_RC: Tensor, backwards: bool, kernels: str) -> Tensor:
     if fused(kernels, x_RC):
-        from titanmoe.ops.kernels.parts import bfloat16_parts
+        from titanmoe.ops.kernels.bfloat16_parts import bfloat16_parts
 
         return bfloat16_parts(x_RC.contiguous(), backwards)
     return plain_parts(x_RC, backwards)

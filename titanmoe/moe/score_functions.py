@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.kinds import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 

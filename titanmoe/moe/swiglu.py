@@ -54,7 +54,7 @@ def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Te
     """The functions for the down projection's input and for gradients: a kernel on GPUs, blocks of rows on CPUs, else
     the plain formula."""
     if fused(kernels, x):
-        from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+        from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
     plain = partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)

@@ -13,7 +13,7 @@ from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
-from titanmoe.fold.unsharded import reshard
+from titanmoe.fold.unsharded_experts import reshard
 from titanmoe.models.adapters import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer

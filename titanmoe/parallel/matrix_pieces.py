@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import View, coordinates, group_of, groups
 from titanmoe.fold.meshes import SILENT, Meshes
+from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 from titanmoe.models.matrices import Matrix
 
 TEAM_AXES: dict[View, tuple[str, ...]] = {"attention": ("dp_shard", "cp", "tp"), "experts": ("edp", "etp")}

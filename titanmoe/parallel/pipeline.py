@@ -22,9 +22,9 @@ from titanmoe import observe
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Pipeline as Options
 from titanmoe.config.schema import Training
-from titanmoe.fold.groups import groups
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, channels, single_order, stage_ranks
+from titanmoe.fold.rank_groups import groups
 from titanmoe.models.transformer import Transformer
 from titanmoe.observe import region
 from titanmoe.ops.device import way

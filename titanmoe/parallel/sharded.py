@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.unsharded import experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshard
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from titanmoe.config.schema import Model
-from titanmoe.fold.groups import groups
 from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.rank_groups import groups
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
 

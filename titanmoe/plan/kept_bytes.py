@@ -12,7 +12,7 @@ from titanmoe.config.blocks import has_experts, routes_by_parts
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, runs
-from titanmoe.models.mixers.rules import BatchShare
+from titanmoe.models.mixers.mixer_rules import BatchShare
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.gradient_flow import flow_of_blocks
 from titanmoe.plan.sizes import ModelKey, Sizes

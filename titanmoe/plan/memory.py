@@ -17,7 +17,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes

@@ -11,7 +11,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
-from titanmoe.fold.unsharded import experts_are_unsharded
+from titanmoe.fold.unsharded_experts import experts_are_unsharded
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts

@@ -19,7 +19,7 @@ from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
-from titanmoe.fold.unsharded import are_copied
+from titanmoe.fold.unsharded_experts import are_copied
 from titanmoe.plan.candidates import Candidate, MappingKey, candidates_of
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.cost import Cost

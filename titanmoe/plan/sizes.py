@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.rules import MixerRules, Shape, Split
+from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
 from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 

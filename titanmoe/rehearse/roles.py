@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.groups import group_of
+from titanmoe.fold.rank_groups import group_of
 from titanmoe.rehearse.order import Comm, Program, Verdict, check
 from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages
 from titanmoe.rehearse.world import Rehearsal, rehearse

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import group_of
+from titanmoe.fold.rank_groups import group_of
 from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement

@@ -25,8 +25,8 @@ from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Share
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
+from titanmoe.fold.rank_groups import axes_of
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import HARDWARE, Hardware, as_on
 from titanmoe.ops.kernels import installed

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
-from titanmoe.data.answers import AnswerSet
+from titanmoe.data.data_laws import steps_in
 from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.data.rules import steps_in
+from titanmoe.data.quiz import AnswerSet
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.adapters import Adapters
 from titanmoe.checkpoint.base import digest
-from titanmoe.checkpoint.blocks import fill_in_blocks
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import (
     StartPoint,
@@ -26,7 +24,9 @@ from titanmoe.checkpoint.choose_checkpoint import (
     weights_under,
 )
 from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
+from titanmoe.checkpoint.read_adapters import Adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
-from titanmoe.data.answers import CHOICE, AnswerSet, Question
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import ValidationSet
+from titanmoe.data.quiz import CHOICE, AnswerSet, Question
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.gradients import Gradients, Slicer

@@ -13,8 +13,8 @@ from typing import Any
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
+from titanmoe.config.kinds import Parts
 from titanmoe.config.load import Draft, read_draft
-from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive

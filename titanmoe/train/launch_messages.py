@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 
 from titanmoe.config import ConfigError, exit_with
 from titanmoe.config.fields import build, flat
-from titanmoe.config.parts import Parts
+from titanmoe.config.kinds import Parts
 from titanmoe.config.schema import Config
 
 ERASE = "\r\x1b[K"

@@ -12,7 +12,7 @@ import torch
 
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.unsharded import are_copied, experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
+from titanmoe.fold.rank_groups import axes_of
 
 
 @dataclass(frozen=True)

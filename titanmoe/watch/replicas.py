@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.fold.groups import View, group_of, groups
+from titanmoe.fold.rank_groups import View, group_of, groups
 from titanmoe.train.training import RankModel
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.

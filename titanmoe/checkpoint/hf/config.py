@@ -14,9 +14,9 @@ from titanmoe.config.blocks import moe_layers
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
+from titanmoe.config.kinds import PartError, Parts
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.config.parts import PartError, Parts
 from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 import titanmoe
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.export import FolderPlan, plan_folder
@@ -28,6 +27,7 @@ from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.checkpoint.hf.peft_write import PeftFolder, peft_folder
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.read_adapters import MODEL, Adapters, of_checkpoint
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.blocks import WRITTEN, cut
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
 from titanmoe.checkpoint.hf.maps import Shape
-from titanmoe.checkpoint.tensors import Numbers
+from titanmoe.checkpoint.move_in_blocks import WRITTEN, cut
+from titanmoe.checkpoint.tensor_index import Numbers
 from titanmoe.config.load import ConfigError
 
 DTYPES = {

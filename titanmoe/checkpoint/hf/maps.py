@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import empty, fill_in_blocks
+from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import mixers

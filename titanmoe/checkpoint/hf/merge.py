@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint import base, layout
-from titanmoe.checkpoint.adapters import MODEL, Adapters, of_checkpoint
-from titanmoe.checkpoint.blocks import empty
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf import config as configs
@@ -24,7 +22,9 @@ from titanmoe.checkpoint.hf.maps import BIAS, Shape
 from titanmoe.checkpoint.hf.peft_read import base_of, is_peft, read_peft
 from titanmoe.checkpoint.hf.source import HuggingFaceSource, open_hf
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
+from titanmoe.checkpoint.move_in_blocks import empty
 from titanmoe.checkpoint.on_all_ranks import Group
+from titanmoe.checkpoint.read_adapters import MODEL, Adapters, of_checkpoint
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from titanmoe.checkpoint.adapters import Adapters, disagreements
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.hf.merge import BASE, Weights, digest_of, open_weights
 from titanmoe.checkpoint.hf.peft_read import read_peft
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.read_adapters import Adapters, disagreements
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, LoRA, Model

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.adapters import Adapters, in_block
-from titanmoe.checkpoint.blocks import reader_of, within
 from titanmoe.checkpoint.hf.config import read_json, written_as
 from titanmoe.checkpoint.hf.files import Folder
 from titanmoe.checkpoint.hf.maps import Map, Shape
@@ -23,6 +21,8 @@ from titanmoe.checkpoint.hf.peft_parts import split as split_parts
 from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
 from titanmoe.checkpoint.hf.source import compress_names
+from titanmoe.checkpoint.move_in_blocks import reader_of, within
+from titanmoe.checkpoint.read_adapters import Adapters, in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import LoRA, Model

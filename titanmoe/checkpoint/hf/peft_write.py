@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.adapters import Adapters, in_block
-from titanmoe.checkpoint.blocks import reader_of
 from titanmoe.checkpoint.hf.files import Tensors, write_file
 from titanmoe.checkpoint.hf.maps import HfPart, Map, Shape
 from titanmoe.checkpoint.hf.peft_parts import join as join_parts
 from titanmoe.checkpoint.hf.peft_parts import rows_of, together
 from titanmoe.checkpoint.hf.peft_stacked import Pair, join
+from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.read_adapters import Adapters, in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.models import tensors as names

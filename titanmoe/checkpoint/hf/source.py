@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import COPIED, cut
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.differences import differences, value_of
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
+from titanmoe.checkpoint.move_in_blocks import COPIED, cut
 from titanmoe.checkpoint.state import is_free
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths

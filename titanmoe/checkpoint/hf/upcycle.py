@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import empty, fill_in_blocks
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
 from titanmoe.checkpoint.hf.source import HuggingFaceSource
+from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
 from titanmoe.config import laws
+from titanmoe.config.kinds import Parts
 from titanmoe.config.load import ConfigError
-from titanmoe.config.parts import Parts
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import FAMILIES
 from titanmoe.ops import counter_rng

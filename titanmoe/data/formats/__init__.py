@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cache
 
 from titanmoe.config import ConfigError
-from titanmoe.config.parts import Kind, PartError
+from titanmoe.config.kinds import Kind, PartError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats.format import FormatRules, manifest_of
 
@@ -17,9 +17,9 @@ FORMATS = Kind(
         "text": "titanmoe.data.formats.text:FORMAT",
         "jsonl": "titanmoe.data.formats.jsonl:FORMAT",
         "parquet": "titanmoe.data.formats.parquet:FORMAT",
-        "chat": "titanmoe.data.formats.chat:CHAT",
-        "preference": "titanmoe.data.formats.chat:PREFERENCE",
-        "tokens": "titanmoe.data.formats.tokens:FORMAT",
+        "chat": "titanmoe.data.formats.conversations:CHAT",
+        "preference": "titanmoe.data.formats.conversations:PREFERENCE",
+        "tokens": "titanmoe.data.formats.token_shards:FORMAT",
     },
     FormatRules,
 )

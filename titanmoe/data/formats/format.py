@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from titanmoe.config.kinds import Rules
 from titanmoe.config.parse_json import parse_json
-from titanmoe.config.parts import Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import cast
 
-from titanmoe.config.parts import Kind
+from titanmoe.config.kinds import Kind
 from titanmoe.config.schema import OWN, Model, Own
 from titanmoe.models.families.family import Family
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 
 FAMILIES = Kind(
     "model.family",

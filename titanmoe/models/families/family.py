@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from titanmoe.config.parts import PartError, Rules
+from titanmoe.config.kinds import PartError, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import OWN, Config, Model
 from titanmoe.models.families.huggingface import HuggingFace
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
 from titanmoe.models.mixers.latent import LATENT
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 
 NAMED = ("model.family", "model.size")
 

@@ -9,7 +9,7 @@ from titanmoe.models.families import huggingface as hf
 from titanmoe.models.families.family import Family, attention
 from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA, Heads
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
-from titanmoe.models.mixers.rules import MixerRules
+from titanmoe.models.mixers.mixer_rules import MixerRules
 
 SWITCHES = dict(
     full_attention_every=4,

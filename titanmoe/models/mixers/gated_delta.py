@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.config.ranges import Violation, divisors, nearest_values
 from titanmoe.config.schema import OWN, Config, Model
-from titanmoe.models.mixers.rules import BatchShare, MatrixRows, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.mixer_rules import BatchShare, MatrixRows, MixerRules, MixerWork, Product, Split
 
 FIELDS: dict[str, int | float | bool | str] = dict(
     linear_key_heads=8, linear_value_heads=8, linear_key_dim=8, linear_value_dim=8, conv_width=4, linear_gate="delta"
@@ -16,7 +16,7 @@ FIELDS: dict[str, int | float | bool | str] = dict(
 GATES = "delta", "gla"
 GLA_RANK = 16
 CHUNK = 64
-"""As in titanmoe.ops.gated_delta."""
+"""As in titanmoe.ops.gated_delta_rule."""
 
 
 class Heads(NamedTuple):
@@ -42,8 +42,9 @@ class Heads(NamedTuple):
 
 
 def numbers_of_chunks(heads: Heads) -> float:
-    """What backward of titanmoe.ops.gated_delta holds at most, in chunks and float32, per position: within 4 % of what
-    is counted in bfloat16 for heads 64 to 256 wide. The kernels of fla-core hold and move less."""
+    """Return how many numbers the backward of titanmoe.ops.gated_delta_rule holds at most, in chunks and float32, per
+    position: within 4 % of what is counted in bfloat16 for heads 64 to 256 wide. Kernels of fla-core hold and move
+    less."""
     K, H, k, v, C = heads.keys, heads.values, heads.key_dim, heads.value_dim, CHUNK
     if heads.gate == "gla":
         return H * (2 * k + 4 * v + 2 * C + 3.5 * k * v / C) + 19 * K * k
@@ -54,7 +55,7 @@ class GatedDeltaRules(MixerRules):
     name = "linear attention"
     implementation = "titanmoe.models.linear_attention:GatedDelta"
     by_runs = True
-    cache = "titanmoe.generate.state:CachedState"
+    cache = "titanmoe.generate.cached_state:CachedState"
     after_scores = ("norm.weight", "wo.weight")
 
     def matrices(self, model: Model) -> list[Split]:

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from titanmoe.config.blocks import turned_width
 from titanmoe.config.ranges import Repeated, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.mixer_rules import (
+    BatchShare,
+    ClippedRows,
+    MatrixRows,
+    MixerRules,
+    MixerWork,
+    Product,
+    Split,
+)
 
 
 def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: bool) -> int:
@@ -23,7 +31,7 @@ class GroupedQuery(MixerRules):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
-    cache = "titanmoe.generate.attention:CachedKeys"
+    cache = "titanmoe.generate.cached_attention:CachedKeys"
     after_scores = ("wo.weight", "wo.bias")
 
     def matrices(self, model: Model) -> list[Split]:

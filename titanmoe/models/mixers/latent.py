@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.rules import BatchShare, ClippedRows, MatrixRows, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.mixer_rules import (
+    BatchShare,
+    ClippedRows,
+    MatrixRows,
+    MixerRules,
+    MixerWork,
+    Product,
+    Split,
+)
 
 GROUPED_QUERY_ALONE = (
     "qkv_bias", "out_bias", "attention_sinks", "sliding_window", "attention_gate", "qk_norm", "rotary_dim",
@@ -20,7 +28,7 @@ class Latent(MixerRules):
     name = "latent attention"
     implementation = "titanmoe.models.latent_attention:LatentAttention"
     attends = True
-    cache = "titanmoe.generate.attention:CachedLatents"
+    cache = "titanmoe.generate.cached_attention:CachedLatents"
     after_scores = ("wo.weight",)
 
     def matrices(self, model: Model) -> list[Split]:

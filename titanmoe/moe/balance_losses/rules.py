@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from titanmoe.config.parts import Kind, PartError, Rules
+from titanmoe.config.kinds import Kind, PartError, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, MoE
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.kinds import Kind, Rules
 from titanmoe.config.ranges import Violation, choices
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import nodes_of_a_group

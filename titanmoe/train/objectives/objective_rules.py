@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from titanmoe.config.parts import Kind, Rules
+from titanmoe.config.kinds import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import DPO, Config
 from titanmoe.data.formats import answers_in

@@ -13,8 +13,8 @@ from math import prod
 from typing import NamedTuple
 
 from titanmoe.config.fields import toml_value
+from titanmoe.config.kinds import Kind, Rules
 from titanmoe.config.laws import WIDTHS
-from titanmoe.config.parts import Kind, Rules
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options

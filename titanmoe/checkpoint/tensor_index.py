@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.blocks import COPIED, Sizes, empty
 from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.move_in_blocks import COPIED, Sizes, empty
 from titanmoe.checkpoint.saved_tensor import MOST_BYTES, read_saved_tensor
 from titanmoe.config.parse_json import parse_json
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.groups import coordinates, crossing, group_of, groups
+from titanmoe.fold.rank_groups import coordinates, crossing, group_of, groups
 
 VIEWS = {
     "attention": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),

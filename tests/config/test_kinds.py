@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError, load
-from titanmoe.config.parts import Kind, PartError, Parts, Rules
+from titanmoe.config.kinds import Kind, PartError, Parts, Rules
 from titanmoe.config.schema import Config
 
 OWN = """
 from abc import abstractmethod
 
-from titanmoe.config.parts import Rules
+from titanmoe.config.kinds import Rules
 from titanmoe.config.ranges import Violation
 
 

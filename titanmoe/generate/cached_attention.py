@@ -18,7 +18,7 @@ from torch import Tensor
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.generate.cache import Cache, CacheSize, PerToken
-from titanmoe.generate.rows import Rows
+from titanmoe.generate.cached_rows import Rows
 from titanmoe.mask import Mask
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import promote, rotate

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from tests.support import tolerances
-from titanmoe.ops import gated_delta
-from titanmoe.ops.gated_delta import ChunkedRun, cut, step
+from titanmoe.ops import gated_delta_rule
+from titanmoe.ops.gated_delta_rule import ChunkedRun, cut, step
 
 B, R, H, K, V = 2, 2, 4, 6, 5
 forms = pytest.mark.parametrize("form", ["delta", "gla"])
@@ -20,7 +20,7 @@ forms = pytest.mark.parametrize("form", ["delta", "gla"])
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "CHUNK", 8)
+    monkeypatch.setattr(gated_delta_rule, "CHUNK", 8)
 
 
 def random_inputs(form: str, S: int, strength: float = 1.0, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def test_kernels_get_what_they_ask_for(
         module = ModuleType(name)
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gated_delta, "by_fla", lambda kernels, x: kernels == "auto")
+    monkeypatch.setattr(gated_delta_rule, "by_fla", lambda kernels, x: kernels == "auto")
     x = random_inputs(form, 21, dtype=torch.float32)
     numbers = {} if places is None else documents(21, places)[1]
     state, tokens = x["state"], [x.get(name) for name in ("q", "k", "v", "decay", "beta")]
@@ -232,12 +232,12 @@ def test_kernels_get_what_they_ask_for(
 
 
 def test_when_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_delta, "FLA", True)
-    monkeypatch.setattr(gated_delta, "miscompiled", lambda device: False)
+    monkeypatch.setattr(gated_delta_rule, "FLA", True)
+    monkeypatch.setattr(gated_delta_rule, "miscompiled", lambda device: False)
     with FakeTensorMode():
         on_gpu, on_cpu = (torch.empty(2, dtype=torch.bfloat16, device=device) for device in ("cuda", "cpu"))
         cases = [("auto", on_gpu), ("torch", on_gpu), ("auto", on_cpu), ("auto", on_gpu.float())]
-        assert [gated_delta.by_fla(*case) for case in cases] == [True, False, False, False]
+        assert [gated_delta_rule.by_fla(*case) for case in cases] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_when_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_triton_compiles_fla_wrongly_the_plain_form_runs(
     triton: str, capability: tuple[int, int], wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gated_delta, "version", lambda name: triton)
+    monkeypatch.setattr(gated_delta_rule, "version", lambda name: triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    gated_delta.miscompiled.cache_clear()
-    assert gated_delta.miscompiled(torch.device("cuda", 0)) is wrong
-    gated_delta.miscompiled.cache_clear()
+    gated_delta_rule.miscompiled.cache_clear()
+    assert gated_delta_rule.miscompiled(torch.device("cuda", 0)) is wrong
+    gated_delta_rule.miscompiled.cache_clear()

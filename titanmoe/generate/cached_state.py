@@ -14,11 +14,11 @@ from torch import Tensor
 
 from titanmoe.config.schema import Model
 from titanmoe.generate.cache import Cache, CacheSize, PerText, PerToken
-from titanmoe.generate.rows import Rows
+from titanmoe.generate.cached_rows import Rows
 from titanmoe.mask import Mask
 from titanmoe.models.linear_attention import GatedDelta
 from titanmoe.models.mixers.gated_delta import Heads
-from titanmoe.ops import gated_delta
+from titanmoe.ops import gated_delta_rule
 
 
 class CachedState(Cache):
@@ -70,6 +70,6 @@ class CachedState(Cache):
         q_BnKk, k_BnKk, v_BnHv = self.mixer.convolve(qkv, before, None)
         inputs = q_BnKk, k_BnKk, v_BnHv, decay, beta_BnH
         if decay.shape[1] > 1:
-            return gated_delta.cut(*inputs, kernels=self.mixer.kernels).run(state_BHkv)
-        out_BHv, state_BHkv = gated_delta.step(state_BHkv, *(None if x is None else x[:, 0] for x in inputs))
+            return gated_delta_rule.cut(*inputs, kernels=self.mixer.kernels).run(state_BHkv)
+        out_BHv, state_BHkv = gated_delta_rule.step(state_BHkv, *(None if x is None else x[:, 0] for x in inputs))
         return out_BHv.unsqueeze(1), state_BHkv

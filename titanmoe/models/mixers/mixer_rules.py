@@ -15,7 +15,7 @@ from math import gcd, prod
 from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import window
-from titanmoe.config.parts import Rules
+from titanmoe.config.kinds import Rules
 from titanmoe.config.schema import Config, Model
 
 Shape = tuple[int, ...]
