@@ -152,6 +152,20 @@ def test_arrows_go_down() -> None:
     assert up == []
 
 
+def test_nothing_is_imported_upwards_by_its_name() -> None:
+    """A string such as "titanmoe.room.module:NAME" is an import of a later hour."""
+    up = []
+    for path in (ROOT / "titanmoe").rglob("*.py"):
+        if (own := room(".".join(path.relative_to(ROOT).with_suffix("").parts))) not in ARROWS:
+            continue
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        strings = [str(n.value) for n in nodes if isinstance(n, ast.Constant) and id(n) not in prose]
+        named = re.findall(r"\btitanmoe\.[a-z]\w*(?:\.\w+)*", " ".join(strings))
+        up += [f"{path} names {to}" for to in named if room(to) not in ARROWS[own] | {own}]
+    assert up == []
+
+
 def test_only_the_meshes_of_fold_know_torch() -> None:
     torch_ones = {name for name, to in imports() if room(name) in ("fold", "config") and to.split(".")[0] == "torch"}
     assert torch_ones == {"titanmoe.fold.meshes"}

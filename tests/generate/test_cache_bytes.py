@@ -73,7 +73,7 @@ def test_latents_are_as_wide_for_any_number_of_heads() -> None:
 
 class Forgetful(GroupedQuery):
     name = "forgetful attention"
-    cache = ""
+    implementation = f"{__name__}:Forgetful"
 
 
 RULES = Forgetful()

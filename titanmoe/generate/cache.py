@@ -1,4 +1,4 @@
-"""What a model remembers of earlier tokens: each mixer as its rules say, and the head at the end of each row.
+"""What a model remembers of earlier tokens: each mixer in a cache of its own kind, and the head at the end of each row.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, n new tokens of each, L positions, G key heads of this
 rank, h the width of one, D model, V vocabulary.
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import all_gather, gather, local
 from titanmoe.config.schema import Model
 from titanmoe.generate.cached_rows import Rows
+from titanmoe.generate.model import cache_path
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_rules import MixerRules
 from titanmoe.models.transformer import Transformer
@@ -85,7 +86,7 @@ class CacheSize(NamedTuple):
 
 
 class Cache(ABC):
-    """Takes the place of what mixes tokens in a mixer's module. `cache` of the mixer's rules names its class."""
+    """Takes the place of what mixes tokens in a module; `titanmoe.generate.model.cache_path` says which does."""
 
     kept: Sequence[PerToken | PerText] = ()
 
@@ -108,7 +109,7 @@ class Cache(ABC):
 
 
 def cache_of(mixer: MixerRules) -> type[Cache]:
-    module, _, name = mixer.cache.partition(":")
+    module, _, name = cache_path(mixer).partition(":")
     return getattr(import_module(module), name)
 
 

@@ -24,10 +24,23 @@ from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
+from titanmoe.models.mixers.mixer_rules import MixerRules
 from titanmoe.models.tensors import ADAPTER
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.read_adapters import Adapters
+
+CACHES = {
+    "titanmoe.models.attention:Attention": "titanmoe.generate.cached_attention:CachedKeys",
+    "titanmoe.models.latent_attention:LatentAttention": "titanmoe.generate.cached_attention:CachedLatents",
+    "titanmoe.models.linear_attention:GatedDelta": "titanmoe.generate.cached_state:CachedState",
+}
+"""By the module of a mixer, the `titanmoe.generate.cache.Cache` that keeps its earlier tokens."""
+
+
+def cache_path(mixer: MixerRules) -> str:
+    """Return the "module:NAME" of a mixer's cache: its own, else that of its module; empty if it has none."""
+    return mixer.cache or CACHES.get(mixer.implementation, "")
 
 
 @dataclass(frozen=True)
@@ -125,7 +138,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     model = replace(trained_config.model, mtp_depth=0)
     config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES,)))
     try:
-        without_cache = {mixer.name for mixer in mixers(model) if not mixer.cache}
+        without_cache = {mixer.name for mixer in mixers(model) if not cache_path(mixer)}
     except PartError as error:
         raise ConfigError([str(error)]) from None
     problems += [

@@ -55,7 +55,6 @@ class GatedDeltaRules(MixerRules):
     name = "linear attention"
     implementation = "titanmoe.models.linear_attention:GatedDelta"
     by_runs = True
-    cache = "titanmoe.generate.cached_state:CachedState"
     after_scores = ("norm.weight", "wo.weight")
 
     def matrices(self, model: Model) -> list[Split]:

@@ -31,7 +31,6 @@ class GroupedQuery(MixerRules):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True
-    cache = "titanmoe.generate.cached_attention:CachedKeys"
     after_scores = ("wo.weight", "wo.bias")
 
     def matrices(self, model: Model) -> list[Split]:

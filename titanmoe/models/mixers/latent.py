@@ -28,7 +28,6 @@ class Latent(MixerRules):
     name = "latent attention"
     implementation = "titanmoe.models.latent_attention:LatentAttention"
     attends = True
-    cache = "titanmoe.generate.cached_attention:CachedLatents"
     after_scores = ("wo.weight",)
 
     def matrices(self, model: Model) -> list[Split]:

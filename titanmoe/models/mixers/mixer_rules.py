@@ -97,8 +97,8 @@ class MixerRules(Rules, ABC):
     """Whether its module goes by its `runs` (titanmoe.models.runs), which context parallelism sets; it refuses a mixer
     that neither does nor attends."""
     cache = ""
-    """What keeps its earlier tokens where text is generated: "module:NAME" of a titanmoe.generate.cache.Cache, such as
-    that of grouped-query attention for whatever attends. Without one it cannot generate."""
+    """What keeps its earlier tokens where text is generated, as "module:NAME", if its module is not one that whoever
+    generates knows. Without one it cannot generate."""
 
     @abstractmethod
     def matrices(self, model: Model) -> list[Split]:
