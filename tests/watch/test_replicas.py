@@ -16,9 +16,9 @@ from tests.checkpoint import runs
 from tests.support.case_features import TRAINED
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
-from titanmoe.watch import replicas
+from titanmoe.watch import bit_checks
+from titanmoe.watch.bit_checks import differing_ranks, fingerprint
 from titanmoe.watch.numbers import checks
-from titanmoe.watch.replicas import differing_ranks, fingerprint
 
 TRIALS, EVERY = 20, 2
 RUN = runs.RUN | {"model.num_layers": 1}
@@ -26,7 +26,7 @@ RUN = runs.RUN | {"model.num_layers": 1}
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
 def test_any_flipped_bit_changes_a_fingerprint(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "BLOCK", 4)
+    monkeypatch.setattr(bit_checks, "BLOCK", 4)
     x = torch.randn(21).mul(9).to(dtype)[1:]
     sound = int(fingerprint(x))
     for place in range(len(x)):

@@ -21,9 +21,8 @@ from titanmoe.observe import listening
 from titanmoe.watch import slow_links, stragglers
 from titanmoe.watch.process_groups import LaneGroups, name_groups, own_groups
 from titanmoe.watch.slow_links import Link, distances, groups_to_probe, slow_link
-from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
-from titanmoe.watch.stragglers import ON_ONE_HOST
+from titanmoe.watch.stragglers import ON_ONE_HOST, of_peers
 
 SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "stages of two": (4, 2, 2)}
 """pp, dp_shard, ep."""

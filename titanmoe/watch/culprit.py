@@ -28,7 +28,7 @@ from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.observe import Observer, listening
 from titanmoe.train.gradients import Gradients, StepWork, Sums
-from titanmoe.watch.replicas import first_few
+from titanmoe.watch.bit_checks import first_few
 
 TEXT = 60
 """Characters of a sample that a message shows."""

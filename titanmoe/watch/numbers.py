@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from titanmoe.train.gradients import Gradients, StepWork, Sums
     from titanmoe.train.run_state import RunState
     from titanmoe.train.training import RankModel, Training
+    from titanmoe.watch.bit_checks import Replicas
     from titanmoe.watch.culprit import Trace
-    from titanmoe.watch.replicas import Replicas
     from titanmoe.watch.stragglers import Stragglers
 
 
@@ -37,7 +37,7 @@ def watched(config: Config, training: Training) -> Iterator[None]:
 
 
 def checks(config: Config, training: RankModel) -> Checks:
-    from titanmoe.watch.replicas import Replicas
+    from titanmoe.watch.bit_checks import Replicas
 
     def trace() -> Trace:
         from titanmoe.watch.culprit import Trace
@@ -73,7 +73,7 @@ class NumberChecks(Checks):
         again, self.explanations = None, []
         self._compare(self.state.step - 1)
         if self.options.rerun:
-            from titanmoe.watch.rerun import repeat
+            from titanmoe.watch.bit_checks import repeat
 
             again, text = repeat(self.passes, work, sums.own)
             sums = again
@@ -107,7 +107,7 @@ class NumberChecks(Checks):
         """Whether two passes over the last batch with the present weights give the same bits."""
         if self.last_work is None:
             return ""
-        from titanmoe.watch.rerun import repeat
+        from titanmoe.watch.bit_checks import repeat
 
         self.passes.drop()
         first = self.passes.sums(self.last_work)

@@ -1,7 +1,12 @@
-"""Copies on several ranks must have the same bits: replicas of weights and moments, routers' biases, counters.
+"""What must have the same bits: copies on several ranks, and two passes over one batch.
 
-For everything that it shares with the same ranks, a rank computes one number. One message gives all ranks these
-numbers, and the host waits once.
+Copies are replicas of weights and moments, routers' biases, counters. For everything that it shares with the same
+ranks, a rank computes one number. One message gives all ranks these numbers, and the host waits once.
+
+When a step is suspect, its forward and backward are repeated. Each rank takes fingerprints of what it computed itself:
+its part of the loss, the routing of each layer (counts and statistics that exist anyway) and its shards of the
+gradients. Hidden states travel between ranks, so only the first layer that came out differently shows where the fault
+is.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.rank_groups import View, group_of, groups
+from titanmoe.parallel.norm import local_grad
+from titanmoe.train.gradients import Gradients, PassSums, StepWork, Sums
 from titanmoe.train.training import RankModel
 
 # The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
@@ -208,3 +215,54 @@ def first_few(items: list) -> str:
     """The first of them, as text."""
     more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
     return ", ".join(map(str, items[:MOST_NAMED])) + more
+
+
+# ---- two passes over one batch
+
+
+def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
+    """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
+    prints: dict[str, Tensor] = {}
+    for number, moe in sorted(gradients.moe_layers.items()):
+        prints[f"the router of layer {number}"] = fingerprint(moe.balance.counts.counts_MX)
+    prints["the loss"] = fingerprint(torch.stack((own.loss, own.mtp_loss)))
+    for name, parameter in gradients.trained.items():
+        prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
+    return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
+
+
+def repeat(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, str]:
+    """The sums of a second pass, whose gradients replace those of the first, and what differs.
+
+    All ranks call it together. own: this rank's sums of the first pass.
+    """
+    first = pass_fingerprints(gradients, own)
+    gradients.drop()
+    sums = gradients.sums(work)
+    second = pass_fingerprints(gradients, sums.own)
+    own_differences = [name for name in first if first[name] != second[name]]
+    differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(differences, own_differences)
+    return sums, describe(differences)
+
+
+def describe(differences: list[list[str]]) -> str:
+    """Which rank's results are not reproducible; "" if all are.
+
+    differences: by rank, what came out differently, in the order of `pass_fingerprints`.
+    """
+    differing = {rank: names for rank, names in enumerate(differences) if names}
+    if not differing:
+        return ""
+
+    def order(name: str) -> tuple[int, int]:
+        if name.startswith("the router"):
+            return 0, int(name.rpartition(" ")[2])
+        return (1, 0) if name == "the loss" else (2, 0)
+
+    earliest = min((names[0] for names in differing.values()), key=order)
+    ranks = [rank for rank, names in differing.items() if order(names[0]) == order(earliest)]
+    earliest_text = "gradients" if earliest.startswith("the gradient") else earliest
+    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {first_few(ranks)}, first seen in {earliest_text}"
+    rest = len(differing) - len(ranks)
+    return text + (f"; what {rest} other rank{'s' * (rest > 1)} computed from it differs too" if rest else "")
