@@ -15,8 +15,6 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.swiglu import clamped_swiglu
-from titanmoe.ops.cpu import whole_units
-from titanmoe.ops.cpu.whole_units import COPIED, UNIT
 from titanmoe.ops.device import Hardware, as_on
 
 D, HIDDEN = 16, 24
@@ -234,37 +232,3 @@ def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
     got = torch.autograd.grad(made.products(x_RD, weight_R1, bins), parameters, cotangent)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("counts", [[0, 400, 1, 111], [0, 0, 512, 0], [128, 128, 128, 128], [33, 31, 448, 0]])
-def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -> None:
-    """As on CPUs in bfloat16, apart from rounding, because zeros among the rows may change the order of sums."""
-    model = Model(num_experts=4, dim=D, expert_hidden=HIDDEN, expert_biases=biases)
-    results = []
-    for in_units in (True, False):
-        experts = Experts(model, MoE(), torch.bfloat16)
-        for seed, weight in enumerate(experts.parameters()):
-            weight.data.copy_(random(*weight.shape, dtype=torch.bfloat16, seed=seed).detach())
-        x_RD = random(512, D, dtype=torch.bfloat16, seed=10)
-        weight_R1 = torch.rand(512, 1, generator=torch.Generator().manual_seed(11)).requires_grad_()
-        uneven = torch.tensor([1, 0, 0, 511])
-        assert whole_units.pay(x_RD, uneven) and not whole_units.pay(x_RD[:511], uneven)
-        assert not whole_units.pay(x_RD.new_empty(4 * COPIED // D + 1, D), uneven)
-        assert not whole_units.pay(x_RD, torch.tensor([UNIT, 0, 0, 512 - UNIT])), "they are whole already"
-        run = experts.products if in_units else experts.products_of_rows
-        y_RD = run(x_RD, weight_R1, torch.tensor(counts))
-        y_RD.backward(random(512, D, dtype=torch.bfloat16, seed=12).detach())
-        results.append([y_RD.detach(), x_RD.grad, weight_R1.grad, *(p.grad for p in experts.parameters())])
-    for got, want in zip(*results, strict=True):
-        tolerances.close(got, want, terms=2 * 512, roundings=3 * STEPS, dtype=torch.bfloat16)
-
-
-def test_units_are_filled_up_expert_by_expert() -> None:
-    counts, rows = torch.tensor([0, UNIT + 1, UNIT, 1]), 2 * UNIT + 2
-    source_P, slot_R, whole_e = whole_units.fill(counts, rows)
-    assert whole_e.tolist() == [0, 2 * UNIT, UNIT, UNIT]
-    assert source_P[slot_R].tolist() == list(range(rows))
-    assert (source_P == rows).sum() == len(source_P) - rows == 2 * (UNIT - 1)
-    start_e = whole_e.cumsum(0) - whole_e
-    assert [int(n) for n in slot_R[[0, UNIT + 1, 2 * UNIT + 1]]] == start_e[1:].tolist()

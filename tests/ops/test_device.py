@@ -117,5 +117,5 @@ def test_code_for_gpus_never_meets_what_serves_cpus(hardware):
             compute()
         finally:
             sys.setprofile(before)
-    blocks = {"blocked_attention.py", "gradient_norms.py", "rowwise.py", "whole_units.py"}
+    blocks = {"blocked_attention.py", "gradient_norms.py", "rowwise.py"}
     assert met == (blocks if hardware is None else set())

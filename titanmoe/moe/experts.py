@@ -6,7 +6,6 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProd
 from titanmoe.moe.fp8 import EightBitProducts, Rounded
 from titanmoe.moe.grouped import can_group
 from titanmoe.observe import named
-from titanmoe.ops import device
-from titanmoe.ops.cpu import whole_units
 
 
 class Experts(nn.Module):
@@ -91,12 +88,6 @@ class Experts(nn.Module):
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        run = self.products_of_rows
-        if self.dtype == "compute" and not self.unused_rows and self.uses_grouped_mm(x_RD, local(self.w1)):
-            run = device.way(x_RD, run, cpu=partial(whole_units.run, run))
-        return run(x_RD, weight_R1, count_e)
-
-    def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
