@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titanmoe.comm.collectives import Group, all_reduce
-from titanmoe.ops import device
-from titanmoe.ops.cpu import gradient_norms
 
 
 def replicas(parameter: nn.Parameter) -> int:
@@ -27,13 +25,9 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def plain_norms(grads: list[Tensor]) -> list[Tensor]:
-    return torch._foreach_norm(grads, 2, dtype=torch.float64)
-
-
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """Norms in float64."""
-    return device.way(grads[0], plain_norms, cpu=gradient_norms.norms)(grads)
+    """Return the norm of each in float64."""
+    return torch._foreach_norm(grads, 2, dtype=torch.float64)
 
 
 @torch.no_grad()
