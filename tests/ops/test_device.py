@@ -9,10 +9,8 @@ from types import FrameType
 import pytest
 import torch
 
-from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
-from titanmoe.models.layers import RMSNorm, rotate, swiglu
-from titanmoe.moe.experts import Experts, can_group
+from titanmoe.moe.experts import can_group
 from titanmoe.ops import device
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import fused, installed
@@ -74,29 +72,10 @@ def test_or_those_of_hardware_that_is_not_there():
     assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
 
 
-def test_ways_differ_and_numbers_do_not():
-    norms = RMSNorm(16, 1e-6, kernels="torch"), RMSNorm(16, 1e-6, adds_one=True)
-    torch.nn.init.ones_(norms[0].weight)
-    torch.nn.init.zeros_(norms[1].weight)
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
-    here, also_here = (norm(x) for norm in norms)
-    with as_on(HOPPER):
-        there = norms[0](x)
-    torch.testing.assert_close(here, there)
-    assert torch.equal(here, also_here)
-
-
 def compute() -> None:
     """What has a way of its own on CPUs, forward and backward, without a kernel."""
     x = torch.randn(1, 256, 2, 16, dtype=torch.bfloat16, requires_grad=True)
-    norm = RMSNorm(16, 1e-6, torch.bfloat16, kernels="torch")
-    experts = Experts(Model(num_experts=2, dim=16, expert_hidden=16), MoE(kernels="torch"), torch.bfloat16)
-    for weight in (norm.weight, *experts.parameters()):
-        torch.nn.init.ones_(weight)
-    angle = torch.zeros(1, 256, 1, 16)
-    y = swiglu(rotate(norm(x), (angle.cos(), angle.sin()), "torch"), x)
-    y_RD = causal_attention(y, y, y).flatten(0, 2)
-    experts.products(y_RD, torch.ones(len(y_RD), 1), torch.tensor([1, len(y_RD) - 1])).sum().backward()
+    causal_attention(x, x, x).sum().backward()
 
 
 @pytest.mark.parametrize("hardware", [None, HOPPER])
@@ -115,5 +94,4 @@ def test_code_for_gpus_never_meets_what_serves_cpus(hardware):
             compute()
         finally:
             sys.setprofile(before)
-    blocks = {"blocked_attention.py", "rowwise.py"}
-    assert met == (blocks if hardware is None else set())
+    assert met == ({"blocked_attention.py"} if hardware is None else set())

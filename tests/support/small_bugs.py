@@ -212,16 +212,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "return 1.0",
         ),
     ],
-    ("models/layers.py", "tests/ops/test_rowwise.py tests/models/test_transformer.py"): [
+    ("models/layers.py", "tests/test_precision.py tests/models/test_transformer.py"): [
         ("norms in the dtype of the activations", "wide = promote(x)\n    mean", "wide = x\n    mean"),
-    ],
-    ("ops/cpu/rowwise.py", "tests/ops/test_rowwise.py"): [
-        ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
-        (
-            "a rotation's gradient is rotated forward instead of back",
-            "return _rotated(grad_BSHh, *ctx.saved_tensors, -1), None, None",
-            "return _rotated(grad_BSHh, *ctx.saved_tensors, 1), None, None",
-        ),
     ],
     ("models/families/huggingface.py", "tests/checkpoint_hf/test_fields.py -k rope"): [
         (

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
-from titanmoe.ops import device
-from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
@@ -119,7 +117,7 @@ class RMSNorm(nn.Module):
             from titanmoe.ops.kernels.rms_norm import rms_norm
 
             return rms_norm(x, self.factor(), self.eps)
-        return device.way(x, norm, cpu=rowwise.norm)(x, self.factor(), self.eps)
+        return norm(x, self.factor(), self.eps)
 
     def by_triton(self, x: Tensor) -> bool:
         """Return whether Triton's kernel computes it, which holds a row in registers. A compiler fuses torch's
@@ -181,10 +179,6 @@ class FeedForward(nn.Module):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return device.way(gate, plain_swiglu, cpu=rowwise.activate)(gate, up)
-
-
-def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
@@ -247,7 +241,7 @@ def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # the compiler fuses these by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
-    return device.way(x_BSHh, plain_rotate, cpu=rowwise.rotate)(x_BSHh, rope)
+    return plain_rotate(x_BSHh, rope)
 
 
 def rotate_both(

@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.ops import device
-from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
 
 
@@ -51,11 +49,10 @@ def gate_and_up(hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """The functions for the down projection's input and for gradients: a kernel on GPUs, blocks of rows on CPUs, else
-    the plain formula."""
+    """Return the functions for the down projection's input and for gradients: a kernel on GPUs, else the plain
+    formula."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.weighted_swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
-    plain = partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
-    return plain if clamped else device.way(x, plain, cpu=(rowwise.swiglu, rowwise.swiglu_backward))
+    return partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
