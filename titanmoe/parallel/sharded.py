@@ -23,7 +23,7 @@ from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshard
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
-from titanmoe.ops.cpu.fsdp import OverGloo
+from titanmoe.ops.cpu.fsdp import send_over_gloo
 from titanmoe.parallel.tensor import put_on_mesh
 
 
@@ -66,9 +66,8 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    summed_before = meshes.pp.size > 1 or parallelism.reduce_once
-    gloo = device.way(meshes.dense_data.device_type, None, cpu=OverGloo(param, wide, summed_before))
-    policy = MixedPrecisionPolicy(param, gloo.reduce_dtype if gloo else wide, cast_forward_inputs=False)
+    over_gloo = device.way(meshes.dense_data.device_type, None, cpu=send_over_gloo)
+    policy = MixedPrecisionPolicy(param, wide, cast_forward_inputs=False)
     ignored, unsharded = replicate_routers(model, meshes), experts_are_unsharded(parallelism, training, meshes.fold.edp)
     if unsharded:
         ignored |= replicate_experts(model, meshes)
@@ -100,8 +99,8 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
             if mesh.size() > 1:  # else torch would divide every number by 1.0
                 module.set_gradient_divide_factor(1.0)
-            if gloo:
-                gloo.use_in(module, mesh)
+            if over_gloo:
+                over_gloo(module, mesh)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, meshes, freed)
 

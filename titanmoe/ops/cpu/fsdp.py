@@ -1,14 +1,9 @@
-"""Replacements for gloo's collectives in FSDP2: pieces that go straight to their place, gradients that travel narrow.
-
-On GPUs NCCL does both.
-"""
+"""Collectives of FSDP2 on CPUs: pieces that go straight to their place, and waits that are announced and end."""
 
 from __future__ import annotations
 
 import math
-import mmap
 import time
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -62,9 +57,6 @@ class _Exchange(dist.Work):
         return True
 
 
-BLOCK_NUMBERS = 1 << 18
-
-
 class StraightToPlace:
     """All-gather for FSDP2 on CPUs: each rank's piece goes straight to its place in the whole, where FSDP has already
     put ours.
@@ -101,21 +93,15 @@ class ReduceScatter:
         self._message_numbers = 0 if is_sum else numbers
         if is_sum and self.ranks == 1:  # torch copies instead of calling us
             self._wait_for_replicas()
-        return self.memory(size, dtype, device, is_sum)
-
-    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        self.reduce(output_tensor, input_tensor, group, op)
-        self._wait_for_replicas()
-
-    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
         observe.waits(group.group_name)
-        REDUCE_SCATTER(out, whole, op, group)
+        REDUCE_SCATTER(output_tensor, input_tensor, op, group)
         observe.arrived()
+        self._wait_for_replicas()
 
     def _wait_for_replicas(self) -> None:
         if self.replicas:
@@ -126,68 +112,13 @@ def end_of_replicas(summed: Tensor) -> None:
     observe.arrived()
 
 
-class NarrowOnTheWire(ReduceScatter):
-    """Gradients travel in the 16 bits they were computed in and are summed wide.
+def send_over_gloo(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """Have an FSDP unit send as CPUs do.
 
-    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
+    mesh: the ranks that share its weights, after its replicas if there are any.
     """
-
-    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory, replicas: str = ""):
-        super().__init__(ranks, replicas)
-        self.wide, self.sums = wide, sums
-
-    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
-        return self.sums.take(size, self.wide) if is_sum else super().memory(size, dtype, device, is_sum)
-
-    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        pieces = whole.chunk(self.ranks)
-        summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
-        _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
-        # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
-        for block, first, *others in zip(
-            out.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
-        ):
-            block.copy_(first)
-            for other in others:
-                block += other
-
-
-class ReusedMemory:
-    """Memory of this rank that is reused as soon as no tensor is in it.
-
-    The heap would fragment what a step's gradients free and grow for ten steps, at 4 CPU-seconds per new gigabyte.
-    """
-
-    def __init__(self) -> None:
-        self.pages: list[tuple[mmap.mmap, weakref.ref]] = []
-
-    def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        numbers = max(math.prod(size), 1)
-        length = numbers * dtype.itemsize
-        free = [i for i, (pages, user) in enumerate(self.pages) if user() is None and len(pages) >= length]
-        if free:
-            pages, _ = self.pages.pop(min(free, key=lambda i: len(self.pages[i][0])))
-        else:
-            pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        user = memoryview(pages)  # kept alive by the tensor
-        self.pages.append((pages, weakref.ref(user)))
-        return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)
-
-
-class OverGloo:
-    """How all of a model's FSDP units send on CPUs."""
-
-    def __init__(self, param: torch.dtype, wide: torch.dtype, summed_before: bool):
-        """wide: what gradients are summed in. summed_before: microbatches are, before anything is sent."""
-        narrow = wide != param and not summed_before
-        self.reduce_dtype = param if narrow else wide
-        self.wide, self.sums = wide, ReusedMemory() if narrow else None
-
-    def use_in(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
-        """mesh: the ranks that share the unit's weights, after its replicas if there are any."""
-        unit.set_custom_all_gather(StraightToPlace())
-        ranks, replicas = mesh.size(mesh.ndim - 1), mesh.get_group(0).group_name if mesh.ndim > 1 else ""
-        narrow = self.sums and NarrowOnTheWire(ranks, self.wide, self.sums, replicas)
-        unit.set_custom_reduce_scatter(narrow or ReduceScatter(ranks, replicas))
-        if replicas:
-            unit.set_all_reduce_hook(end_of_replicas)
+    unit.set_custom_all_gather(StraightToPlace())
+    replicas = mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+    unit.set_custom_reduce_scatter(ReduceScatter(mesh.size(mesh.ndim - 1), replicas))
+    if replicas:
+        unit.set_all_reduce_hook(end_of_replicas)
