@@ -10,16 +10,33 @@ from titanmoe.config.kinds import Kind, PartError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats.format import FormatRules, manifest_of
 
+
+class Auto(FormatRules):
+    """The format of each file by its extension."""
+
+    help = "auto: by extension."
+
+    def file_format(self, extension: str) -> str:
+        return format_of(extension)
+
+
+class TokenShards(FormatRules):
+    """What `titanmoe tokenize` makes (titanmoe.data.shards)."""
+
+    help = "tokens: token shards alone."
+    tokenized = True
+
+
 FORMATS = Kind(
     "data.format",
     {
-        "auto": "titanmoe.data.formats.auto:FORMAT",
+        "auto": Auto(),
         "text": "titanmoe.data.formats.text:FORMAT",
         "jsonl": "titanmoe.data.formats.jsonl:FORMAT",
         "parquet": "titanmoe.data.formats.parquet:FORMAT",
         "chat": "titanmoe.data.formats.conversations:CHAT",
         "preference": "titanmoe.data.formats.conversations:PREFERENCE",
-        "tokens": "titanmoe.data.formats.token_shards:FORMAT",
+        "tokens": TokenShards(),
     },
     FormatRules,
 )
