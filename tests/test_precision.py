@@ -26,7 +26,6 @@ from titanmoe.models.layers import RMSNorm, SplitRMSNorm, rope_angles, rotate
 from titanmoe.models.vocabulary import chunked_cross_entropy, cross_entropy
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router
-from titanmoe.ops.cpu.blocked_attention import blocked_attention
 from titanmoe.parallel import context
 from titanmoe.parallel.attention_block import block_reference
 from titanmoe.parallel.norm import local_norms
@@ -127,20 +126,6 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     exact, exact_lse = block_reference(q.double(), k.double(), v.double(), None, True)
     assert (out - exact).norm() <= tolerances.unit(torch.bfloat16) * exact.norm()
     assert tolerances.apart(lse, exact_lse) <= tolerances.unit(torch.bfloat16) / 16
-
-
-def test_blocked_attention_is_softmax_of_wide_sums() -> None:
-    """Scores and weights are bfloat16, and so are gradients through them: three roundings and, with backward, seven. Of
-    n roundings, uniform up to a unit, the root mean square is sqrt(n / 3) units.
-    """
-    q, k, v = (random(2, 4, 300, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
-    results = []
-    for wide in (torch.bfloat16, torch.float64):
-        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
-        out = blocked_attention(*leaves, Mask())
-        results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).bfloat16().to(wide))])
-    for got, exact, roundings in zip(*results, (3, 7, 7, 7), strict=True):
-        assert (got - exact).norm() <= (roundings / 3) ** 0.5 * tolerances.unit(torch.bfloat16) * exact.norm()
 
 
 # ---- the loss

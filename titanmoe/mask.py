@@ -119,14 +119,6 @@ class Mask(NamedTuple):
             return int(np.minimum(depth + 1, self.window).sum())
         return int(np.minimum(until - np.arange(length), self.window or length).sum())
 
-    def key_runs(self, sample: int, first: int, end: int) -> list[slice]:
-        """The keys that a block of queries sees, apart from windows."""
-        if self.on_host is None:
-            return [slice(0, end)]
-        keys = np.flatnonzero(self.on_host.until_BL[sample, :end] > first)
-        last = np.flatnonzero(np.diff(keys, append=-1) != 1)
-        return [slice(int(keys[a]), int(keys[b]) + 1) for a, b in zip((0, *last[:-1] + 1), last, strict=True)]
-
 
 CAUSAL = Mask()
 

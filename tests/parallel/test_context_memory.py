@@ -6,7 +6,6 @@ python -m pytest -m slow tests/parallel/test_context_memory.py -s        prints 
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -18,7 +17,6 @@ LENGTH = 8192
 
 def activation_bytes(changes: dict[str, Any]) -> int:
     """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
-    from titanmoe.ops.cpu import blocked_attention
     from titanmoe.parallel.batch_slice import take_slice
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
@@ -29,9 +27,7 @@ def activation_bytes(changes: dict[str, Any]) -> int:
     piece = take_slice(
         batches[0], 0, trainer.training.meshes, trainer.training.slicer.placement, trainer.training.device
     )
-    # With cp 1 attention on CPUs has blocks of scores in memory, of a size that cp does not divide: here small ones.
-    small = mock.patch.multiple(blocked_attention, QUERIES=16, SCORES=1 << 16)
-    with small, Live() as live:
+    with Live() as live:
         gradients = trainer.training.gradients
         gradients.engine.run([piece], gradients.objective, totals.count)
     return live.peak

@@ -186,7 +186,6 @@ PRIVATE = (
     Private("torch", ("_foreach_copy_",), "parallel/unsharded.py", "a step's copies of experts' weights in one call"),
     Private("torch", ("_grouped_mm",), "moe/grouped.py", "the products of all experts"),
     Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
-    Private("torch", ("_softmax_backward_data",), "ops/cpu/blocked_attention.py", "the gradient of a softmax"),
     Private(
         "torch.distributed._symmetric_memory",
         ("empty", "rendezvous", "get_backend", "set_backend"),

@@ -18,7 +18,6 @@ from titanmoe.config.schema import Model
 from titanmoe.mask import CAUSAL, Mask
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate_both
 from titanmoe.ops import device
-from titanmoe.ops.cpu.blocked_attention import blocked_attention
 
 
 def causal_attention(
@@ -30,10 +29,10 @@ def causal_attention(
     `titanmoe.parallel.attend` replaces them with faster ones.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
-    if mask.window or sinks_H is not None:
-        return plain_attention(q, k, v, mask, sinks_H).transpose(1, 2)
-    attention = device.way(q, plain_attention, cpu=blocked_attention, compiled=True)
-    return attention(q, k, v, mask).transpose(1, 2)
+    # torch's kernel for CPUs needs values as wide as keys, and keeps all scores without it.
+    more = device.way(q, 0, cpu=max(q.shape[-1] - v.shape[-1], 0), compiled=True)
+    out = plain_attention(q, k, F.pad(v, (0, more)) if more else v, mask, sinks_H)
+    return out[..., : v.shape[-1]].transpose(1, 2)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sinks_H: Tensor | None = None) -> Tensor:

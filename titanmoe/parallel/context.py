@@ -34,6 +34,7 @@ from titanmoe.config.schema import Parallelism
 from titanmoe.mask import BlockPair, Mask
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
+from titanmoe.ops import device
 from titanmoe.parallel.attention_block import block, block_backward
 
 TellLse = Callable[[Tensor], None] | None
@@ -267,9 +268,11 @@ alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group
 
 def on_one_rank(q_BLHh, k_BLGh, v_BLGh, mask: Mask, sinks_H=None, tell_lse: TellLse = None) -> Tensor:
     inputs = (q_BLHh, k_BLGh, v_BLGh, mask, sinks_H)
-    if not mask.window and sinks_H is None and tell_lse is None:
-        return causal_attention(*inputs)
-    return alone(*inputs, tell_lse)
+    # torch's kernel for CPUs computes what a mask hides.
+    hides = mask.until_BL is not None and device.way(q_BLHh, False, cpu=True, compiled=True)
+    if hides or mask.window or sinks_H is not None or tell_lse is not None:
+        return alone(*inputs, tell_lse)
+    return causal_attention(*inputs)
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
