@@ -6,13 +6,42 @@ A new dispatcher is a file that has its rules too, and a line in DISPATCHERS.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.kinds import Kind, Rules
 from titanmoe.config.ranges import Violation, choices
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import nodes_of_a_group
+
+
+class Network(Protocol):
+    """Seconds that messages of a group of ranks take, by their bytes."""
+
+    def gather(self, group: Any, whole: float) -> float: ...
+    def exchange(self, group: Any, size: float) -> float: ...
+    def relay(self, group: Any, across: float, inside: float) -> float: ...
+
+
+class ExchangeCosts(Protocol):
+    """What a dispatcher may ask about a model on a network; whoever plans a run answers."""
+
+    model: Model
+    links: Network
+    row_bytes: int
+    """Of a routed token."""
+
+    def expert_group(self, ep: int, etp: int) -> Any:
+        """Return the ranks that a dispatcher's messages go to."""
+
+    def domains(self, ep: int, etp: int) -> int:
+        """Return how many NVLink domains these ranks are in."""
+
+    def groups_by_domain(self, ep: int, etp: int) -> tuple[Any, Any]:
+        """Return the ranks within a domain, and one rank of each domain."""
+
+    def visits(self, parts: int) -> float:
+        """Return in how many of so many equal parts of the experts a token has any, on average."""
 
 
 class DispatcherRules(Rules):
@@ -90,13 +119,12 @@ class DispatcherRules(Rules):
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
-    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
-        """For the planner: the time to send rows there and back in one forward, by default that of an all-to-all.
-        costs: a titanmoe.plan.block_costs.BlockCosts."""
+    def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
+        """For the planner: the time to send rows there and back in one forward, by default that of an all-to-all."""
         row, K = costs.row_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
-    def seconds_in_one_piece(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+    def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         """Of `seconds`, what does not travel in chunks where the rest does."""
         return 0.0
 
@@ -113,7 +141,7 @@ class AllGatherRules(DispatcherRules):
     whole = "has none"
     own_buffers = True
 
-    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+    def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.row_bytes)
 
 
@@ -127,7 +155,7 @@ class HierarchicalRules(DispatcherRules):
     nodes = True
     search_tries = True
 
-    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+    def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         """Each token once to each NVLink domain, then copies of what arrived for the experts there."""
         if costs.domains(ep, etp) == 1:
             return super().seconds(costs, tokens, ep, etp)
@@ -135,7 +163,7 @@ class HierarchicalRules(DispatcherRules):
         inside = costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes)
         return self.seconds_in_one_piece(costs, tokens, ep, etp) + 2 * inside
 
-    def seconds_in_one_piece(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+    def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         """The hop across nodes."""
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
@@ -228,7 +256,7 @@ class DeepEPRules(DispatcherRules):
                 f'= {ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
             )
 
-    def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
+    def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         domains = costs.domains(ep, etp)
         across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
         within = tokens * costs.row_bytes * costs.visits(ep) * etp
