@@ -37,6 +37,22 @@ CASES = {
     ),
     "tp ep": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
+    "two microbatches": (2, 0, f"{PP} 2 --training.global_batch_size 2"),
+    "two microbatches full": (2, 0, f"{PP} 2 --training.global_batch_size 2 {MODE} full"),
+    "pp edp, few tokens": (4, 2, f"{PP} 2 {EP} 1 --training.global_batch_size 4 --training.seq_len 128"),
+    "tiny pp": (
+        2,
+        0,
+        f"{PP} 2 --model.dim 64 --model.head_dim 8 --model.expert_hidden 128 --training.seq_len 256 "
+        f"--training.global_batch_size 4 --training.local_batch_size 2 {MODE} full "
+        "--training.mixed_precision_param float32",
+    ),
+    "linear attention before the last block": (
+        2,
+        1,
+        f"{FAMILY} qwen3_next {PP} 2 {MODE} full --model.own.linear_key_dim 64 --model.own.linear_value_dim 64 "
+        "--model.expert_hidden 256 --training.local_batch_size 4",
+    ),
     "frozen but for experts": (
         4,
         0,
@@ -78,6 +94,8 @@ MORE = {
     "qwen3 selective": (8, 0, f"{FAMILY} qwen3_moe {EP} 8 {MODE} selective --model.vocab_size 65536"),
     "qwen2 shared moe": (1, 0, f"{FAMILY} qwen2_moe --model.shared_hidden 512 --model.dense_hidden 1024 {MODE} moe"),
     "latents": (1, 0, LATENT),
+    "latents tp pp": (8, 0, f"{LATENT} {TP} 4 {PP} 2 {MODE} selective"),
+    "latents tp, whole queries": (4, 0, f"{LATENT} --model.q_lora_rank 0 {TP} 4 {EP} 4 --training.seq_len 4096"),
     "gpt-oss": (8, 0, f"{FAMILY} gpt_oss {EP} 8 --model.expert_hidden 1024"),
     "olmoe tp": (8, 0, f"{FAMILY} olmoe {TP} 2 {EP} 4"),
     "ring ep etp": (4, 0, f"{CP} 2 {EP} 2 {ETP} 2"),
@@ -92,6 +110,12 @@ MORE = {
     ),
     "replicas of whole experts": (4, 0, f"{EP} 2 --parallelism.dp_replicate 2"),
     "weights kept": (4, 0, f"{EP} 4 --parallelism.reshard_after_forward never"),
+    "pp4, as many microbatches": (4, 0, f"{PP} 4 --training.global_batch_size 4"),
+    "interleaved, two microbatches": (
+        2,
+        0,
+        f"{PP} 2 --pipeline.schedule Interleaved1F1B {MODE} full --training.global_batch_size 2",
+    ),
     "interleaved full": (2, 1, f"{PP} 2 --pipeline.schedule Interleaved1F1B {MODE} full --model.num_layers 8"),
     "DualPipeV": (2, 1, f"{PP} 2 --pipeline.schedule DualPipeV"),
     "uneven stages": (2, 0, f"{PP} 2 --pipeline.schedule DualPipeV --model.num_layers 8 --model.vocab_size 16384"),

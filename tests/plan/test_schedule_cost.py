@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from titanmoe.fold.pipeline_schedules import Cell, bubble
-from titanmoe.plan.schedule_cost import _in_flight, in_flight_by_stage, schedule_cost, schedule_rows
-
-
-def _by_stage(row: list[Cell]) -> set[tuple[int, ...]]:
-    """After each cell: how many microbatches each of the rank's stages keeps."""
-    change = {"F": 1, "B": -1, "W": -1, "I": 0}
-    counts = dict.fromkeys(sorted({action.stage for cell in row for action in cell}), 0)
-    states = set()
-    for cell in row:
-        for action in cell:
-            counts[action.stage] += change[action.does]
-        states.add(tuple(counts.values()))
-    return states
+from titanmoe.fold.pipeline_schedules import bubble
+from titanmoe.plan.schedule_cost import (
+    BackwardLoad,
+    _in_flight,
+    backward_loads,
+    largest_loads,
+    schedule_cost,
+    schedule_rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +23,13 @@ def _by_stage(row: list[Cell]) -> set[tuple[int, ...]]:
         ("LoopedBFS", 2, 2, 4),
         ("Interleaved1F1B", 4, 2, 8),
         ("Interleaved1F1B", 2, 3, 2),
+        ("Interleaved1F1B", 4, 2, 4),
         ("Interleaved1F1B", 4, 2, 6),
+        ("Interleaved1F1B", 2, 2, 14),
+        ("1F1B", 2, 1, 9),
+        ("DualPipeV", 2, 2, 3),
+        ("DualPipeV", 2, 2, 4),
+        ("DualPipeV", 4, 2, 9),
         ("DualPipeV", 2, 2, 12),
         ("ZBVZeroBubble", 2, 2, 12),
         ("InterleavedZeroBubble", 2, 2, 12),
@@ -40,7 +41,16 @@ def test_idle_time_and_flights_are_those_of_the_table(schedule: str, pp: int, st
     assert cost.idle / (cost.idle + microbatches) == pytest.approx(bubble(rows, pp * stages), abs=1e-9)
     assert cost.in_flight == tuple(map(_in_flight, rows))
     for rank, row in enumerate(rows):
-        by_stage = in_flight_by_stage(schedule, pp, stages, microbatches, rank)
-        assert sum(by_stage) == pytest.approx(cost.in_flight[rank])
-        if schedule in ("DualPipeV", "Interleaved1F1B") and microbatches % pp == 0:
-            assert by_stage in _by_stage(row)
+        loads = backward_loads(schedule, pp, stages, microbatches, rank)
+        assert loads == largest_loads(row)
+        assert max(sum(load.in_flight) for load in loads) == cost.in_flight[rank]
+
+
+def test_of_few_microbatches_most_are_in_flight_before_there_are_gradients() -> None:
+    assert backward_loads("1F1B", 2, 1, 3, 0) == [BackwardLoad((2,), (True,))]
+    assert backward_loads("1F1B", 2, 1, 2, 0) == [BackwardLoad((1,), (True,)), BackwardLoad((2,), (False,))]
+    assert backward_loads("GPipe", 2, 1, 9, 1) == [BackwardLoad((8,), (True,)), BackwardLoad((9,), (False,))]
+    assert backward_loads("Interleaved1F1B", 2, 2, 2, 1) == [
+        BackwardLoad((1, 0), (True, True)),
+        BackwardLoad((2, 1), (False, True)),
+    ]

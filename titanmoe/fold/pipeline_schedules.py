@@ -125,9 +125,14 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
         ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
         forward = [(Action(rank, "F", m),) for m in range(microbatches)]
         backward = [(Action(rank, "B", m),) for m in range(microbatches)]
-        steady = [cell for pair in zip(backward, forward[ahead:], strict=False) for cell in pair]
-        rows.append(forward[:ahead] + steady + backward[microbatches - ahead :])
+        rows.append(alternate(forward, backward, ahead))
     return rows
+
+
+def alternate(forward: list[Cell], backward: list[Cell], ahead: int) -> list[Cell]:
+    """Return a row with so many forwards first, then a backward and a forward in turn, then the other backwards."""
+    steady = [cell for pair in zip(backward, forward[ahead:], strict=False) for cell in pair]
+    return forward[:ahead] + steady + backward[len(forward) - ahead :]
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:

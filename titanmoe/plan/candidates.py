@@ -21,7 +21,7 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
-from titanmoe.plan.schedule_cost import schedule_cost
+from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
 from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds, seconds_in_halves
 
 MICROBATCHES = (1, 2, 4, 8)
@@ -88,12 +88,13 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 continue
             m = batch // (samples * dp)
             hop = 2 * m * pricer.hop(pp, stage, samples, tp * cp)
-            schedules = [(name, v, *schedule_cost(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
+            schedules = [(name, v, schedule_cost(name, pp, v, m).idle) for name, v in _schedules(config, pp, m)]
+            loads = [_loads_of_equal_stages(name, pp, v, m) for name, v, _ in schedules]
             batch_config = replace(config, training=replace(training, local_batch_size=samples))
             for ep, etp, dispatchers in expert_grids:
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
-                state_bytes = state + (4 * whole / pp if pp > 1 else 0.0)
+                gradients = 4 * whole / pp if pp > 1 else 0.0
                 if (tp, cp, samples) not in attention:
                     widths = Widths(batch_config, fold)
                     attention_bytes = [
@@ -109,10 +110,10 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 (attention_bytes, seconds), ffn = attention[tp, cp, samples], ffns[ffn_key]
                 for i, mode in enumerate(MODES):
                     block = (attention_bytes[i] + ffn[i]) * layers / pp
-                    for name, v, idle, in_flight in schedules:
+                    for (name, v, idle), schedule_loads in zip(schedules, loads, strict=True):
                         if mode != "none" and SCHEDULES[name].zero_bubble:
                             continue  # what recomputation keeps between both halves of backward is not in the memory
-                        least_bytes = state_bytes + block * in_flight[0] / v
+                        least_bytes = state + max(block * load + gradients * begun for load, begun in schedule_loads)
                         if least_bytes > limit:
                             continue
                         if experts_key not in experts:
@@ -131,6 +132,13 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                                 way, more = RowsWay(dispatcher, halves=True), halves[halves_key][i] - seconds[i]
                             bound = (seconds[i] + more) / pp * (m + idle) + hop * v
                             yield Candidate(bound, least_bytes, fold, samples, mode, name, v, way)
+
+
+def _loads_of_equal_stages(schedule: str, pp: int, stages: int, microbatches: int) -> list[tuple[float, float]]:
+    """Return for each load of the first rank how many microbatches it has in flight in all of its stages, and the
+    fraction of its stages that have gradients."""
+    loads = backward_loads(schedule, pp, stages, microbatches, 0)
+    return [(sum(load.in_flight) / stages, sum(load.begun) / stages) for load in loads]
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:

@@ -148,7 +148,8 @@ def input_bytes(s: Widths, layer: int) -> int:
     """What is kept of a mixer's input: that of its norm with a scale per token, and what its products read."""
     flow, D, w = s.flows[layer], s.model.dim, s.w
     # The adapters' narrow products are kept for the gradients of B.
-    products = s.X * (D * flow.attention_weights + flow.attention_ranks) * w
+    inputs = s.mixers[layer].input_positions(s.model, s.share) * D * flow.attention_weights
+    products = (inputs + s.X * flow.attention_ranks) * w
     return s.T * (D * w + s.W) * flow.into_attention + products
 
 

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 
 from titanmoe.config.blocks import has_experts, turned_width
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.pipeline_schedules import stage_ranks
+from titanmoe.fold.pipeline_schedules import read_csv, stage_ranks
 from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, reshard
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes
-from titanmoe.plan.schedule_cost import in_flight_by_stage
+from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
 from titanmoe.train.find_teacher import config_of_teacher, find_teacher
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
@@ -113,14 +114,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         for layers, first, last in stages
     ]
     tokens = s.microbatches * s.X * 24
-    activations = _in_flight(s, rank, kept_by_stage) + tokens
+    loads = _loads(s, rank, len(stages))
     buffers = 0
     if pipelined:
         sides = sum((not first) + (not last) for _, first, last in stages)
         buffers = s.microbatches * hidden * sides
 
     dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
-    whole_trained = sum(unit.trained.whole for unit, _ in parts)
+    whole_by_stage = [_whole_trained(s, *stage) for stage in stages]
     resharded = reshard(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
@@ -130,8 +131,12 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     if not sharded:  # the step's copies
         gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * are_copied(config.training)
     alive = {"gathered weights": (gathered_dense + gathered_experts) * w}
-    alive["gradients"] = whole_trained * reduced if pipelined else accumulated_bytes
     candidates: list[tuple[str, dict[str, int]]] = []
+
+    def load_bytes(load: BackwardLoad) -> dict[str, int]:
+        kept = sum(count * size for count, size in zip(load.in_flight, kept_by_stage, strict=True))
+        summed = sum(whole for whole, begun in zip(whole_by_stage, load.begun, strict=True) if begun) * reduced
+        return {"activations kept": round(kept) + tokens, "gradients": summed if pipelined else accumulated_bytes}
 
     def add_candidate(name: str, **more: int) -> None:
         components = base | alive | {"pipeline receive buffers": buffers}
@@ -142,15 +147,18 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
 
     two_blocks = min(2, len(blocks)) * dense.whole * w if resharded else 0
     edge = sizes.head if has_head else sizes.embedding
-    for name, index in (("last", -1), ("last but one", -2), ("first", 0)):
-        if -index > len(blocks) or (pipelined and name != "last") or (name == "first" and accumulated_bytes):
+    for load, (name, index) in product(loads, (("last", -1), ("last but one", -2), ("first", 0))):
+        is_first_backward = not load.begun[-1]
+        if -index > len(blocks) or (name == "first" and (accumulated_bytes or pipelined)):
             continue
+        alive |= load_bytes(load)
         layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
         flow = s.flows[layer]
         experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
         expert = sizes.experts_of(layer)
-        kept_activations = activations - sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
-        shards, waiting = 0, 0
+        freed = sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
+        ahead = edge.trained.whole * has_head + sum(_whole_of_block(s, i) for i in finished)
+        shards, waiting = 0, ahead * reduced * is_first_backward
         if not pipelined:
             shards = (
                 0
@@ -165,23 +173,34 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
         add_candidate(
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
-            activations_kept=kept_activations,
+            activations_kept=-freed,
             recomputed_activations=recomputed,
             gathered_weights=two_blocks + (expert.whole * w if resharded and sharded and experts else 0),
-            gradients=shards + waiting + (expert.trained.whole * w if pipelined and experts else 0),
+            gradients=shards + waiting,
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
+        # The activation's gradient comes before that of the last product, of which then one operand is left; the
+        # gradients of the first products come together, in place of their outputs.
+        for thirds, width in ((1, 3 * F + D), (3 if sharded else 2, D)) if pipelined and experts else ():
+            add_candidate(
+                f"gradients of the {name} block's experts",
+                activations_kept=-freed,
+                recomputed_activations=recomputed,
+                gathered_weights=two_blocks + (expert.whole * w if resharded and sharded else 0),
+                gradients=waiting + expert.trained.whole * w * thirds // 3,
+                other=R * width * w + hidden,
+            )
         own, mixer = kept_by_block[layer], s.mixers[layer]
         if held := mixer.backward_bytes(model, s.share, mode_of(config, layer) == "selective"):
             stored = 0 if pipelined or accumulated_bytes else _stored(expert.trained, fold.edp, weight_width)
-            sent = 0 if pipelined or not sharded else expert.trained.whole * reduced
+            sent = expert.trained.whole * reduced * (is_first_backward if pipelined else sharded)
             add_candidate(
                 f"backward of the {name} block's {mixer.name}",
-                activations_kept=kept_activations - own.ffn - own.attention,
+                activations_kept=-freed - own.ffn - own.attention,
                 recomputed_activations=input_bytes(s, layer) + held,
                 gathered_weights=dense.whole * w if resharded else 0,
-                gradients=shards + (stored + sent) * experts,
+                gradients=shards + waiting * pipelined + (stored + sent) * experts,
                 other=hidden,
             )
         if partly and name == "last" and experts:
@@ -191,7 +210,6 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             gathered = dense.whole + edge.whole + sharded * expert.whole * (2 if fold.edp > 1 else 1)
             add_candidate(
                 "forward of the last block's experts",
-                activations_kept=activations,
                 gathered_weights=gathered * w if resharded else 0,
                 other=R * (max(F + D, 2 * D * bool(flow.expert_ranks)) + 2 * F * passing) * w + hidden,
                 dispatch_buffers=R * D * w * (passing or not flow.ffn_weights),
@@ -199,7 +217,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         if recomputed and resharded and experts and fold.edp > 1:
             add_candidate(
                 f"recomputing the {name} block's experts",
-                activations_kept=kept_activations,
+                activations_kept=-freed,
                 recomputed_activations=recomputed + R * F * w,
                 dispatch_buffers=R * D * w * bool(flow.expert_ranks),
                 gathered_weights=two_blocks + 2 * expert.whole * w,
@@ -211,24 +229,31 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             gradients = _layers_gradients(s, expert.trained, reduced, weight_width, bool(accumulated_bytes))
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
-                activations_kept=kept_activations - (0 if recomputed else rows_gone),
+                activations_kept=-freed - (0 if recomputed else rows_gone),
                 recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
                 gradients=shards + gradients + (0 if sharded else waiting),
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, add_candidate, activations, resharded, pipelined, reduced)
+        for load in loads:
+            alive |= load_bytes(load)
+            _head(s, add_candidate, resharded, pipelined, reduced)
         if not pipelined:
             add_candidate(
                 "reducing gradients of the head",
-                activations_kept=activations,
                 gradients=edge.trained.whole * (w + reduced) + edge.trained.piece(data) * reduced,
                 other=hidden,
             )
     if pipelined:
         largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
-        add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
+        alive |= {"activations kept": 0, "gradients": sum(whole_by_stage) * reduced}
+        # FSDP frees a unit's gathered weights before it reduces their gradients.
+        add_candidate(
+            "reducing gradients after the last microbatch",
+            gathered_weights=-largest * w * (not resharded),
+            gradients=largest * reduced,
+        )
     if OPTIMIZERS.look_up(config.optimizer.name).numbers_per_matrix_weight:
         update = base | {"gradients": trained, "other": travelling_bytes(config, fold)}
         candidates.append(("the update of matrices", update))
@@ -267,18 +292,31 @@ def _block_stored(s: Widths, layer: int, width: int) -> int:
     return _stored(s.sizes.block(layer).trained, fsdp(s.fold), width) + experts
 
 
-def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
-    """stage_bytes: of one microbatch, in each stage of the rank."""
-    if s.fold.pp == 1:
-        return sum(stage_bytes)
+def _whole_of_block(s: Widths, layer: int) -> int:
+    """Return how many elements the gradients of a block have, unsharded."""
+    experts = s.sizes.experts_of(layer).trained.whole if has_experts(s.model, layer) else 0
+    return s.sizes.block(layer).trained.whole + experts
+
+
+def _whole_trained(s: Widths, layers: range, first: bool, last: bool) -> int:
+    """Return how many elements the gradients of a stage have, unsharded."""
+    extra = range(s.model.num_layers, s.model.num_layers + s.model.mtp_depth * last)
+    units = units_of_stage(s.config, s.sizes, layers, first, last)[0]
+    units += [s.sizes.experts_of(i) for i in (*layers, *extra) if has_experts(s.model, i)]
+    return sum(unit.trained.whole for unit in units)
+
+
+def _loads(s: Widths, rank: int, stages: int) -> list[BackwardLoad]:
+    """Return what so many stages of a pipeline rank hold in those of its backward passes that may be the peak."""
     options = s.config.pipeline
+    if s.fold.pp == 1:
+        return [BackwardLoad((1.0,), (False,))]
     if options.schedule_csv:
-        return sum(stage_bytes) * s.fold.pp
-    in_flight = in_flight_by_stage(options.schedule, s.fold.pp, len(stage_bytes), s.microbatches, rank)
-    return round(sum(count * size for count, size in zip(in_flight, stage_bytes, strict=True)))
+        return largest_loads(read_csv(options.schedule_csv)[rank])
+    return backward_loads(options.schedule, s.fold.pp, stages, s.microbatches, rank)
 
 
-def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined: bool, reduced: int) -> None:
+def _head(s: Widths, add_candidate, resharded: bool, pipelined: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     requested = s.config.training.loss_chunks
@@ -291,10 +329,9 @@ def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
         # Weights arrive in a buffer that FSDP keeps until the next ones do.
         arrived = gathered * (2 if fsdp(s.fold) > 1 else 1)
-        add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=arrived)
+        add_candidate("the loss", logits=normed + logits, gathered_weights=arrived)
         add_candidate(
             "backward of the head",
-            activations_kept=activations,
             logits=normed + X * V * (w + s.W),
             gradients=0 if pipelined else unit.trained.whole * (w + reduced),
             gathered_weights=gathered + block,
@@ -304,7 +341,6 @@ def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined
     width += -width % 128 if width >= 1024 else 0
     add_candidate(
         "backward of the chunked loss",
-        activations_kept=activations,
         logits=normed + X * width * w + X * D * (4 + w),
         gradients=unit.trained.whole * w,
         gathered_weights=gathered + block,

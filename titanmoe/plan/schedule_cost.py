@@ -6,13 +6,25 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, bubble, single_order
+from titanmoe.fold.pipeline_schedules import SCHEDULES, SINGLE, Action, Cell, alternate, bubble, single_order
 
 ROUNDS = 3
 """Microbatches per rank when a table is played through: from 2 on, one more changes neither the idle time nor how
 many are in flight."""
 ALL_AHEAD = ("GPipe", "LoopedBFS")
 """Every forward before the first backward."""
+
+
+class BackwardLoad(NamedTuple):
+    """What the stages of a rank hold while one of them is in backward."""
+
+    in_flight: tuple[float, ...]
+    """Microbatches of each stage."""
+    begun: tuple[bool, ...]
+    """Stages that have gradients of an earlier microbatch."""
+
+    def is_within(self, other: BackwardLoad) -> bool:
+        return all(a <= b for a, b in zip(sum(self, ()), sum(other, ()), strict=True))
 
 
 class ScheduleCost(NamedTuple):
@@ -55,9 +67,12 @@ def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: in
     return rows
 
 
+CHANGE = {"F": 1, "B": -1, "W": -1, "I": 0}
+"""What an action adds to the microbatches in flight."""
+
+
 def _in_flight(row: list[Cell]) -> int:
-    change = {"F": 1, "B": -1, "W": -1, "I": 0}
-    return max(accumulate(sum(change[action.does] for action in cell) for cell in row), default=0)
+    return max(accumulate(sum(CHANGE[action.does] for action in cell) for cell in row), default=0)
 
 
 @lru_cache(maxsize=4096)
@@ -72,20 +87,53 @@ def schedule_cost(schedule: str, pp: int, stages_per_rank: int, microbatches: in
         return ScheduleCost((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
     if schedule == "DualPipeV" and microbatches >= 2 * pp:
         return ScheduleCost((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
-    most = ROUNDS * pp + 1
-    m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
-    m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
+    m = _enough(schedule, pp, microbatches)
     rows = schedule_rows(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
     return ScheduleCost(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
 
 
-def in_flight_by_stage(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> tuple[float, ...]:
-    """A rank's microbatches in flight, split by its stages, which need not have equally many layers."""
-    v, in_flight = stages_per_rank, schedule_cost(schedule, pp, stages_per_rank, microbatches).in_flight[rank]
-    if schedule == "DualPipeV" and microbatches >= 2 * pp:
-        return (2 * pp - 1 - rank, 1 + rank) if rank < pp - 1 else (pp + 1, pp)
-    if schedule == "Interleaved1F1B" and microbatches % pp == 0:  # forwards go through the stages in turn, pp of each
-        rounds, rest = divmod(in_flight, pp * v)
-        return tuple(rounds * pp + min(pp, max(0, rest - stage * pp)) for stage in range(v))
-    return (in_flight / v,) * v
+def _enough(schedule: str, pp: int, microbatches: int) -> int:
+    """Return with how many of the microbatches a table has the same idle time and as many in flight."""
+    if SCHEDULES[schedule].v_shape:
+        return min(microbatches, ROUNDS * pp + 1)
+    return min(microbatches, ROUNDS * pp) if schedule == "1F1B" or microbatches % pp == 0 else microbatches
+
+
+@lru_cache(maxsize=4096)
+def backward_loads(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[BackwardLoad]:
+    """Return the largest loads of a rank's backward passes: none is within another.
+
+    With few microbatches the most are in flight only before a stage has gradients.
+    """
+    v, m = stages_per_rank, microbatches
+    if schedule == "DualPipeV" and m >= 2 * pp:
+        begun = (rank > 0 or m > 2 * pp, True)
+        loads = BackwardLoad((2 * pp - 1 - rank, 1 + rank), (True, True)), BackwardLoad((2 * pp - rank, rank), begun)
+        return sorted(loads + (BackwardLoad((pp + 1, pp), (False, False)),) * (rank == pp - 1))
+    if schedule not in ALL_AHEAD:
+        m = _enough(schedule, pp, m)
+    if schedule == "Interleaved1F1B" and m % pp == 0:
+        return largest_loads(interleaved_row(pp, v, m, rank))
+    return largest_loads(schedule_rows(schedule, pp, v, m)[rank])
+
+
+def interleaved_row(pp: int, stages_per_rank: int, microbatches: int, rank: int) -> list[Cell]:
+    """Return a rank's cells of Interleaved1F1B where pp divides the microbatches; its stages are numbered from 0."""
+    v, total = stages_per_rank, stages_per_rank * microbatches
+    forward = [(Action(i // pp % v, "F", i // (v * pp) * pp + i % pp),) for i in range(total)]
+    backward = [(Action(v - 1 - cell[0].stage, "B", cell[0].microbatch),) for cell in forward]
+    return alternate(forward, backward, min(total, (v - 1) * pp + 2 * (pp - 1 - rank) + 1))
+
+
+def largest_loads(row: list[Cell]) -> list[BackwardLoad]:
+    """Return those of `backward_loads` for the cells of one rank."""
+    stages = sorted({action.stage for cell in row for action in cell})
+    in_flight, begun, loads = dict.fromkeys(stages, 0), dict.fromkeys(stages, False), set[BackwardLoad]()
+    for cell in row:
+        if any(action.does != "F" for action in cell):
+            loads.add(BackwardLoad(tuple(in_flight.values()), tuple(begun.values())))
+        for action in cell:
+            in_flight[action.stage] += CHANGE[action.does]
+            begun[action.stage] |= CHANGE[action.does] < 0
+    return sorted(load for load in loads if not any(load.is_within(other) for other in loads - {load}))

@@ -91,7 +91,15 @@ class Latent(MixerRules):
         query = heads * model.head_dim
         if selective:
             return output + X * query * w * (not model.q_lora_rank) + latents + gathered
-        return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + heads * model.v_head_dim) * w
+        # Values stay where they were made, beside keys without positions, which turned keys copy.
+        made = heads * (model.qk_nope_head_dim + model.v_head_dim)
+        return output + latents + 2 * T * max(4, w) + gathered + X * (2 * query + made) * w
+
+    def input_positions(self, model: Model, share: BatchShare) -> int:
+        """Those of the latents' products are the rank's own; queries without a latent are made of all positions."""
+        if model.q_lora_rank:
+            return share.tokens
+        return share.positions + share.tokens * (share.tp > 1)
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         return {"tp": {"model.num_heads": config.model.num_heads}}

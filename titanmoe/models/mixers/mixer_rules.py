@@ -161,6 +161,11 @@ class MixerRules(Rules, ABC):
         """For the planner: what a block keeps for backward of one microbatch, without its input. selective: with
         activation_checkpoint.mode = "selective"."""
 
+    def input_positions(self, model: Model, share: BatchShare) -> int:
+        """Return of how many positions its products save the block's normed input for backward: by default of its
+        whole slice, which tp gathers."""
+        return share.positions
+
     def backward_bytes(self, model: Model, share: BatchShare, selective: bool) -> int:
         """For the planner: what it holds at most in backward of one microbatch, without its input, if that may exceed
         what it keeps for it, as where much is computed again."""
