@@ -1,20 +1,24 @@
-"""The pages: links and anchors lead somewhere, quoted messages and keys exist, the site has every page once."""
+"""The pages: links lead somewhere, quoted messages, outputs and keys are right, the site has every page once."""
 
 from __future__ import annotations
 
 import ast
 import re
 import shlex
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titanmoe.cli import main
 from titanmoe.config import load, other_names
 from titanmoe.config.field_values import WrongType, fit
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
+from titanmoe.launcher import fit_ranks, train_command
+from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words
 from titanmoe.parts import PARTS
 
@@ -98,6 +102,59 @@ def test_quoted_messages_are_those_of_the_program() -> None:
         pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
         found = any(pattern.search(text) for text in texts())
         assert found, f"nothing says {message!r}: see docs/troubleshooting.md"
+
+
+def test_quoted_errors_are_those_of_the_program() -> None:
+    """Lines with numbers and names filled in, in blocks without a command."""
+    blocks = [block for page in PAGES for block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S)]
+    lines = [line for language, block in blocks if language in ("", "text") for line in block.splitlines()]
+    errors = [line for line in lines if re.match(r"error: (?!\d+ problem)", line)]
+    pieces = [text.split("\0") for text in set(texts())]
+    patterns = [re.compile(".*".join(map(re.escape, each))) for each in pieces if sum(map(len, each)) >= 20]
+    assert len(errors) > 4
+    assert [line for line in errors if not any(pattern.search(line) for pattern in patterns)] == []
+
+
+# ---- outputs
+
+
+def quoted_outputs() -> Iterator[tuple[str, str, str]]:
+    """Yield the page, the code and its output of commands of ours, and of Python above a text block.
+
+    Left out are commands whose output is a measurement or a model's words.
+    """
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+                line, _, shown = command.partition("\n")
+                if shown.strip() and re.match(r"titanmoe (?!generate)", line):
+                    yield page.name, line, shown.strip("\n")
+        for code, shown in re.findall(r"^```python\n((?:(?!^```).)*)```\n\n```text\n(.*?)\n```$", text, re.M | re.S):
+            yield page.name, code, shown
+
+
+QUOTED = list(quoted_outputs())
+
+
+@pytest.mark.parametrize(
+    ("page", "code", "shown"), QUOTED, ids=[f"{page}:{code.split(chr(10))[0]}" for page, code, _ in QUOTED]
+)
+def test_quoted_outputs_are_printed(
+    page: str, code: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "..." stands for anything. Nothing is started: a quoted `titanmoe train` is one that is refused."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(fit_ranks, "this_machine", lambda device: Machine(0, 2, 24 << 30))
+    monkeypatch.setattr(train_command, "start", lambda prepared: pytest.fail(f"{code} is not refused"))
+    if code.startswith("titanmoe "):
+        main(shlex.split(code, comments=True)[1:])
+    else:
+        exec(code, {})
+    printed = "".join(capsys.readouterr()).strip("\n")
+    assert re.fullmatch(".*".join(map(re.escape, shown.split("..."))), printed, re.DOTALL), (
+        f"{page}: now it is\n{printed}"
+    )
 
 
 # ---- keys
