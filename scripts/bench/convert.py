@@ -40,6 +40,7 @@ from titanmoe.config.fields import nested
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
 from titanmoe.models.families import preset, shipped
+from titanmoe.models.lora_spec import is_adapter
 from titanmoe.parallel.frozen import held_dtype
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -90,7 +91,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
     tensors = {
         f"model.{name}": LazyTensor(shape, BF16, partial(random, name))
         for name, shape in shapes.items()
-        if names.ADAPTER in name
+        if is_adapter(name)
     }
     digest = base.together(None, lambda: total)
     write_checkpoint(path, tensors, {"step": 1, "config": nested(config), "base": digest})

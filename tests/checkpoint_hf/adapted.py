@@ -15,6 +15,7 @@ from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
+from titanmoe.models.lora_spec import is_adapter
 from titanmoe.ops import counter_rng
 
 LORA = LoRA(rank=6, experts_rank=3, alpha=7.0)
@@ -25,7 +26,7 @@ def random_adapters(model: Model, lora: LoRA) -> dict[str, Tensor]:
     return {
         name: 0.1 * counter_rng.normal(counter_rng.key(name), torch.arange(torch.Size(shape).numel())).view(shape)
         for name, shape in shapes
-        if names.ADAPTER in name
+        if is_adapter(name)
     }
 
 

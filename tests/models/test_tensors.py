@@ -6,13 +6,14 @@ from math import prod
 import pytest
 import torch
 
+from titanmoe.config import ConfigError
 from titanmoe.config.fields import build
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config, LoRA
 from titanmoe.models import tensors
-from titanmoe.models.adapters import add_adapters
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.families import family_of, names
+from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Transformer
 from titanmoe.parts import PARTS
 
@@ -93,6 +94,15 @@ def test_names_of_adapters_are_those_of_the_modules(family):
     assert trained_parameters(config.model, tuning) == sum(map(prod, modules.values())) - parameters(config.model).total
 
 
+def test_a_matrix_of_another_module_is_refused_adapters():
+    config = replace(config_of("mixtral"), lora=LoRA(rank=4, targets=["layers.1.attention.wq.weight"]))
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.float32)
+        model.layers["1"].attention.wq = torch.nn.Linear(4, 8)
+        with pytest.raises(ConfigError, match="cannot have adapters, because it is of Linear"):
+            add_adapters(model, config)
+
+
 def test_adapters_of_qwen3_30b_have_the_published_sizes():
     """In millions: 830 in experts at rank 16 and 104 at 2, 13.4 in attention."""
     named = {"model.family": "qwen3_moe", "model.size": "30b_a3b"}
@@ -111,7 +121,6 @@ def test_adapters_of_qwen3_30b_have_the_published_sizes():
     [("dropout", "no dropout"), ("use_dora", "DoRA is not"), ("load_in_4bit", "quantised base"), ("r", "--lora.rank")],
 )
 def test_what_adapters_do_not_have_is_refused_by_name(option, says):
-    from titanmoe.config.load import ConfigError
     from titanmoe.train.launch import read
 
     with pytest.raises(ConfigError, match=says):

@@ -16,6 +16,7 @@ from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import build, toml_value
 from titanmoe.config.schema import Config, LoRA, Model
 from titanmoe.models import tensors as names
+from titanmoe.models.lora_spec import adapter_names, is_adapter
 from titanmoe.models.tensors import Tuning
 
 MODEL = "model."
@@ -40,14 +41,14 @@ class Adapters:
     @cached_property
     def matrices(self) -> list[str]:
         """Those that have adapters, in the model's order."""
-        return [name for name in names.names(self.model) if names.adapter_names(name)[0] in self.tensors]
+        return [name for name in names.names(self.model) if adapter_names(name)[0] in self.tensors]
 
     def pair(self, matrix: str) -> tuple[LazyTensor, LazyTensor]:
-        down, up = names.adapter_names(matrix)
+        down, up = adapter_names(matrix)
         return self.tensors[down], self.tensors[up]
 
     def rank(self, matrix: str) -> int:
-        return self.tensors[names.adapter_names(matrix)[0]].shape[-2]
+        return self.tensors[adapter_names(matrix)[0]].shape[-2]
 
 
 def of_checkpoint(path: Path) -> Adapters:
@@ -57,7 +58,7 @@ def of_checkpoint(path: Path) -> Adapters:
         raise CheckpointError(f"{path} has whole weights and no adapters: a run with lora.rank above 0 makes them")
     config = build(config_of(saved.record, path / layout.MANIFEST))
     shapes = dict(names.shapes(config.model, Tuning.of(config)))
-    missing = [name for name in shapes if names.ADAPTER in name and f"{MODEL}{name}" not in saved.tensors]
+    missing = [name for name in shapes if is_adapter(name) and f"{MODEL}{name}" not in saved.tensors]
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(missing[:8])}")
     tensors = {

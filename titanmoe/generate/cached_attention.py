@@ -72,7 +72,9 @@ class CachedLatents(Cache):
         if rows.begins:
             self.kept = [PerToken(rows, key_1T1c)]
             return self.mix(source_1Tr, latent_1Tr, key_1Tp, rope, mask)
-        wn_Hnr, wv_Hvr = mixer.wkv_b.adapted_weight().unflatten(0, (-1, sum(mixer.key_value))).split(mixer.key_value, 1)
+        wn_Hnr, wv_Hvr = (
+            mixer.wkv_b.effective_weight().unflatten(0, (-1, sum(mixer.key_value))).split(mixer.key_value, 1)
+        )
         q_BnHn, q_BnHp = rows.split(mixer.queries(source_1Tr, rope)).split(mixer.query, -1)
         q_BnHc = torch.cat((torch.einsum("BtHn,Hnr->BtHr", q_BnHn, wn_Hnr), q_BnHp), -1)
         k_B1Lc = self.kept[0].add(rows.split(key_1T1c))

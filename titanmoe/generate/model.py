@@ -24,8 +24,8 @@ from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
+from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_rules import MixerRules
-from titanmoe.models.tensors import ADAPTER
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.read_adapters import Adapters
@@ -162,7 +162,7 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     from torch import nn
     from torch.distributed.tensor import DTensor
 
-    from titanmoe.models.adapters import add_adapters
+    from titanmoe.models.lora import add_adapters
     from titanmoe.models.transformer import Transformer
     from titanmoe.parallel.attend import context_parallel
     from titanmoe.parallel.context import placement
@@ -216,7 +216,7 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
     if trained.adapters:
         _check_under(trained)
-        for name in [name for name in targets if ADAPTER in name]:
+        for name in filter(is_adapter, list(targets)):
             piece = targets.pop(name)[1]
             fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
     fill(targets, trained, config.model)

@@ -32,6 +32,7 @@ from titanmoe.config.blocks import has_experts, moe_blocks, window
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
+from titanmoe.models.lora_spec import adapter_names, is_adapter
 from titanmoe.models.mixers.mixer_rules import MixerRules, elements
 from titanmoe.models.tensors import Tuning
 
@@ -223,14 +224,14 @@ def _block_work(model: Model, mixer: MixerRules, layer: int, seq_len: int, walk:
         """What has one input; every B comes after its A, which has the input of its matrix."""
         second, first = [], []
         for part in [part for part in sizes if chosen(part)]:
-            (second if part.endswith(f"{tensors.ADAPTER}B") else first).append(part)
+            (second if is_adapter(part) and part.endswith("B") else first).append(part)
         work = PartWork()
         for group in (first, second):
             work += walk.together({f"{name}.{part}": sizes.pop(part) for part in group})
         return work
 
     after = {f"attention.{part}" for part in mixer.after_scores}
-    after |= {adapter for part in after if part.endswith(".weight") for adapter in tensors.adapter_names(part)}
+    after |= {adapter for part in after if part.endswith(".weight") for adapter in adapter_names(part)}
     products = step(lambda part: part == "attention_norm.weight")
     products += step(lambda part: part.startswith("attention.") and part not in after)
     flops = mixer.flops(model, layer, seq_len)

@@ -63,30 +63,19 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
-        # An adapter's A and B, if it has one (titanmoe.models.adapters), and the factor on their product.
-        self.lora_A = self.lora_B = None
-        self.lora_scale = 0.0
 
     def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
         """pass_on: also the input, for the next product of it: `product_and_input`. rows: the outputs that this rank
         computes, of those that it has the weights of; None for all."""
         weight, bias = local_rows(self.weight, rows), None if self.bias is None else local_rows(self.bias, rows)
-        if not pass_on:
-            return self.adapted(F.linear(x, weight, bias), x, rows)
-        y, x = product_and_input(x, weight, bias)
-        return self.adapted(y, x, rows), x
+        return product_and_input(x, weight, bias) if pass_on else F.linear(x, weight, bias)
 
     def without_bias(self, x: Tensor) -> Tensor:
-        return self.adapted(F.linear(x, local(self.weight)), x)
+        return F.linear(x, local(self.weight))
 
-    def adapted_weight(self) -> Tensor:
-        weight = local(self.weight)
-        return weight if self.lora_A is None else weight + self.lora_scale * local(self.lora_B) @ local(self.lora_A)
-
-    def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
-        if self.lora_A is None:
-            return y
-        return y + F.linear(self.lora_scale * F.linear(x, local(self.lora_A)), local_rows(self.lora_B, rows))
+    def effective_weight(self) -> Tensor:
+        """Return the matrix that `without_bias` multiplies by, for code that multiplies by a part of it."""
+        return local(self.weight)
 
 
 def local_rows(parameter: nn.Parameter, rows: slice | None) -> Tensor:

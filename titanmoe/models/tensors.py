@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.ranges import Violation
-from titanmoe.config.schema import Config, LoRA, Model
+from titanmoe.config.schema import Config, Model
+from titanmoe.models import lora_spec
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
 
@@ -119,43 +120,21 @@ class Tuning(NamedTuple):
 
     def freezes(self, name: str) -> bool:
         """name: as checkpoints have it."""
-        return ADAPTER not in name if self.rank else bool(self.freeze) and matches(name, self.freeze)
+        return not lora_spec.is_adapter(name) if self.rank else bool(self.freeze) and matches(name, self.freeze)
 
     def rank_of(self, name: str) -> int:
         """Of the adapters of a matrix; 0 if it has none."""
-        if not self.rank or not is_adaptable(name) or not matches(name, self.targets):
+        if not self.rank or not lora_spec.is_adaptable(name) or not matches(name, self.targets):
             return 0
         return self.experts_rank if ".experts." in name else self.rank
 
     def adapters(self, block: str, matrices: Mapping[str, Split]) -> dict[str, Split]:
-        """Of the matrices of a block, (outputs, inputs) or with the experts before these: A and B of each."""
+        """Return shape and sharded dim of A and B of those of a block's matrices that have them."""
         out: dict[str, Split] = {}
-        for name, (shape, dim) in matrices.items():
+        for name, split in matrices.items():
             if rank := self.rank_of(f"{block}.{name}"):
-                *experts, outputs, inputs = shape
-                last = len(experts) + 1
-                down, up = adapter_names(name)
-                out[down] = (*experts, rank, inputs), last if dim == last else None
-                out[up] = (*experts, outputs, rank), last - 1 if dim == last - 1 else None
+                out |= lora_spec.adapter_splits(name, split, rank)
         return out
-
-
-ADAPTER = "lora_"
-MATRICES = ("w1", "w2", "w3")
-
-
-def is_adaptable(name: str) -> bool:
-    """Whether a parameter is a matrix that may have adapters: of attention, a feed-forward network or an expert."""
-    kind, _, leaf = name.removesuffix(".weight").rpartition(".")
-    if kind.endswith(".attention"):
-        return leaf.startswith("w") and name.endswith(".weight")
-    return kind.endswith((".ffn", ".shared", ".experts")) and leaf in MATRICES
-
-
-def adapter_names(name: str) -> tuple[str, str]:
-    """Of a matrix's A and B. Experts' matrices are no modules, so the names are longer ones beside theirs."""
-    base = f"{name.removesuffix('.weight')}." if name.endswith(".weight") else f"{name}_"
-    return f"{base}{ADAPTER}A", f"{base}{ADAPTER}B"
 
 
 EXPERT_SPLITS = {"w1": 1, "w3": 1, "w2": 2}
@@ -171,19 +150,7 @@ def expert_splits(model: Model) -> dict[str, Split]:
 def contradictions(config: Config) -> Iterator[Violation]:
     patterns, lora = config.training.freeze, config.lora
     if not lora.rank:
-        for name in ("targets", "experts_rank", "alpha"):
-            if (value := getattr(lora, name)) != getattr(LoRA(), name):
-                yield Violation(
-                    (f"lora.{name}", "lora.rank"),
-                    f"lora.{name} = {value} does nothing with lora.rank = 0, which makes no adapters: set rank, such "
-                    f"as 16, or leave {name} out",
-                )
-        if folder := config.checkpoint.initial_adapter:
-            yield Violation(
-                ("checkpoint.initial_adapter", "lora.rank"),
-                f'checkpoint.initial_adapter = "{folder}" begins from adapters, and lora.rank = 0 makes none: set the '
-                "rank that they have, or leave initial_adapter out",
-            )
+        yield from lora_spec.without_rank(config)
     if not patterns and not lora.rank:
         return
     table = "lora.rank" if lora.rank else "training.freeze"
@@ -194,10 +161,11 @@ def contradictions(config: Config) -> Iterator[Violation]:
             f'"{config.model.family}" do not state them: add `names` there (docs/extending.md), or leave {table} out',
         )
         return
-    everything = names(config.model)
+    everything = dict(shapes(config.model))
     yield from unmatched("training.freeze", patterns, everything)
     if lora.rank:
-        yield from _lora(config, [name for name in everything if is_adaptable(name)])
+        yield from unmatched("lora.targets", lora.targets, list(filter(lora_spec.is_adaptable, everything)))
+        yield from lora_spec.contradictions(config, Tuning.of(config), everything)
     elif all(matches(name, tuple(patterns)) for name in everything):
         yield Violation(
             ("training.freeze",),
@@ -205,7 +173,8 @@ def contradictions(config: Config) -> Iterator[Violation]:
         )
 
 
-def unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator[Violation]:
+def unmatched(field: str, patterns: Sequence[str], known: Collection[str]) -> Iterator[Violation]:
+    """Refuse patterns that match none of the known names."""
     if unmatched := [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in known)]:
         layers = [name.split(".")[1] for name in known if name.startswith("layers.")]
         own = f"layers.{layers[-1] if layers else 0}."
@@ -216,44 +185,3 @@ def unmatched(field: str, patterns: Sequence[str], known: list[str]) -> Iterator
             f"{field} has {listed}, which {'is' if len(unmatched) == 1 else 'are'} the name of nothing there: choose "
             f"from {', '.join(shown)}",
         )
-
-
-def _lora(config: Config, adaptable: list[str]) -> Iterator[Violation]:
-    lora, freeze = config.lora, config.training.freeze
-    yield from unmatched("lora.targets", lora.targets, adaptable)
-    yield from _high_rank(config)
-    if freeze:
-        yield Violation(
-            ("training.freeze", "lora.rank"),
-            f"training.freeze is not used with lora.rank = {lora.rank}, with which only adapters are trained: leave "
-            "freeze out, and let lora.targets say which matrices have them",
-        )
-    if config.moe.expert_dtype != "compute":
-        yield Violation(
-            ("lora.rank", "moe.expert_dtype"),
-            f"lora.rank = {lora.rank} adds to products in mixed_precision_param, and moe.expert_dtype = "
-            f'"{config.moe.expert_dtype}" rounds the frozen experts to 8 bits (a quantised base, which has no adapters '
-            'here): use expert_dtype = "compute"',
-        )
-
-
-def _high_rank(config: Config) -> Iterator[Violation]:
-    """Refuse a rank that is above that of every matrix which has such adapters."""
-    tuning = Tuning.of(config)
-    for field, rank, of_experts in (
-        ("lora.rank", tuning.rank, False),
-        ("lora.experts_rank", tuning.experts_rank, True),
-    ):
-        sides = [
-            min(shape[-2:])
-            for name, shape in shapes(config.model)
-            if tuning.rank_of(name) and (".experts." in name) == of_experts
-        ]
-        if sides and rank > max(sides):
-            derived = " (-1: lora.rank // model.top_k)" if of_experts and config.lora.experts_rank == -1 else ""
-            yield Violation(
-                (field, "model.family"),
-                f"{field} = {rank}{derived} exceeds {max(sides)}, the smaller side of the largest matrix "
-                f"that it adapts: more than {max(sides)} changes it no further: use at most that",
-            )
-            return

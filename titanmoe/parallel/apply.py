@@ -14,7 +14,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.fold.unsharded_experts import reshard
-from titanmoe.models.adapters import add_adapters
+from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput

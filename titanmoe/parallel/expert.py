@@ -11,15 +11,15 @@ from torch.distributed.tensor import Replicate, Shard
 from titanmoe.config.schema import Model, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
+from titanmoe.models.lora_spec import with_adapters
+from titanmoe.models.tensors import EXPERT_SPLITS
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.protocol import ExpertRanks, SharedBuffers
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.tensor import put_on_mesh
 
 # The dim that etp splits: the hidden one, but of w2_bias the model dim, because otherwise every etp rank would add it.
-# Adapters' other halves every etp rank has whole, and their gradients are summed over etp (titanmoe.models.adapters).
-ETP_DIM = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
-ETP_DIM |= {"w1_lora_B": 1, "w3_lora_B": 1, "w2_lora_A": 2}
+ETP_DIM = with_adapters(EXPERT_SPLITS) | {"w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:

@@ -46,14 +46,12 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
                 rows.copy_(initial[name](key, index, torch.promote_types(part.dtype, model.dtype)))
         elif name.endswith("norm.weight"):
             part.fill_(1)
-        elif name.endswith(("bias", "lora_B")):
+        elif name.endswith("bias"):
             part.zero_()
         else:
             name = stored_name(name, model.shape.tie_embeddings)
             std = model.shape.init_std
-            if name.endswith("lora_A"):  # the variance of PEFT's initial A
-                std = 1 / math.sqrt(3 * parameter.shape[-1])
-            elif name.endswith(INTO_RESIDUAL):
+            if name.endswith(INTO_RESIDUAL):
                 std /= math.sqrt(2 * model.shape.num_layers)
             # A frozen weight, which is narrower, begins with the bits that a trained one is computed with.
             wide = torch.promote_types(part.dtype, model.dtype)

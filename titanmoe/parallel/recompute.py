@@ -10,7 +10,7 @@ selective       what is cheap for its size: the activation up to the input of ea
                 those of the latents.
 
 Recomputation of the MoE part sends rows a second time at most, and nothing else: titanmoe.comm.recomputation.
-Every mode recomputes the activation of routed experts: `titanmoe.moe.swiglu`.
+Every mode recomputes the activation of routed experts: `titanmoe.moe.expert_products`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshard
+from titanmoe.models.lora_spec import is_adapter, shared_dim
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
@@ -32,13 +33,15 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
     return num_experts // ep % edp != 0
 
 
-LAST_DIM = ("w1", "w3", "w1_lora_A", "w3_lora_A", "w2_lora_A")
+def model_dim(name: str) -> int:
+    """Return the dim of an experts' parameter that data ranks share: D of w1 and w3, (E, F, D), D of w2, (E, D, F), the
+    only width of a bias; of adapters the dim that is not the rank."""
+    return shared_dim(name) if is_adapter(name) else 2 if name in ("w1", "w3") else 1
 
 
-def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
-    # D of w1 and w3, (E, F, D); D of w2, (E, D, F); the only width of a bias; of adapters the dim that is not the rank.
-    last = {id(parameter) for name, parameter in experts.named_parameters() if name in LAST_DIM}
-    return lambda parameter: Shard(2 if id(parameter) in last else 1)
+def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
+    placements = {id(parameter): Shard(model_dim(name)) for name, parameter in experts.named_parameters()}
+    return lambda parameter: placements[id(parameter)]
 
 
 def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
@@ -81,7 +84,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
                     block.moe.experts,
                     **options | {"mesh": meshes.expert_data},
                     mp_policy=policy,
-                    shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
+                    shard_placement_fn=_on_model_dim(block.moe.experts) if on_model_dim else None,
                 )
             block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
         fully_shard(block, **options, mp_policy=policy)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanmoe.comm.collectives import Group, all_reduce
-from titanmoe.models.tensors import adapter_names, is_adaptable
+from titanmoe.models.lora_spec import with_adapters
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
 
@@ -38,11 +38,7 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
     for path, module in model.named_modules():
         if hasattr(module, "tp_dims"):
             module.tp = tp
-            shard |= {f"{path}.{name}": dim for name, dim in module.tp_dims.items()}
-            for name, dim in module.tp_dims.items():  # of a matrix's adapters, the one with that dim
-                if is_adaptable(f"{path}.{name}"):
-                    down, up = adapter_names(f"{path}.{name}")
-                    shard |= {up: 0} if dim == 0 else {down: 1}
+            shard |= {f"{path}.{name}": dim for name, dim in with_adapters(module.tp_dims).items()}
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name and ".router." not in name:
             put_on_mesh(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
@@ -53,7 +49,7 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
 def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group, etp: Group) -> None:
     """Sums the gradients that FSDP does not, once per step, in one message per group and dtype: those of routers over
     the whole stage, those of other parameters that tp replicates (such as norms) over tp, those of experts' parameters
-    that etp replicates (of adapters) over etp.
+    that etp replicates over etp.
 
     stage: groups to sum over in turn, which together cover the stage, so that it needs no group of its own.
     """

@@ -19,6 +19,7 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
+from titanmoe.models.lora_spec import shared_dim
 from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
 from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
@@ -132,7 +133,7 @@ def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning:
     adapters = tuning.adapters(name, tensors.expert_splits(model))
     for part, (shape, split) in adapters.items():
         shapes.append((local_experts, *(n // etp if i == split else n for i, n in enumerate(shape) if i)))
-        dims.append(2 if part.endswith("A") else 1)
+        dims.append(shared_dim(part))
     frozen = _flags((f"{name}.{part}" for part in (*tensors.of_experts(model), *adapters)), tuning)
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
     return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes), (), frozen)
@@ -222,7 +223,7 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
     matrices = of_block(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
     pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
     for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
-        filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.moe.experts
+        filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.models.lora
         yield Adapter(name, a[-2] + filled, a[-1], b[-2], a_dim is not None, b_dim is not None)
 
 

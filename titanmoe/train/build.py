@@ -31,6 +31,7 @@ from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
+from titanmoe.train.adapter_checkpoints import AdapterCheckpoints
 from titanmoe.train.alarms import Expected
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
@@ -145,7 +146,7 @@ def build_training(
         epochs=training.epochs,
         timeout_s=training.timeout_s,
         folder=RunFolder(config.job, config.checkpoint, runtime.rank),
-        checkpoints=Checkpoints(
+        checkpoints=(AdapterCheckpoints if config.lora.rank else Checkpoints)(
             options=config.checkpoint,
             model=config.model,
             about_run=about_run(config, fold),

@@ -14,19 +14,11 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import (
-    StartPoint,
-    checkpoints_of,
-    choose_start,
-    start_from_path,
-    weights_under,
-)
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
-from titanmoe.checkpoint.read_adapters import Adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
@@ -34,7 +26,6 @@ from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import StoredTokenizer
-from titanmoe.models.tensors import stored_name
 from titanmoe.train.evaluation import Validation
 from titanmoe.train.learning_rate import LearningRate, changed_rate
 from titanmoe.train.optimizers.optimizer import Optimizer
@@ -65,11 +56,6 @@ class Checkpoints:
     saver: Saver | None = None
     origin: Path | None = None
     """The checkpoint that it has begun from."""
-
-    @property
-    def adapters(self) -> bool:
-        """Whether only adapters are trained: then only they are saved, with the digest of the weights under them."""
-        return self.lora.rank > 0
 
     def __post_init__(self) -> None:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
@@ -111,22 +97,23 @@ class Checkpoints:
             say(f"checkpoint: {line}")
         if self.saver:
             self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
-        if beginning.path is None:
-            notes = self._begin_from_hf() if self.options.initial_hf else {}
-            self._sum_base()
-            return self._begin_adapters(notes)
-        saved, self.origin = Checkpoint(beginning.path), beginning.path
-        if self.adapters and "base" in saved.record:
-            self._begin_base()
-        changes = self.load(saved, beginning.model_only)
+        return self._begin_anew() if beginning.path is None else self._begin_from(beginning)
+
+    def _begin_anew(self) -> dict[str, str]:
+        """Fill the first weights where there is no checkpoint to begin from; returns notes."""
+        return self._begin_from_hf() if self.options.initial_hf else {}
+
+    def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
+        """Load the checkpoint that the run begins from; returns notes."""
+        self.origin = beginning.path
+        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
             self._carry(lambda: layout.carried(beginning.path))
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
-        notes = {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
-        return self._begin_adapters(notes) if beginning.model_only else notes
+        return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _context_note(self) -> str:
         """Return what to say of samples that are longer than the model that the run began from was made for."""
@@ -142,51 +129,6 @@ class Checkpoints:
             return ""
         return context_note(folder, self.model, self.about_run["config"]["training"]["seq_len"])
 
-    def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
-        """Fills new adapters from PEFT's, if the recipe names some."""
-        if not (folder := self.options.initial_adapter):
-            return notes
-        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
-        from titanmoe.checkpoint.hf.peft_base import first_adapters
-
-        adapters = raise_on_all_ranks(self.group, lambda: first_adapters(Path(folder), self.model, self.lora))
-        compared = self._compare_base(adapters)
-        for name, (_, piece) in self._targets(with_moments=False).items():
-            fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
-        origin = f"adapters of {folder}"
-        if adapters.dropout:
-            origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"
-        origin = f"{origin}\n{compared}"
-        return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
-
-    def _compare_base(self, adapters: Adapters) -> str:
-        """Return what was compared of the run's weights and those that PEFT's adapters were trained on."""
-        from titanmoe.checkpoint.hf.merge import open_weights
-        from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_name
-
-        under = weights_under(self.options)
-        refuse_name(adapters, under)
-        if under:
-            return compare_base(adapters, open_weights(under, self.model), under, self.group)
-        return "on random weights: its adapter_config.json names no base"
-
-    def _begin_base(self) -> None:
-        """Fills the weights under adapters that come from a checkpoint of their own, as when the run began."""
-        options = self.options
-        if options.initial_hf:
-            self._begin_from_hf()
-        elif options.model_only:
-            base = Checkpoint(self._choose(lambda: start_from_path(Path(options.load), self._damage)).path)
-            if "base" not in base.record:
-                self.load(base, model_only=True)
-        self._sum_base()
-
-    def _sum_base(self) -> None:
-        if self.adapters:
-            frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-            own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
-            self.about_run["base"] = digest(own, self.group)
-
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copied into the run's folder, and from there into every checkpoint."""
         try:
@@ -200,7 +142,7 @@ class Checkpoints:
 
         folder = self._same_folder(self.options.initial_hf)
         source = open_first_weights(folder, self.model)
-        for name, (_, piece) in self._targets(with_moments=False, base=self.adapters).items():
+        for name, (_, piece) in self._first_targets().items():
             fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
         if self.saver:
             self._carry(lambda: config_and_tokenizer_files(folder))
@@ -252,14 +194,7 @@ class Checkpoints:
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the run from a checkpoint made under any mapping; returns what has changed since it was saved."""
         before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
-        has_base, first_adapter = "base" in saved.record, self.options.initial_adapter
-        problems = state.refused_record(saved.record, now, saved.path, self.adapters, model_only, first_adapter)
-        if self.adapters and has_base and saved.record["base"] != self.about_run["base"]:
-            problems.append(
-                f"its adapters were trained on other weights (digest {saved.record['base']}, and here "
-                f"{self.about_run['base']}): name the same ones in checkpoint.initial_hf, or in checkpoint.load with "
-                "model_only = true, and with the same training.mixed_precision_param"
-            )
+        problems = self._refusals(saved, now, model_only)
         if not model_only and "loader" in saved.record:
             try:
                 self.loader.load_state_dict(saved.record["loader"])
@@ -273,15 +208,12 @@ class Checkpoints:
                 problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(saved.path))
-        base_only = self.adapters and not has_base
-        targets = self._targets(with_moments=not model_only, base=base_only)
+        targets = self._stored_targets(saved, with_moments=not model_only)
         try:
             self._all_there(saved, targets, model_only)
             on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
-        if base_only:
-            self._sum_base()
         if model_only:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
@@ -306,14 +238,23 @@ class Checkpoints:
         if lines:
             raise CheckpointError("; ".join(lines))
 
-    def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
-        """base: the weights under adapters instead of the adapters."""
-        moments, buffers = self.optimizer.moments() if with_moments else None, self.buffers
-        parameters = self.parameters
-        if self.adapters:
-            parameters = {name: p for name, p in parameters.items() if p.requires_grad != base}
-            buffers = buffers if base else {}
-        return state.targets(parameters, buffers, moments, self.model.tie_embeddings)
+    def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
+        """Return why the run, whose config is `now` by path, cannot begin from a checkpoint or go on from it."""
+        trains_adapters, initial = self.lora.rank > 0, self.options.initial_adapter
+        return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
+
+    def _targets(self, with_moments: bool) -> state.Targets:
+        """Return the tensors that a checkpoint of the run holds."""
+        moments = self.optimizer.moments() if with_moments else None
+        return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
+
+    def _first_targets(self) -> state.Targets:
+        """Return the tensors that a published model fills."""
+        return self._targets(with_moments=False)
+
+    def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
+        """Return the tensors that this checkpoint fills."""
+        return self._targets(with_moments)
 
     # ---- saving
 

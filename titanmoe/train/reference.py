@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanmoe.checkpoint.base import model_digest
 from titanmoe.checkpoint.choose_checkpoint import run_folder
@@ -37,7 +36,9 @@ from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.scores import DTYPES, SCORES, Classes, ScoreWriter, scores_of
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.sources import training_sources
-from titanmoe.models.tensors import ADAPTER, stored_name
+from titanmoe.models.lora import without_adapters
+from titanmoe.models.lora_spec import is_adapter
+from titanmoe.models.tensors import stored_name
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.parallel.context import placement
 from titanmoe.train.checkpoints import REFERENCE
@@ -71,7 +72,7 @@ class Reference:
                     ]
                 )
             say(f"scores     counting those of the reference, {model}, as there are none beside the data")
-            with self._without_adapters():
+            with without_adapters(training.stages):
                 count_scores(self.config, training, model)
             self._take(sources, model)
             note = "counted now"
@@ -84,7 +85,7 @@ class Reference:
         own = {
             name: parameter
             for name, parameter in self.training.parameters.items()
-            if name == stored_name(name, tied) and ADAPTER not in name
+            if name == stored_name(name, tied) and not is_adapter(name)
         }
         return model_digest(own, self.training.buffers, compute, self.group)
 
@@ -114,18 +115,6 @@ class Reference:
 
         complete = raise_on_all_ranks(self.group, mine)
         return all(on_all_ranks(self.group, lambda: complete))
-
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        modules: list[nn.Module] = [part for stage in self.training.stages for part in stage.modules()]
-        scales = {part: part.lora_scale for part in modules if getattr(part, "lora_scale", 0)}
-        try:
-            for part in scales:
-                part.lora_scale = 0.0
-            yield
-        finally:
-            for part, scale in scales.items():
-                part.lora_scale = scale
 
 
 def count(config: Config, training: Training, likeliest: bool) -> int:

@@ -26,7 +26,7 @@ from titanmoe.checkpoint.read_adapters import Adapters, in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import LoRA, Model
-from titanmoe.models import tensors as names
+from titanmoe.models.lora_spec import adapter_names, is_adaptable
 
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -106,7 +106,7 @@ class _Reader:
         self.problems += problems_of_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:
-            for name in filter(names.is_adaptable, self.map.our_shapes):
+            for name in filter(is_adaptable, self.map.our_shapes):
                 if self.map.places[name][0].home.part is None:
                     self._apart(name)
                 elif name == together(self.map, name)[0]:
@@ -168,7 +168,7 @@ class _Reader:
             return
         both = [self._whole(keys[leaf][0]) for leaf in "AB"]
         for name, pair in split_parts(*both, {name: rows_of(self.map, name) for name in group}).items():
-            for adapter, tensor in zip(names.adapter_names(name), pair, strict=True):
+            for adapter, tensor in zip(adapter_names(name), pair, strict=True):
                 self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, reader_of(lambda x=tensor: x))
             self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
 
@@ -178,7 +178,7 @@ class _Reader:
             return
         first = self.files.tensors[keys["A"][0]]
         shapes = {"A": (first.shape[0], inputs), "B": (outputs, first.shape[0])}
-        for leaf, adapter in zip("AB", names.adapter_names(name), strict=True):
+        for leaf, adapter in zip("AB", adapter_names(name), strict=True):
             read = partial(self._read_apart, name, keys[leaf], leaf)
             self.tensors[adapter] = LazyTensor((*experts, *shapes[leaf]), first.dtype, read)
         self.alphas[name] = self._alpha(module_of(self.map.places[name][0]))
@@ -260,7 +260,7 @@ class _Reader:
             for number, leaf in enumerate(parts):
                 outputs, inputs = self.map.our_shapes[f"{block}.{leaf}"][1:]
                 shapes = (experts, rank, inputs), (experts, outputs, rank)
-                for which, adapter in enumerate(names.adapter_names(f"{block}.{leaf}")):
+                for which, adapter in enumerate(adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
                     make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, apart)
                     self.tensors[adapter] = LazyTensor(shapes[which], dtype, reader_of(make))
@@ -315,7 +315,7 @@ class _Reader:
         for name, own in experts.items():
             if own == alpha or not alpha > 0 or not own > 0 or math.frexp(own / alpha)[0] != 0.5:
                 continue
-            up = names.adapter_names(name)[1]
+            up = adapter_names(name)[1]
             shape, dtype, read = self.tensors[up].shape, self.tensors[up].dtype, self.tensors[up].read
             self.tensors[up] = LazyTensor(shape, dtype, partial(_times, own / alpha, read))
             self.alphas[name] = alpha
@@ -325,7 +325,7 @@ class _Reader:
         ranks: dict[str, dict[int, str]] = {"lora.rank": {}, "lora.experts_rank": {}}
         alphas: dict[float, str] = {}
         for name, alpha in self.alphas.items():
-            rank = self.tensors[names.adapter_names(name)[0]].shape[-2]
+            rank = self.tensors[adapter_names(name)[0]].shape[-2]
             ranks["lora.experts_rank" if ".experts." in name else "lora.rank"].setdefault(rank, name)
             alphas.setdefault(alpha, name)
         for field, values in (ranks | {"lora.alpha": alphas}).items():

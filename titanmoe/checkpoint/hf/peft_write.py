@@ -30,7 +30,7 @@ from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.read_adapters import Adapters, in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
-from titanmoe.models import tensors as names
+from titanmoe.models.lora_spec import adapter_names, is_adaptable
 
 PREFIX = "base_model.model."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -130,9 +130,7 @@ class _Paths:
                 alike[in_block(name)].append(name)
         self.everywhere = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
         self.nowhere = {kind for kind, all_of_it in alike.items() if set(matrices).isdisjoint(all_of_it)}
-        self.linear = {
-            self.leaf(name) for name in filter(names.is_adaptable, map_.our_shapes) if ".experts." not in name
-        }
+        self.linear = {self.leaf(name) for name in filter(is_adaptable, map_.our_shapes) if ".experts." not in name}
 
     def leaf(self, name: str) -> str:
         return module_of(self.map.places[name][0]).rpartition(".")[2]
@@ -202,7 +200,7 @@ def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, 
 
     out = {}
     for part in map_.places[name]:
-        for adapter in names.adapter_names(name):
+        for adapter in adapter_names(name):
             stored = adapters.tensors[adapter]
             key = f"{PREFIX}{module_of(part)}.lora_{adapter[-1]}.weight"
             make = partial(tensor, part, adapter)
@@ -214,10 +212,10 @@ def _together(adapters: Adapters, map_: Map, group: list[str], whole: Whole) -> 
     """Of matrices that are one there."""
     place = map_.places[group[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
-    rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[names.adapter_names(group[0])[0]].dtype
+    rank, dtype = sum(map(adapters.rank, group)), adapters.tensors[adapter_names(group[0])[0]].dtype
 
     def both() -> tuple[Tensor, Tensor]:
-        pairs = ([whole(adapter) for adapter in names.adapter_names(name)] for name in group)
+        pairs = ([whole(adapter) for adapter in adapter_names(name)] for name in group)
         return join_parts(pairs, (rows_of(map_, name) for name in group), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
@@ -236,13 +234,13 @@ def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str
     path += ".base_layer" if leaf == "w1" and f"{block}.w2" in adapters.matrices else ""
 
     def pair() -> Pair:
-        gate_or_down = Pair(*map(whole, names.adapter_names(name)))
+        gate_or_down = Pair(*map(whole, adapter_names(name)))
         if leaf == "w2":
             return gate_or_down.flat()
-        up = Pair(*map(whole, names.adapter_names(f"{block}.w3")))
+        up = Pair(*map(whole, adapter_names(f"{block}.w3")))
         return join(gate_or_down, up, map_.places[name][0].home.stride > 1).flat()
 
-    down, up = (adapters.tensors[adapter] for adapter in names.adapter_names(name))
+    down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
     (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")
     return {
         f"{path}.lora_A.weight": LazyTensor(

@@ -1,0 +1,130 @@
+"""Low-rank adapters on a model's frozen matrices: y = W x + alpha / r * B A x (titanmoe.models.lora_spec).
+
+`add_adapters` turns the modules that the recipe chooses into the kinds below, which compute their own product and add
+the adapters'. B begins as zeros, so a model with new adapters computes what it did without them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanmoe.comm.collectives import local
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.models.layers import Linear, local_rows, zeros
+from titanmoe.models.lora_spec import adapter_names, adapter_splits
+from titanmoe.models.tensors import Tuning
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.expert_products import ExpertProducts
+from titanmoe.moe.experts import Experts
+from titanmoe.ops import counter_rng
+
+
+def add_adapters(model: Transformer, config: Config) -> None:
+    """Give a model the adapters that the recipe asks for. It is on meta and not sharded yet."""
+    tuning = Tuning.of(config)
+    for name, parameter in list(model.named_parameters()):
+        if not (rank := tuning.rank_of(name)):
+            continue
+        adapters = adapter_splits(name, (tuple(parameter.shape), None), rank)
+        initial = partial(normal, inputs=parameter.shape[-1]), zeros
+        for (adapter, (shape, _)), values in zip(adapters.items(), initial, strict=True):
+            path, _, last = adapter.rpartition(".")
+            module = model.get_submodule(path)
+            module.register_parameter(last, nn.Parameter(torch.empty(shape, dtype=model.dtype)))
+            module.initial = getattr(module, "initial", {}) | {last: values}
+        module.__class__ = _adapted_kind(name, module)
+        module.adapters_scale = config.lora.alpha / rank
+
+
+def _adapted_kind(name: str, module: nn.Module) -> type[nn.Module]:
+    for plain, adapted in ((Linear, AdaptedLinear), (Experts, AdaptedExperts)):
+        if isinstance(module, plain):
+            return adapted
+    raise ConfigError(
+        [
+            f"{name} cannot have adapters, because it is of {type(module).__name__}: make it a "
+            f"{Linear.__module__}.{Linear.__name__}, or leave it out of lora.targets"
+        ]
+    )
+
+
+def normal(key: int, index: Tensor, dtype: torch.dtype, inputs: int) -> Tensor:
+    """Return initial values of A, with the variance of PEFT's."""
+    return counter_rng.normal(key, index, dtype) * (1 / math.sqrt(3 * inputs))
+
+
+@contextmanager
+def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Within this, the models compute what they would without adapters."""
+    modules = [module for model in models for module in model.modules()]
+    scales = {m: m.adapters_scale for m in modules if isinstance(m, AdaptedLinear | AdaptedExperts)}
+    try:
+        for module in scales:
+            module.adapters_scale = 0.0
+        yield
+    finally:
+        for module, scale in scales.items():
+            module.adapters_scale = scale
+
+
+class AdaptedLinear(Linear):
+    """A linear layer with `lora_A` (r, inputs) and `lora_B` (outputs, r)."""
+
+    adapters_scale: float
+    """alpha / r."""
+
+    def forward(self, x: Tensor, pass_on: bool = False, rows: slice | None = None) -> Any:
+        if not pass_on:
+            return self.adapted(super().forward(x, rows=rows), x, rows)
+        y, x = super().forward(x, pass_on=True, rows=rows)
+        return self.adapted(y, x, rows), x
+
+    def without_bias(self, x: Tensor) -> Tensor:
+        return self.adapted(super().without_bias(x), x)
+
+    def effective_weight(self) -> Tensor:
+        return super().effective_weight() + self.adapters_scale * local(self.lora_B) @ local(self.lora_A)
+
+    def adapted(self, y: Tensor, x: Tensor, rows: slice | None = None) -> Tensor:
+        return y + F.linear(self.adapters_scale * F.linear(x, local(self.lora_A)), local_rows(self.lora_B, rows))
+
+
+class AdaptedExperts(Experts):
+    """Experts that have, for some of their matrices, A (e, r, inputs) and B (e, outputs, r)."""
+
+    adapters_scale: float
+    """alpha / r."""
+
+    def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
+        weights = self.hidden_weights()
+        pairs = {name: self.pair(name, products) for name in weights if hasattr(self, f"{name}_lora_A")}
+        outputs = products.up(x_RD, *weights.values(), *(a for a, _ in pairs.values()))
+        hidden, narrow = outputs[: len(weights)], list(outputs[len(weights) :])
+        for name, y_RF in zip(weights, hidden, strict=True):
+            if name in pairs:  # in place, so that no more of them exist than without adapters
+                y_RF.add_(products.up(self.adapters_scale * narrow.pop(0), pairs[name][1])[0])
+        return hidden
+
+    def down(self, products: ExpertProducts, hidden: tuple[Tensor, ...], weight_R1: Tensor) -> Tensor:
+        if not hasattr(self, "w2_lora_A"):
+            return super().down(products, hidden, weight_R1)
+        a, b = self.pair("w2", products)
+        y_RD, narrow_Rr = products.down(hidden, weight_R1, local(self.w2), a)
+        y_RD += products.up(self.adapters_scale * narrow_Rr, b)[0]
+        return y_RD
+
+    def pair(self, name: str, products: ExpertProducts) -> tuple[Tensor, Tensor]:
+        """Return A and B of a matrix. torch's grouped product gets them with zeros up to a rank of whole 16-byte units,
+        which it needs."""
+        a, b = (local(getattr(self, adapter)) for adapter in adapter_names(name))
+        missing = -a.shape[1] % (16 // a.element_size()) if products.grouped else 0
+        return (F.pad(a, (0, 0, 0, missing)), F.pad(b, (0, missing))) if missing else (a, b)

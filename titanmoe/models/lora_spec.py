@@ -1,0 +1,128 @@
+"""Low-rank adapters (arXiv 2106.09685) without torch: names, shapes and sharded dims, and which options are refused.
+
+    y = W x + alpha / r * B A x      A (r, inputs), B (outputs, r); of routed experts (e, r, inputs), (e, outputs, r)
+
+Each adapter shares one dim with its matrix: A the inputs, B the outputs. Where tp or etp shards that dim of the matrix,
+it shards the adapter's too. The other of the two is replicated then, on each rank with a summand of its gradient, which
+`titanmoe.parallel.tensor.sum_replicated` adds up. The modules are in titanmoe.models.lora.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from titanmoe.config.ranges import Violation
+from titanmoe.config.schema import Config, LoRA
+from titanmoe.models.mixers.mixer_rules import Shape, Split
+
+if TYPE_CHECKING:
+    from titanmoe.models.tensors import Tuning
+
+ADAPTER = "lora_"
+MATRICES = ("w1", "w2", "w3")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is an adapter's A or B."""
+    return ADAPTER in name
+
+
+def is_adaptable(name: str) -> bool:
+    """Return whether a parameter is a matrix that may have adapters: attention's, a dense network's or experts'."""
+    kind, _, leaf = name.removesuffix(".weight").rpartition(".")
+    if kind.endswith(".attention"):
+        return leaf.startswith("w") and name.endswith(".weight")
+    return kind.endswith((".ffn", ".shared", ".experts")) and leaf in MATRICES
+
+
+def adapter_names(matrix: str) -> tuple[str, str]:
+    """Return the names of a matrix's A and B. Experts' matrices are no modules, so those are longer names beside
+    theirs."""
+    base = f"{matrix.removesuffix('.weight')}." if matrix.endswith(".weight") else f"{matrix}_"
+    return f"{base}{ADAPTER}A", f"{base}{ADAPTER}B"
+
+
+def shared_dim(adapter: str) -> int:
+    """Return the dim that A or B shares with its matrix, which is the one that is not the rank."""
+    outputs = 1 if f"_{ADAPTER}" in adapter else 0  # experts come before
+    return outputs + adapter.endswith("A")
+
+
+def with_adapters(dims: Mapping[str, int]) -> dict[str, int]:
+    """Return the dims along which parameters are sharded, by name, with those of the matrices' adapters added."""
+    matrices = {name: dim for name, dim in dims.items() if name.endswith(".weight") or name in MATRICES}
+    pairs = ((adapter, dim) for name, dim in matrices.items() for adapter in adapter_names(name))
+    return dict(dims) | {adapter: dim for adapter, dim in pairs if shared_dim(adapter) == dim}
+
+
+def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
+    """Return shape and sharded dim of a matrix's A and B, by name.
+
+    Args:
+        split: the matrix's own: (outputs, inputs) or with the experts before these.
+    """
+    (*experts, outputs, inputs), dim = split
+    shapes = (*experts, rank, inputs), (*experts, outputs, rank)
+    names = adapter_names(matrix)
+    return {name: (shape, dim if dim == shared_dim(name) else None) for name, shape in zip(names, shapes, strict=True)}
+
+
+# ---- what is refused
+
+
+def without_rank(config: Config) -> Iterator[Violation]:
+    """Refuse options of adapters where there are none."""
+    for name in ("targets", "experts_rank", "alpha"):
+        if (value := getattr(config.lora, name)) != getattr(LoRA(), name):
+            yield Violation(
+                (f"lora.{name}", "lora.rank"),
+                f"lora.{name} = {value} does nothing with lora.rank = 0, which makes no adapters: set rank, such "
+                f"as 16, or leave {name} out",
+            )
+    if folder := config.checkpoint.initial_adapter:
+        yield Violation(
+            ("checkpoint.initial_adapter", "lora.rank"),
+            f'checkpoint.initial_adapter = "{folder}" begins from adapters, and lora.rank = 0 makes none: set the '
+            "rank that they have, or leave initial_adapter out",
+        )
+
+
+def contradictions(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
+    """Refuse what adapters exclude, and ranks that are too high. `shapes`: those of all parameters."""
+    lora = config.lora
+    yield from _high_rank(config, tuning, shapes)
+    if config.training.freeze:
+        yield Violation(
+            ("training.freeze", "lora.rank"),
+            f"training.freeze is not used with lora.rank = {lora.rank}, with which only adapters are trained: leave "
+            "freeze out, and let lora.targets say which matrices have them",
+        )
+    if config.moe.expert_dtype != "compute":
+        yield Violation(
+            ("lora.rank", "moe.expert_dtype"),
+            f"lora.rank = {lora.rank} adds to products in mixed_precision_param, and moe.expert_dtype = "
+            f'"{config.moe.expert_dtype}" rounds the frozen experts to 8 bits (a quantised base, which has no adapters '
+            'here): use expert_dtype = "compute"',
+        )
+
+
+def _high_rank(config: Config, tuning: Tuning, shapes: Mapping[str, Shape]) -> Iterator[Violation]:
+    """Refuse a rank that is above that of every matrix which has such adapters."""
+    for field, rank, of_experts in (
+        ("lora.rank", tuning.rank, False),
+        ("lora.experts_rank", tuning.experts_rank, True),
+    ):
+        sides = [
+            min(shape[-2:])
+            for name, shape in shapes.items()
+            if tuning.rank_of(name) and (".experts." in name) == of_experts
+        ]
+        if sides and rank > max(sides):
+            derived = " (-1: lora.rank // model.top_k)" if of_experts and config.lora.experts_rank == -1 else ""
+            yield Violation(
+                (field, "model.family"),
+                f"{field} = {rank}{derived} exceeds {max(sides)}, the smaller side of the largest matrix "
+                f"that it adapts: more than {max(sides)} changes it no further: use at most that",
+            )
+            return

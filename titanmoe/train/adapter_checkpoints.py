@@ -1,0 +1,112 @@
+"""Checkpoints of a run that trains adapters: they hold these alone, and the digest of the weights under them.
+
+The weights under the adapters come from a published model, from another run's checkpoint, or from the seed. A run that
+goes on takes them from there again, and its adapters from its own checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint import state
+from titanmoe.checkpoint.base import digest
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, start_from_path, weights_under
+from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
+from titanmoe.checkpoint.read_adapters import Adapters
+from titanmoe.models.tensors import stored_name
+from titanmoe.train.checkpoints import Checkpoints
+
+
+class AdapterCheckpoints(Checkpoints):
+    def _begin_anew(self) -> dict[str, str]:
+        notes = super()._begin_anew()
+        self._sum_base()
+        return self._begin_adapters(notes)
+
+    def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
+        if "base" in Checkpoint(beginning.path).record:
+            self._begin_base()
+        notes = super()._begin_from(beginning)
+        return self._begin_adapters(notes) if beginning.model_only else notes
+
+    def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
+        changes = super().load(saved, model_only)
+        if "base" not in saved.record:
+            self._sum_base()
+        return changes
+
+    def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
+        problems, base = super()._refusals(saved, now, model_only), saved.record.get("base")
+        if base is not None and base != self.about_run["base"]:
+            problems.append(
+                f"its adapters were trained on other weights (digest {base}, and here {self.about_run['base']}): name "
+                "the same ones in checkpoint.initial_hf, or in checkpoint.load with model_only = true, and with the "
+                "same training.mixed_precision_param"
+            )
+        return problems
+
+    # ---- which tensors
+
+    def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
+        """Return the adapters, or with `base` the weights under them."""
+        moments = self.optimizer.moments() if with_moments else None
+        parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
+        return state.targets(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
+
+    def _first_targets(self) -> state.Targets:
+        return self._targets(with_moments=False, base=True)
+
+    def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
+        return self._targets(with_moments, base="base" not in saved.record)
+
+    # ---- the weights under the adapters
+
+    def _begin_base(self) -> None:
+        """Fill the weights under adapters that come from a checkpoint of their own, as when the run began."""
+        options = self.options
+        if options.initial_hf:
+            self._begin_from_hf()
+        elif options.model_only:
+            base = Checkpoint(self._choose(lambda: start_from_path(Path(options.load), self._damage)).path)
+            if "base" not in base.record:
+                self.load(base, model_only=True)
+        self._sum_base()
+
+    def _sum_base(self) -> None:
+        """Have every record contain the digest of the weights under the adapters. Collective over the world."""
+        frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
+        own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
+        self.about_run["base"] = digest(own, self.group)
+
+    # ---- adapters that PEFT made
+
+    def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
+        """Fill new adapters from PEFT's, if the recipe names some; returns the notes with one on them."""
+        if not (folder := self.options.initial_adapter):
+            return notes
+        from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
+        from titanmoe.checkpoint.hf.peft_base import first_adapters
+
+        adapters = raise_on_all_ranks(self.group, lambda: first_adapters(Path(folder), self.model, self.lora))
+        compared = self._compare_base(adapters)
+        for name, (_, piece) in self._targets(with_moments=False).items():
+            fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
+        origin = f"adapters of {folder}"
+        if adapters.dropout:
+            origin += f", trained there with lora_dropout = {adapters.dropout:g}; there is no dropout here"
+        origin = f"{origin}\n{compared}"
+        return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
+
+    def _compare_base(self, adapters: Adapters) -> str:
+        """Return what was compared of the run's weights and those that PEFT's adapters were trained on."""
+        from titanmoe.checkpoint.hf.merge import open_weights
+        from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_name
+
+        under = weights_under(self.options)
+        refuse_name(adapters, under)
+        if under:
+            return compare_base(adapters, open_weights(under, self.model), under, self.group)
+        return "on random weights: its adapter_config.json names no base"
