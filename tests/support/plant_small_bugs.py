@@ -1,7 +1,7 @@
 """Plants the bugs of tests/support/small_bugs.py, one at a time, in a copy of the tree, and says which test notices.
 
     python -m tests.support.plant_small_bugs      run what is missing; then write docs/small_bugs.jsonl
-        --only router                             only those whose file or description contains a text
+        --only router                             only those whose function or description contains a text
         --results FILE                            one JSON line each; runs/mutations.jsonl if not given
 
 Run by hand, not part of the tests: each takes a pytest run. It resumes where it stopped, and repeats those that
@@ -11,6 +11,8 @@ survived or could not run. The exit status is 1 if a mutant survived.
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import importlib
 import json
 import multiprocessing
@@ -28,20 +30,54 @@ from tests.support.small_bugs import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTICED = ROOT / "docs" / "small_bugs.jsonl"
-"""A line for each: its file, what it breaks, and the test that noticed."""
+"""A line for each: its function, what it breaks, and the test that noticed."""
 SURVIVED = "SURVIVED"
 TIMEOUT_S = 900
 
 
-def planted(mutant: Mutant, root: Path = ROOT) -> str:
-    """The file's text with the change in it."""
-    text = (root / "titanmoe" / mutant.file).read_text()
-    if text.count(mutant.old) != 1:
+@functools.cache
+def _definitions(root: Path) -> dict[str, list[tuple[Path, ast.stmt]]]:
+    """Return functions, classes and constants of titanmoe/ by qualified name, each with its file."""
+    found: dict[str, list[tuple[Path, ast.stmt]]] = {}
+
+    def enter(node: ast.AST, outer: str, path: Path) -> None:
+        for child in ast.iter_child_nodes(node):
+            name = getattr(child, "name", None)
+            if isinstance(child, ast.Assign):
+                name = getattr(child.targets[0], "id", None)
+            if isinstance(child, ast.stmt) and name:
+                found.setdefault(outer + name, []).append((path, child))
+            enter(child, f"{outer}{name}." if name else outer, path)
+
+    for path in sorted((root / "titanmoe").rglob("*.py")):
+        enter(ast.parse(path.read_text()), "", path)
+    return found
+
+
+def _parsed(code: str) -> ast.expr | ast.stmt:
+    (statement,) = ast.parse(code).body
+    return statement.value if isinstance(statement, ast.Expr) else statement
+
+
+def planted(mutant: Mutant, root: Path = ROOT) -> tuple[Path, str]:
+    """Return the file that defines the mutant's function, and its text with the bug in it."""
+    old, new = _parsed(mutant.old), _parsed(mutant.new)
+    code, spots = ast.unparse(old), []
+    for path, definition in _definitions(root).get(mutant.function, []):
+        for node in ast.walk(definition):
+            if type(node) is type(old) and ast.unparse(node) == code:
+                spots.append((path, node))
+    if len(spots) != 1:
         raise ValueError(
-            f"{mutant.file} holds {mutant.old!r} {text.count(mutant.old)} times: "
-            "tests/support/small_bugs.py is out of date"
+            f"functions {mutant.function} hold {code!r} {len(spots)} times: tests/support/small_bugs.py is out of date"
         )
-    return text.replace(mutant.old, mutant.new)
+    ((path, node),) = spots
+    lines = path.read_bytes().splitlines(keepends=True)  # columns count bytes
+    first, last = (sum(map(len, lines[: at - 1])) for at in (node.lineno, node.end_lineno))
+    text, change = b"".join(lines), ast.unparse(new)
+    change = f"({change})" if isinstance(new, ast.expr) else change
+    text = text[: first + node.col_offset] + change.encode() + text[last + node.end_col_offset :]
+    return path, text.decode()
 
 
 def copied(to: Path) -> Path:
@@ -71,10 +107,10 @@ def verdict(status: int, output: str) -> str:
 
 
 def judge(mutant: Mutant, tree: Path, number: int) -> str:
-    file, output = tree / "titanmoe" / mutant.file, tree / "output"
+    (file, wrong), output = planted(mutant, tree), tree / "output"
     right = file.read_text()
     try:
-        file.write_text(planted(mutant, tree))
+        file.write_text(wrong)
         os.utime(file, (number, number))  # Python finds its own compiled files by time and size
         process = multiprocessing.get_context("fork").Process(target=_pytest, args=(mutant.tests.split(), tree, output))
         process.start()
@@ -107,12 +143,12 @@ def run(results: Path, only: str = "") -> dict[Mutant, str]:
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
     found = {Mutant(*line["mutant"]): line["noticed"] for line in lines}
     done = {mutant: found[mutant] for mutant in MUTANTS if found.get(mutant, SURVIVED) != SURVIVED}
-    todo = [m for m in MUTANTS if m not in done and only in f"{m.file} {m.breaks}"]
+    todo = [m for m in MUTANTS if m not in done and only in f"{m.function} {m.breaks}"]
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copied(Path(folder)) if todo else Path(folder)
         for number, mutant in enumerate(todo, 1):
             done[mutant] = judge(mutant, tree, number)
-            print(f"{number}/{len(todo)}  {mutant.file}: {mutant.breaks}: {done[mutant]}", flush=True)
+            print(f"{number}/{len(todo)}  {mutant.function}: {mutant.breaks}: {done[mutant]}", flush=True)
             with results.open("a") as file:
                 file.write(json.dumps({"mutant": mutant, "noticed": done[mutant]}) + "\n")
     return {mutant: done[mutant] for mutant in MUTANTS if mutant in done}
@@ -129,9 +165,9 @@ def main() -> int:
     done = run(options.results, options.only)
     survived = [mutant for mutant, test in done.items() if test == SURVIVED]
     for mutant in survived:
-        print(f"survived: {mutant.file}: {mutant.breaks}")
+        print(f"survived: {mutant.function}: {mutant.breaks}")
     if not survived and len(done) == len(MUTANTS):
-        rows = [{"file": each.file, "breaks": each.breaks, "noticed": test} for each, test in done.items()]
+        rows = [{"function": each.function, "breaks": each.breaks, "noticed": test} for each, test in done.items()]
         NOTICED.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return bool(survived)
 
