@@ -16,7 +16,7 @@ help:
 	@echo '             options of the run: make train ARGS="--training.steps 20"'
 	@echo 'make test    set up .venv if needed, check style, run the tests'
 	@echo '             options of pytest:  make test ARGS="-k fold -x"'
-	@echo 'make slow    run the tests that make test leaves out because they are long'
+	@echo 'make slow    run the tests that make test leaves out because they are long, and property tests with a new seed'
 	@echo 'make check   for every edit, in less than a minute: style, mappings, configs, one parity case of each axis'
 	@echo 'make lint    check style only (ruff)'
 	@echo 'make docs    make a site of README.md and docs/ in build/site, and check its links'
@@ -51,8 +51,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 test: lint
 	$(PYTEST) $(ARGS)
 
+# Property tests too, with other examples each time. A seed repeats them: make slow SEED=...
+SEED := $(shell date +%s)
+
 slow: setup
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile varied --hypothesis-seed $(SEED) $(ARGS)
 
 check: lint
 	$(PYTEST) -q tests/fold tests/config tests/test_parity.py::test_each_axis_alone $(ARGS)

@@ -35,9 +35,9 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 
 from tests.support import byte_pairs, slow_cases  # noqa: E402
 
-settings.register_profile(
-    "titanmoe", deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+PROPERTIES = {"deadline": None, "max_examples": 40, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("titanmoe", derandomize=True, **PROPERTIES)
+settings.register_profile("varied", print_blob=True, **PROPERTIES)  # make slow, which prints its seed
 settings.load_profile("titanmoe")
 # It would read all modules for constants to try: three seconds, and examples that change with any other file.
 providers.is_local_module_file = lambda path: False
