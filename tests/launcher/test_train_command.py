@@ -6,17 +6,19 @@ import builtins
 import contextlib
 import io
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.support import processes
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.recipe import toml
-from titanmoe.config.schema import Config
 from titanmoe.launcher import agent, fit_ranks, train_command
 from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
@@ -24,7 +26,7 @@ from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.parts import PARTS
 from titanmoe.train import launch, launch_messages
-from titanmoe.train.launch_messages import hand_on_config
+from titanmoe.train.launch_messages import hand_on_config, read_handed_config
 
 DEBUG = "train_configs/debug.toml"
 CPUS, GPUS = Machine(0, 2), Machine(8, 64)
@@ -202,24 +204,16 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
 
 def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     words = ["debug", "--optimizer.lr=2.5e-4", "--data.skip_steps", "3", "5-7", "--job.name", 'say "ü"']
-    prepared, received = prepare(parse_words(words)), []
+    prepared = prepare(parse_words(words))
     recipes = opened_recipes(monkeypatch)
 
-    def start(config: Config) -> None:
-        received.append(config)
-        raise ConfigError(["no process is started here"])
-
-    monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
-    monkeypatch.setattr(launch, "world_size", lambda: 4)
     expected = launch.read(prepared.request.words, 4, PARTS)
     assert len(recipes) == 1, "under torchrun each rank reads it once"
-    with hand_on_config(prepared.checked) as file, monkeypatch.context() as without_laws:
+    with hand_on_config(prepared.checked) as file:
         monkeypatch.setenv(launch_messages.CONFIG_FILE, str(file))
-        without_laws.setattr(launch, "refusals", None)
-        with pytest.raises(SystemExit):
-            launch.main(["--config", "no recipe"], PARTS)
-    assert received == [expected] and not file.exists()
+        monkeypatch.setattr(launch, "refusals", None)
+        assert launch.receive(read_handed_config(PARTS), 4) == expected
+    assert not file.exists()
     assert len(recipes) == 1, "a rank of titanmoe train does not read it"
 
 
@@ -266,13 +260,18 @@ def test_other_mistakes_get_no_offer():
     assert not getattr(refusal, "offer", "")
 
 
-def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
-    def interrupted(request: Request) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train_command, "prepare", interrupted)
-    assert main(["train", "debug"]) == 130
-    assert capsys.readouterr() == ("", "")
+def test_ctrl_c_before_there_are_ranks_is_quiet(tmp_path):
+    """While it reads the recipe, which does not end."""
+    os.mkfifo(recipe := tmp_path / "endless.toml")
+    run = processes.Started(["-m", "titanmoe", "train", recipe])
+    writer = None
+    while writer is None and run.process.is_alive():
+        time.sleep(0.01)
+        with contextlib.suppress(OSError):  # it is not open for reading yet
+            writer = os.open(recipe, os.O_WRONLY | os.O_NONBLOCK)
+    run.send_signal(signal.SIGINT)
+    done = run.wait(60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 # ---- one process

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +16,8 @@ import torch.distributed as dist
 from tests import parity, world
 from tests.support import processes
 from tests.support.case_features import MODELS
-from titanmoe.config.schema import Config
 from titanmoe.parallel.batch_slice import check_alike
-from titanmoe.parts import PARTS
 from titanmoe.replace import replaced
-from titanmoe.train import launch
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
@@ -38,30 +34,6 @@ def test_deterministic_runs_are_bit_equal() -> None:
     first, second = (world.run(4, parity.measure, changes, False, "", 1)[0] for _ in range(2))
     assert first.loss == second.loss and first.norm == second.norm
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
-
-
-def test_rows_travel_as_the_run_is_told_and_its_header_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained, runtime = [], SimpleNamespace(rank=0)
-
-    def rows(config: Config, where: object) -> tuple[Config, str]:
-        assert where is runtime
-        return replace(config, moe=replace(config.moe, overlap_chunks=2)), "in 2 chunks"
-
-    def build_training(config: Config, runtime: object, likeliest: bool, notes: dict[str, str]) -> SimpleNamespace:
-        return SimpleNamespace(chunks=config.moe.chunks, notes=notes)
-
-    monkeypatch.setattr(launch, "read", lambda argv, world, parts, check_inputs: Config())
-    monkeypatch.setattr(launch, "start", lambda config: runtime)
-    monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
-    monkeypatch.setattr("titanmoe.train.build.build_training", build_training)
-    monkeypatch.setattr(
-        "titanmoe.train.trainer.Trainer", lambda run: SimpleNamespace(train=lambda: trained.append(run))
-    )
-    for way in ({"rows": rows}, {}):
-        assert launch.main([], PARTS, **way) == 0
-    told, untold = trained
-    assert told.chunks == 2 and told.notes == {"rows": "in 2 chunks"}
-    assert untold.chunks == 1 and untold.notes == {}
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -196,6 +168,28 @@ def test_plain_python_runs_one_rank(tmp_path: Path) -> None:
     log = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [line["step"] for line in log] == [1, 2]
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "imbalance", "layers.0.imbalance"} <= log[0].keys()
+
+
+ROWS = """
+import sys
+from dataclasses import replace
+from titanmoe.parts import PARTS
+from titanmoe.train import launch
+
+def rows(config, runtime):
+    assert runtime.world == 1 and config.moe.chunks == 1
+    return replace(config, moe=replace(config.moe, overlap_chunks=2)), f"in 2 chunks on {runtime.device}"
+
+launch.main(sys.argv[1:], PARTS, rows=rows)
+"""
+
+
+def test_rows_travel_as_the_run_is_told_and_its_header_says_why(tmp_path: Path) -> None:
+    changes = {"model.num_layers": 1, "training.steps": 1, "data.source": "synthetic", "metrics.console": "lines"}
+    words = parity.arguments(parity.TINY | changes | {"job.dump_folder": str(tmp_path)})
+    run = processes.run(["-c", ROWS, *words])
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^rows +in 2 chunks on cpu *$", run.stdout, re.MULTILINE), run.stdout
 
 
 def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from tests.support import pair_objective
 from titanmoe import observe
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.observe import listening
-from titanmoe.train.evaluation import Validation
 
 WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick", "brown", "fox", "jumps")
 
@@ -147,14 +145,11 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
     assert got[1]["val_perplexity"] == pytest.approx(math.exp(total / labels), rel=1e-9)
 
 
-def test_validation_is_due_every_interval_and_after_the_last_step() -> None:
-    validation = object.__new__(Validation)
-    validation.interval, validation.last, validation.best, validation.measure = 4, 6, math.inf, lambda: (1.0, {})
-    reports = []
-    for step in range(1, 7):
-        validation.state = SimpleNamespace(step=step)
-        reports.append("val_loss" in validation.after_step())
-    assert reports == [False, False, False, True, False, True]
+def test_validation_is_due_every_interval_and_after_the_last_step(texts: Path) -> None:
+    own = {"validation.interval": 2, "validation.steps": 1, "validation.held_out": 3, "training.steps": 3}
+    changes = recipe(texts, **own, **{"model.num_layers": 1, "training.global_batch_size": 1})
+    (run,) = world.run(1, trained, changes, 3)
+    assert [bool(report) for report in run["validation"]] == [False, True, True]
 
 
 def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:
