@@ -11,7 +11,6 @@ import torch
 from torch.distributed import distributed_c10d
 
 import titanmoe
-from tests.support import torch_private
 from tests.support.torch_private import PRIVATE, removed
 
 ROOT = Path(titanmoe.__file__).parent
@@ -83,9 +82,3 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "_scaled_grouped_mm": "moe/fp8.py",
         "no_dispatch": "rehearse",
     }
-
-
-def test_names_that_only_instances_have_are_found() -> None:
-    assert torch_private._has("torch.distributed.device_mesh.DeviceMesh", "_dim_group_names")
-    assert not torch_private._has("torch.distributed.device_mesh.DeviceMesh", "_no_such_name")
-    assert not torch_private._has("torch.no_such_module.Thing", "_dim_group_names")

@@ -1,6 +1,5 @@
 """The faults and the judgement of scripts/torture, and the page's table; trials take minutes and are not tests."""
 
-import contextlib
 import errno
 import json
 import os
@@ -13,9 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.torture import judge, trials
+from scripts.torture import judge
 from scripts.torture.judge import read, table
-from scripts.torture.runs import INTERVAL, TIMEOUT_S, Missed, Run, Wrong
+from scripts.torture.runs import TIMEOUT_S, Run, Wrong
 from scripts.torture.trials import GROUPS
 from tests.support import processes
 
@@ -240,36 +239,6 @@ def test_whom_a_slow_run_must_name(tmp_path):
     events(run, first)
     with pytest.raises(Wrong, match="named without a fault: rank 2"):
         judge.straggles(run, lambda: ([2], "data"))
-
-
-def test_a_bit_is_flipped_only_where_a_checkpoint_before_it_can_be_taken(tmp_path, monkeypatch):
-    run = Run(tmp_path)
-    for name in ("start", "moment", "strike_launcher"):
-        monkeypatch.setattr(run, name, lambda *_: None)
-    for step, ends in ((INTERVAL, pytest.raises(Missed)), (2 * INTERVAL, contextlib.nullcontext())):
-        (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
-        (run.checkpoints / f"step-{step:08}/a").write_bytes(b"a")
-        with ends:
-            trials.flipped_bit(run)
-    assert run.committed == INTERVAL and (run.checkpoints / f"step-{INTERVAL:08}/a").read_bytes() == b"a"
-
-
-def test_a_trial_reads_what_a_run_left(tmp_path, monkeypatch):
-    run = Run(tmp_path)
-    monkeypatch.setattr(run, "ranks", list)
-    run.checkpoints.mkdir(parents=True)
-    (run.run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    events(run, {"step": 0, "kind": "start"}, {"step": 1, "kind": "save"}, {"step": 1, "kind": "restart"})
-    for name in (f"step-{INTERVAL:08}", f"step-{2 * INTERVAL:08}", f"step-{3 * INTERVAL:08}.writing"):
-        (run.checkpoints / name).mkdir()
-    run.struck()
-    assert (run.made, run.begun(), run.committed) == (2, [0, 1], 2 * INTERVAL)
-    run.agent, run.starts = SimpleNamespace(is_alive=lambda: True, join=lambda s: None, exitcode=0), 1
-    with pytest.raises(Wrong, match=f"{2 * INTERVAL - 1} saved steps lost"):
-        judge.goes_on(run)
-    run.committed = 1
-    judge.goes_on(run)
-    assert run.figures["saved steps lost"] == 0 and run.figures["steps repeated"] == 1
 
 
 def test_a_leak_is_not_flat(tmp_path) -> None:
