@@ -72,9 +72,9 @@ class Trace(Observer):
         self.notes = list[CheckedTensor]()
         self.weights: dict[int, Any] = {}
         """The hooks on those that have been used, by id."""
-        self.gradients: Counter[str] = Counter()
+        self.gradient_counts: Counter[str] = Counter()
         """How many each weight has received: one for each microbatch whose backward has reached it."""
-        self.microbatch = threading.local()  # two microbatches that take turns have a thread each
+        self.thread = threading.local()  # two microbatches that take turns have a thread each
         self.names = {module: name for part in gradients.stages for name, module in part.named_modules()}
 
     @contextmanager
@@ -99,7 +99,7 @@ class Trace(Observer):
         self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.microbatch.current = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+        self.thread.microbatch = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
 
     def _hook_weights(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         for short, weight in module.named_parameters(recurse=False):
@@ -110,14 +110,14 @@ class Trace(Observer):
     @torch.no_grad()
     def _check_gradient(self, name: str, grad: Tensor) -> None:
         not_finite = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
-        microbatch = torch.tensor(self.gradients[name])
-        self.gradients[name] += 1
+        microbatch = torch.tensor(self.gradient_counts[name])
+        self.gradient_counts[name] += 1
         self.notes.append(
             CheckedTensor(True, name, microbatch, not_finite.sum(), not_finite.numel(), None, weight=True)
         )
 
     def _check_module(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        microbatch = getattr(self.microbatch, "current", None)
+        microbatch = getattr(self.thread, "microbatch", None)
         if microbatch is None:  # recomputed in one of autograd's threads: its first run was checked
             return
         for x in _numbers(out):
