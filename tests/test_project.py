@@ -3,6 +3,7 @@
 import ast
 import functools
 import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -66,6 +67,7 @@ def test_declared_python_versions_agree():
     assert listed == ["3.10", "3.11", "3.12", "3.13"]
     for name in ("README.md", "Makefile"):
         assert "Python 3.10 to 3.13" in (ROOT / name).read_text()
+    assert f"python: {json.dumps(listed)}" in (ROOT / ".github/workflows/tests.yml").read_text()
 
 
 def test_a_machine_without_a_gpu_gets_the_torch_that_all_tests_run_with(tmp_path, monkeypatch):

@@ -48,5 +48,5 @@ def test_a_wheel_has_them(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     files = zipfile.ZipFile(wheel).namelist()
-    assert {f"titanmoe/train_configs/{name}.toml" for name in names()} <= set(files)
+    assert {"titanmoe/py.typed", *(f"titanmoe/train_configs/{name}.toml" for name in names())} <= set(files)
     assert not [file for file in files if file.startswith(("tests/", "train_configs/", "scripts/"))]
