@@ -17,6 +17,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # a made-up name of a model must not be look
 # suite's time.
 if hasattr(os, "SCHED_BATCH"):  # Linux
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# Hundreds of processes import the same modules. Without compiled files each compiles them anew, and pytest all asserts.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
