@@ -17,7 +17,7 @@ from titanmoe.parallel.context import Placement
 from titanmoe.parallel.largest_logits import largest
 
 LIMIT = 0.05
-CLIP = {"optimizer.qk_clip": LIMIT, "optimizer.lr": 1e-300, "model.init_std": 0.6}
+CLIP = {"optimizer.qk_clip": LIMIT, "optimizer.lr": 1e-300, "model.init_std": 0.6, "training.global_batch_size": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped, with biases": {"model.num_kv_heads": 4, "model.qkv_bias": True},
     "half of each head turned, one key head": {"model.num_kv_heads": 1, "model.qkv_bias": True, "model.rotary_dim": 2},
@@ -105,7 +105,7 @@ def replayed(changes: dict[str, Any]) -> None:
 ROUNDING = 1 + 1e-12
 """Room for float64: the two measures sum the same products in different orders, and a row with one key has nothing else
 between its largest logit and its bound."""
-BOUND = {"optimizer.qk_clip": 3.0, "optimizer.qk_clip_measure": "bound", "optimizer.lr": 1e-300, "model.init_std": 1.5}
+BOUND = CLIP | {"optimizer.qk_clip": 3.0, "optimizer.qk_clip_measure": "bound", "model.init_std": 1.5}
 
 
 @pytest.mark.parametrize(

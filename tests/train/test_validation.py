@@ -105,6 +105,7 @@ def test_padding_that_fills_the_last_batch_of_a_run_counts_nothing(texts: Path, 
     """Neither in the loss nor in the balance terms: the plain model gets the samples without it."""
     changes = recipe(texts, **{"training.epochs": 1, "training.steps": -1, "training.global_batch_size": 120})
     changes |= {"model.num_layers": LAYERS.get(mapping, 1), "moe.aux_loss": 0.01, "optimizer.max_grad_norm": 0}
+    changes |= {"training.local_batch_size": 10}
     config = parity.read(changes, 4)
     got = world.run(4, trained, changes | MAPPINGS[mapping], config.training.steps)[0]
     loader = Loader(config, 0, 1)
