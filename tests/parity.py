@@ -50,7 +50,7 @@ TINY: dict[str, Any] = {
     "training.mixed_precision_reduce": "float64",
     "training.seq_len": 16,
     "training.local_batch_size": 1,
-    "training.global_batch_size": 8,
+    "training.global_batch_size": 4,
     "training.steps": 10,
     "training.device": "cpu",
     "optimizer.max_grad_norm": 0.5,
@@ -63,7 +63,6 @@ TINY: dict[str, Any] = {
     "validation.interval": 0,
 }
 SAVING = TINY | {
-    "training.global_batch_size": 4,
     "data.source": "synthetic",
     "checkpoint.enable": True,
     "checkpoint.interval": 1,

@@ -71,7 +71,9 @@ def test_the_examples_work(tmp_path: Path) -> None:
     )
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
     assert len(tests) == 8
-    done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"not ({KNOWN})", *tests, *LISTS)
+    done = run(
+        copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", f"not ({KNOWN})", *tests, *LISTS
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
     # Only a run that asks for a family notices that its file is gone.

@@ -265,7 +265,7 @@ def reductions(changes: dict[str, Any]) -> list[str]:
     "changes",
     [
         {"moe.overlap_chunks": 2},
-        {"moe.overlap_halves": True, "training.local_batch_size": 2},
+        {"moe.overlap_halves": True, "training.local_batch_size": 2, "training.global_batch_size": 8},
         {"moe.dispatcher": "allgather"},
         {"moe.dispatcher": "hierarchical", "parallelism.node": 1},
         {"moe.dispatcher": "symm_mem"},

@@ -360,6 +360,7 @@ def test_any_number_of_experts_within_a_node(experts: int) -> None:
     from titanmoe.config import ConfigError
 
     ask = {"moe.dispatcher": "symm_mem", "model.num_experts": experts, "parallelism.experts.ep": 8}
+    ask |= {"training.global_batch_size": 16}
     parity.read(ask | {"parallelism.node": 8}, 8)
     message = r"needs its group within a node, and ep \* etp = 8 \* 2 ranks are on nodes of 8: use another ep"
     with pytest.raises(ConfigError, match=message):

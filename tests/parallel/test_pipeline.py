@@ -170,6 +170,7 @@ def sent_in(changes: dict[str, Any], many: bool) -> tuple[Any, dict[str, set[tup
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "DualPipeV"])
 def test_as_on_gpus_a_group_has_messages_to_one_rank_or_from_one(schedule: str) -> None:
     changes = {"parallelism.pp": 4, "pipeline.schedule": schedule, "model.num_layers": 8}
+    changes |= {"training.global_batch_size": 8}
     many, one = (world.run(4, sent_in, changes, groups) for groups in (True, False))
     for rank, ((report, weights), seen) in enumerate(many):
         at_end = schedule != "Interleaved1F1B" and rank in (0, 3)

@@ -39,7 +39,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         8,
         "h100",
         LEARNED
-        | {"model.num_layers": 1, "parallelism.experts.ep": 8, "parallelism.node": 4}
+        | {"model.num_layers": 1, "parallelism.experts.ep": 8, "parallelism.node": 4, "training.global_batch_size": 8}
         | {"moe.dispatcher": "hierarchical", "moe.overlap_chunks": 2},
     ),
 }

@@ -82,7 +82,7 @@ def test_memory_has_room_for_the_teacher(teacher: str) -> None:
     asked = {"training.objective": "distillation", "distillation.teacher": teacher, "distillation.top": 7}
     (plain,), (distilled,) = (rank_memories(x, derive(1, x.parallelism)) for x in (alone, parity.read(asked, 1)))
     weights = 8 * sum(x.numel() for x in teachers_weights()[1].values())
-    said = 8 * 16 * (7 * 8 + 8 * 8)
+    said = alone.training.global_batch_size * 16 * (7 * 8 + 8 * 8)
     assert distilled.components["teacher"] == weights + said and "teacher" not in plain.components
 
 
