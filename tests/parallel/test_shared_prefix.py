@@ -155,6 +155,14 @@ def test_flops_are_those_of_the_pairs_that_see_each_other(make: Any) -> None:
     config = parity.read(BASE, 1)
     batch, meshes = make(config, 1), SimpleNamespace(data=NO_GROUP)
     work, cpu = TrainingWork(10.0, {0: 1.0, 3: 100.0}), torch.device("cpu")
-    totals = Slicer(meshes, Placement(1, zigzag=False), cpu, False, CrossEntropy(meshes), work).count([batch, batch])
+    slicer = Slicer(
+        meshes=meshes,
+        placement=Placement(1, zigzag=False),
+        device=cpu,
+        with_mtp=False,
+        objective=CrossEntropy(meshes),
+        work=work,
+    )
+    totals = slicer.count([batch, batch])
     once = dense(mask_of(batch), LENGTH).sum() + 100 * dense(mask_of(batch)._replace(window=3), LENGTH).sum()
     assert totals.flops == 2 * (10 * batch.valid_BS.sum() + once)

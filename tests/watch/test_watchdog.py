@@ -116,7 +116,9 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     machines: Watched, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[dict] = []
-    monkeypatch.setattr(watchdog.failure, "leave_note", lambda text, **more: notes.append({"text": text} | more))
+    monkeypatch.setattr(
+        watchdog.launch_messages, "leave_note", lambda text, **more: notes.append({"text": text} | more)
+    )
     machines.send(0, 1, 2)
     machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
     machines.run(0, 1, 2)

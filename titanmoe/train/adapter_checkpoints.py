@@ -68,9 +68,9 @@ class AdapterCheckpoints(Checkpoints):
         """Fill the weights under adapters that come from a checkpoint of their own, as when the run began."""
         options = self.options
         if options.initial_hf:
-            self._begin_from_hf()
+            self.begin_from_hf()
         elif options.model_only:
-            base = Checkpoint(self._choose(lambda: start_from_path(Path(options.load), self._damage)).path)
+            base = Checkpoint(self.choose_together(lambda: start_from_path(Path(options.load), self.find_damage)).path)
             if "base" not in base.record:
                 self.load(base, model_only=True)
         self._sum_base()

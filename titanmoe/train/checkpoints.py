@@ -92,7 +92,7 @@ class Checkpoints:
         return notes
 
     def _begin(self) -> dict[str, str]:
-        beginning = self._choose(lambda: choose_start(self.options, self.run, self._damage))
+        beginning = self.choose_together(lambda: choose_start(self.options, self.run, self.find_damage))
         for line in beginning.notes:
             say(f"checkpoint: {line}")
         if self.saver:
@@ -101,7 +101,7 @@ class Checkpoints:
 
     def _begin_anew(self) -> dict[str, str]:
         """Fill the first weights where there is no checkpoint to begin from; returns notes."""
-        return self._begin_from_hf() if self.options.initial_hf else {}
+        return self.begin_from_hf() if self.options.initial_hf else {}
 
     def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
         """Load the checkpoint that the run begins from; returns notes."""
@@ -136,7 +136,8 @@ class Checkpoints:
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
-    def _begin_from_hf(self) -> dict[str, str]:
+    def begin_from_hf(self) -> dict[str, str]:
+        """Fill the weights from the model in Hugging Face's format that the recipe names. Collective over the world."""
         from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_first_weights
 
@@ -167,8 +168,8 @@ class Checkpoints:
             )
         return folder
 
-    def _choose(self, choose: Callable[[], StartPoint]) -> StartPoint:
-        """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
+    def choose_together(self, choose: Callable[[], StartPoint]) -> StartPoint:
+        """Return the start that rank 0 chooses; all ranks share the checksums, because reading files takes long."""
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
                 self._check_together(answer)
@@ -176,7 +177,8 @@ class Checkpoints:
             raise ConfigError([str(error)]) from None
         return answer
 
-    def _damage(self, path: Path) -> list[str]:
+    def find_damage(self, path: Path) -> list[str]:
+        """Return what is damaged in a checkpoint that only rank 0 knows yet. Other ranks are in `choose_together`."""
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
         from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
