@@ -420,6 +420,14 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
     return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents, steps)
 
 
+class OutsideTolerance(AssertionError):
+    """A mapping that disagrees with the plain model. `errors` are all of its errors, by what was compared."""
+
+    def __init__(self, message: str, errors: dict[str, float]):
+        super().__init__(message)
+        self.errors = errors
+
+
 def check(
     size: int,
     changes: dict[str, Any],
@@ -431,8 +439,13 @@ def check(
     prepare: Callable[[Any], None] = random_b,
     train_step: Callable[[Any], dict[str, Any]] = one_step,
 ) -> dict[str, float]:
-    """Raises unless this mapping agrees with the plain model; returns its errors. freeze: a step, with its choices.
-    prepare, train_step: as in `measure`."""
+    """Return a mapping's errors. Raise OutsideTolerance unless it agrees with the plain model.
+
+    Args:
+        freeze: run one step, with the plain model's choices of experts.
+        prepare: as in `measure`.
+        train_step: as in `measure`.
+    """
     config, allowed = read(changes, size), tolerance(read(changes, size))
     want = expected(changes, size, documents, 1 if freeze else steps)
     choices = want.steps[0].chosen if freeze else None
@@ -446,7 +459,7 @@ def check(
         errors.pop("weights")  # AdamW's first steps turn rounding of tiny gradients into whole steps
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= allowed:
-        raise AssertionError(
+        raise OutsideTolerance(
             f"{worst} is off by {errors[worst]:.2e}; {errors}; {changes}; of gradients, "
             + blame.of_gradients(
                 derive(size, config.parallelism),
@@ -454,7 +467,8 @@ def check(
                 got.grads,
                 want.steps[0].grads,
                 allowed,
-            )
+            ),
+            errors,
         )
     return errors
 

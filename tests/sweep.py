@@ -1,6 +1,6 @@
 """Every legal mapping of 8 ranks against the plain model, one after the other; resumes where it stopped.
 
-    python -m tests.sweep                   run what docs/parity.jsonl lacks, then write the table in docs/parity.md
+    python -m tests.sweep                   run what docs/parity.jsonl lacks or what failed, then write docs/parity.md
     python -m tests.sweep --only pp2        only mappings whose name contains a text
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
     python -m tests.sweep --optimizer muon  three steps of Muon each, in docs/parity_muon.jsonl and a table of its own
@@ -10,6 +10,9 @@ turn, so each choice gets as many mappings as any other of its feature. Also, sc
 cover of all pairs; adapters, frozen weights and a few options by a cover of all pairs of degrees; and 16-rank mappings,
 including the paper's convergence run. Muon runs all of these but the pairs of schedules and kinds, and adapters. Pools
 of ranks are renewed along the way (tests/world.py), so the number of process groups stays bounded.
+
+A mapping that crashes, hangs or is outside the tolerance has a row too, with its errors and its message in `failure`.
+The table counts these rows as failed, and the exit code is 1. Rows and tables are written here and not edited by hand.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests import parity, world
+from tests import parity
 from tests.support import case_features
 from tests.support.case_features import CP_KINDS, FEATURES, OPTIONS, SCHEDULES, TRAINED, changes
 from tests.support.covering_mappings import all_folds, cover, degrees, named, one_or_more
@@ -136,53 +139,65 @@ def read(rows: Path) -> list[Row]:
     return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
 
 
+def is_of(row: Row, case: Case) -> bool:
+    """Whether a row was measured with this case's choices."""
+    return row["choices"] == case.choices
+
+
+def measured(name: str, case: Case) -> Row:
+    """Run a case and return its row, whether it passes or fails."""
+    errors, failure = {}, ""
+    try:
+        documents = case.choices.get("documents") == "yes"
+        errors = parity.check(case.fold.world, case.changes, documents, timeout=TIMEOUT_S, steps=case.steps)
+    except Exception as error:  # any failure belongs in the row, and the sweep goes on
+        errors, failure = getattr(error, "errors", {}), f"{type(error).__name__}: {error}"
+    return {
+        "name": name,
+        "set": case.set,
+        "choices": case.choices,
+        "errors": {part: float(f"{value:.1e}") for part, value in errors.items()},
+        "failure": failure,
+    }
+
+
 def run(optimizer: str, only: str = "", minutes: float = math.inf) -> dict[str, Row]:
-    """Rows by name. A case whose row is in the file is not run again unless it failed or its choices have changed."""
+    """Run the cases that have no row, or one of other choices, then those that failed. Return all rows by name."""
     every, rows = cases(optimizer), ROWS[optimizer]
-    found = {row["name"]: row for row in read(rows) if row["name"] in every}
-    done = {n: row for n, row in found.items() if not row["failure"] and row["choices"] == every[n].choices}
-    todo = {name: case for name, case in every.items() if name not in done and only in name}
+    found = {row["name"]: row for row in read(rows) if row["name"] in every and is_of(row, every[row["name"]])}
+    passed = {name for name, row in found.items() if not row["failure"]}
+    todo = sorted((name for name in every if name not in passed and only in name), key=lambda name: name in found)
     started = time.monotonic()
-    for number, (name, case) in enumerate(todo.items(), 1):
-        if time.monotonic() - started > 60 * minutes:
+    for number, name in enumerate(todo, 1):
+        if time.monotonic() - started >= 60 * minutes:
             break
-        errors, failure = {}, ""
-        try:
-            documents = case.choices.get("documents") == "yes"
-            errors = parity.check(case.fold.world, case.changes, documents, timeout=TIMEOUT_S, steps=case.steps)
-        except (AssertionError, world.RankError) as error:
-            failure = str(error)
-        done[name] = {
-            "name": name,
-            "set": case.set,
-            "choices": case.choices,
-            "errors": {part: float(f"{value:.1e}") for part, value in errors.items()},
-            "failure": failure,
-        }
+        row = found[name] = measured(name, every[name])
         with rows.open("a") as file:
-            file.write(json.dumps(done[name]) + "\n")
+            file.write(json.dumps(row) + "\n")
         left = (time.monotonic() - started) / number * (len(todo) - number)
-        worst = failure.partition("\n")[0] or f"{max(errors.values()):.1e}"
+        worst = row["failure"].partition("\n")[0] or f"{max(row['errors'].values()):.1e}"
         print(f"{number}/{len(todo)}  {name:<55} {worst}  {left / 60:.0f} min left", flush=True)
-    done = {name: done[name] for name in every if name in done}
+    done = {name: found[name] for name in every if name in found}
     rows.write_text("".join(json.dumps(row) + "\n" for row in done.values()))  # in order, without duplicates
     return done
 
 
 def summary(rows: list[Row], features: Iterable[str]) -> str:
-    """The worst errors of each set, and of all choices of a feature, with how many mappings each of them met; balance
-    terms, loads, ... together in the last column."""
+    """Return a table of the worst errors of each set, and of all choices of a feature, with how many mappings each of
+    them met and how many of these failed. Balance terms, loads, ... are together in the last column; a mapping that
+    crashed has no errors and is only counted."""
 
     def line(what: str, choice: str, some: list[Row], mappings: str = "") -> str:
-        others = [value for row in some for name, value in row["errors"].items() if name not in COLUMNS]
-        worst = [max(row["errors"][name] for row in some) for name in COLUMNS] + [max(others, default=0.0)]
-        return (
-            f"| {what} | {choice} | {mappings or len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
-        )
+        errors = [row["errors"] for row in some if row["errors"]]
+        others = [value for each in errors for name, value in each.items() if name not in COLUMNS]
+        worst = [max((each[name] for each in errors), default=0.0) for name in COLUMNS] + [max(others, default=0.0)]
+        failed = sum(bool(row["failure"]) for row in some)
+        cells = [what, choice, mappings or len(some), failed, *(f"{value:.1e}" for value in worst)]
+        return f"| {' | '.join(map(str, cells))} |"
 
     out = [
-        "| what | choices | mappings | loss | gradients | norm | weights | others |",
-        "|---|---|---|---|---|---|---|---|",
+        "| what | choices | mappings | failed | loss | gradients | norm | weights | others |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
     for feature in features:
@@ -194,9 +209,14 @@ def summary(rows: list[Row], features: Iterable[str]) -> str:
 
 
 def page(rows: list[Row], optimizer: str) -> str:
-    """The summary of an optimizer's rows in docs/parity.md."""
+    """Return the summary of an optimizer's rows in docs/parity.md."""
     table = summary(rows, FEATURES if optimizer == "adamw" else ())
-    return f"{len(rows)} of {len(cases(optimizer))} mappings; float64 over gloo.\n\n{table}"
+    return f"{agreeing(rows, optimizer)} agree, {len(rows)} were run; float64 over gloo.\n\n{table}"
+
+
+def agreeing(rows: list[Row], optimizer: str) -> str:
+    """Return how many mappings agree, as pages say it."""
+    return f"{sum(not row['failure'] for row in rows)} of {len(cases(optimizer))} mappings"
 
 
 def marks(optimizer: str) -> tuple[str, str]:
@@ -220,9 +240,8 @@ def main() -> int:
     failed = [row for row in done.values() if row["failure"]]
     for row in failed:
         print(f"\n{row['name']} failed: {row['failure']}")
-    if not failed:
-        write(list(done.values()), options.optimizer)
-        print(page(list(done.values()), options.optimizer))
+    write(list(done.values()), options.optimizer)
+    print(page(list(done.values()), options.optimizer))
     return bool(failed)
 
 
