@@ -121,14 +121,14 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    """documents: of 1 to 5 tokens, starting with the sample's first, with shuffled positions: RoPE only depends on
+    """documents: of 1 to 7 tokens, starting with the sample's first, with shuffled positions: RoPE only depends on
     distances, so ordinary positions would give the right numbers even if they never reached it."""
     tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
     document = position = None
     tokens, labels = torch.stack(tokens), torch.stack(labels)
     if documents:
-        document = torch.stack([torch.arange(length) // (1 + n % 5) for n in numbers])
+        document = torch.stack([torch.arange(length) // (1 + 3 * n % 7) for n in numbers])
         position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
         begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
         tokens = tokens.where(~begins, tokens[:, :1])
