@@ -173,10 +173,8 @@ def overrides(mapping: PricedMapping) -> dict[str, Any]:
         "pipeline.schedule": config.pipeline.schedule,
         "pipeline.virtual_stages": config.pipeline.virtual_stages,
         "activation_checkpoint.mode": config.activation_checkpoint.mode,
-        "pipeline.overlap_pairs": str(config.pipeline.overlap_pairs).lower(),
         "moe.dispatcher": config.moe.dispatcher,
-        "moe.overlap_chunks": config.moe.overlap_chunks,
-        "moe.overlap_halves": str(config.moe.overlap_halves).lower(),
+        "moe.overlap": config.moe.overlap,
         "parallelism.reshard_after_forward": config.parallelism.reshard_after_forward,
     }
 

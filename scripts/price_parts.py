@@ -63,7 +63,7 @@ TIMES_AS_MUCH = {
 as scripts/bench/roofline.py counts both."""
 
 
-WHOLE = "--moe.overlap_chunks=1"
+WHOLE = "--moe.overlap=none"
 STEPS = {
     "mixtral_8x7b": {
         "gradients added in a pass of their own": (),
@@ -119,7 +119,7 @@ def degrees(config: Config, fold: Fold) -> str:
     attention = " ".join(f"{axis} {n}" for axis in ("pp", "cp", "tp") if (n := getattr(fold, axis)) > 1)
     experts = " ".join(f"{axis} {n}" for axis in ("ep", "etp") if (n := getattr(fold, axis)) > 1)
     mode = config.activation_checkpoint.mode
-    more = ", halves" * config.moe.overlap_halves
+    more = ", halves" * (config.moe.overlap == "halves")
     if (kept := config.parallelism.reshard_after_forward) != "auto":
         more += f", reshard {kept}"
     return f"{attention or '1'} / {experts or '1'}, {config.training.local_batch_size}, {mode}{more}"

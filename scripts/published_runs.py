@@ -200,7 +200,7 @@ def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | 
         ),
         parallelism=Parallelism(pp=pp, cp=cp, tp=tp, experts=Experts(ep=row["ep"], etp=etp)),
         pipeline=Pipeline(schedule="Interleaved1F1B" if stages > 1 else "1F1B", virtual_stages=stages),
-        moe=MoE(dispatcher="alltoall" if dispatcher == "alltoall" else "deepep", overlap_chunks=1),
+        moe=MoE(dispatcher="alltoall" if dispatcher == "alltoall" else "deepep"),
     )
     whole, state = STATE.get(row["model"]) or STATE.get(kind, (6, 12))
     return Run(

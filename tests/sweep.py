@@ -6,10 +6,11 @@
     python -m tests.sweep --optimizer muon  three steps of Muon each, in docs/parity_muon.jsonl and a table of its own
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
-turn, so each choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a
-cover of all pairs; adapters, frozen weights and a few options by a cover of all pairs of degrees; and 16-rank mappings,
-including the paper's convergence run. Muon runs all of these but the pairs of schedules and kinds, and adapters. Pools
-of ranks are renewed along the way (tests/world.py), so the number of process groups stays bounded.
+turn, so each choice gets as many mappings as any other of its feature (alltoall and hierarchical twice as many as other
+dispatchers). Also, schedules and context-parallel kinds by a cover of all pairs; adapters, frozen weights and a few
+options by a cover of all pairs of degrees; and 16-rank mappings, including the paper's convergence run. Muon runs all
+of these but the pairs of schedules and kinds, and adapters. Pools of ranks are renewed along the way (tests/world.py),
+so the number of process groups stays bounded.
 
 A mapping that crashes, hangs or is outside the tolerance has a row too, with its errors and its message in `failure`.
 The table counts these rows as failed, and the exit code is 1. Rows and tables are written here and not edited by hand.
@@ -42,6 +43,8 @@ SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp ki
 SETS["part"] = "8 ranks, adapters or a part of the weights trained"
 SETS["option"] = "8 ranks, rows kept or gradients accumulated"
 NOT_DEALT = ("trained", "option")
+DECKS = {"dispatcher": ["alltoall", "allgather", "hierarchical", "alltoall", "symm_mem", "hierarchical"]}
+"""What is dealt of a feature, if not each choice once a round: the dispatchers that are usual twice."""
 TIMEOUT_S = 600
 CONDITIONED: dict[str, dict[str, Any]] = {"qwen3_next": {"model.norm_eps": 1e-2}}
 """Recipe keys of Muon's cases, by model: without them three steps of Muon amplify rounding beyond the tolerance, on one
@@ -68,8 +71,9 @@ class Case(NamedTuple):
 
 
 def dealt(feature: str) -> Iterator[str]:
-    """Every choice once per round; rounds in different orders, so that no two features stay in step."""
-    draw, choices = random.Random(feature), list(FEATURES[feature])
+    """Every choice once per round, or as its deck has it; rounds in different orders, so that no two features stay in
+    step."""
+    draw, choices = random.Random(feature), list(DECKS.get(feature, FEATURES[feature]))
     while True:
         draw.shuffle(choices)
         yield from choices

@@ -98,7 +98,7 @@ PAIRS = SMALL | {
     "parallelism.pp": 2,
     "parallelism.experts.ep": 2,
     "pipeline.schedule": "DualPipeV",
-    "pipeline.overlap_pairs": True,
+    "moe.overlap": "pairs",
     "model.num_layers": 4,
     "training.steps": 2,
     "training.global_batch_size": 8,
@@ -203,8 +203,8 @@ def test_the_halves_of_a_pair_race_with_nobody(tmp_path: Path) -> None:
 )
 def test_a_wait_left_out_is_found(plant: str, places: tuple[str, str], tmp_path: Path) -> None:
     changes = RUN | {"parallelism.experts.ep": 1, "training.steps": 2, "job.dump_folder": str(tmp_path)}
-    if plant == "counts":  # which a rank with all experts reads for chunks alone
-        changes |= {"moe.overlap_chunks": 2}
+    if plant == "counts":  # which a rank with all experts reads for biases alone
+        changes |= {"model.expert_biases": True}
     ((_, seen),) = world.run(1, run, changes, True, plant)
     assert between(seen["races"], *places), seen["races"]
 
@@ -249,12 +249,11 @@ def races(changes: dict[str, Any], plant: str = "") -> list[str]:
         {},
         {"parallelism.dp_replicate": 2},
         {"parallelism.tp": 2},
-        {"moe.overlap_chunks": 2},
         {"activation_checkpoint.mode": "full"},
         {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"},
         {"optimizer.name": "muon", "parallelism.tp": 2, "parallelism.experts.etp": 2, "optimizer.qk_clip": 100.0},
     ],
-    ids=["FSDP", "HSDP", "tp", "chunks", "recomputed", "narrow", "muon"],
+    ids=["FSDP", "HSDP", "tp", "recomputed", "narrow", "muon"],
 )
 def test_a_step_is_in_order(changes: dict[str, Any]) -> None:
     assert races(changes) == []

@@ -182,19 +182,17 @@ NASTY = {
         "pipeline.layers_per_stage": [2, 0],
         "parallelism.experts.ep": 2,
     },
-    "more chunks than rows": {
+    "a token of each sample on a rank": {
         "training.seq_len": 8,
         "parallelism.tp": 8,
         "parallelism.experts.ep": 8,
-        "moe.overlap_chunks": 5,
     },
-    "four nodes, slices of experts on each, in chunks, beside a shared expert": {
+    "four nodes, slices of experts on each, beside a shared expert": {
         "moe.dispatcher": "hierarchical",
         "parallelism.node": 2,
         "parallelism.tp": 4,
         "parallelism.experts.ep": 4,
         "parallelism.experts.etp": 2,
-        "moe.overlap_chunks": 2,
         "model.top_k": 4,
         "model.shared_hidden": 16,
     },
@@ -351,7 +349,7 @@ NASTY = {
 ON_8_RANKS = (
     "one token per rank",
     "more chunks than rows",
-    "four nodes, slices of experts on each, in chunks, beside a shared expert",
+    "four nodes, slices of experts on each, beside a shared expert",
     "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence",
 )
 
@@ -420,7 +418,7 @@ NARROW = {
     "pp": {"parallelism.pp": 2, "moe.aux_loss": 0.02},
     "ep": {"parallelism.experts.ep": 2, "moe.aux_loss_global": 0.02, "moe.z_loss": 0.01},
     "ep_etp": {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
-    "nodes_chunks": DISPATCHERS["hierarchical_chunks"]
+    "nodes": DISPATCHERS["hierarchical"]
     | {"parallelism.node": 2, "parallelism.experts.ep": 4, "activation_checkpoint.mode": "full"},
 }
 
@@ -432,16 +430,16 @@ def numerics(dtype: str, param: str, reduce: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", NARROW)
 def test_narrow_weights_in_a_wide_run(case: str) -> None:
     """The default dtypes of a run, each twice as wide: those of computation, messages and sums."""
-    size = 4 if case in ("ep_etp", "nodes_chunks") else 2
+    size = 4 if case in ("ep_etp", "nodes") else 2
     parity.check(size, in_few(size, NARROW[case] | numerics("float64", "float32", "float64")), steps=1)
 
 
-@pytest.mark.parametrize("case", ["tp", "cp", "ep_etp", "nodes_chunks"])
+@pytest.mark.parametrize("case", ["tp", "cp", "ep_etp", "nodes"])
 def test_default_numerics_with_the_plain_models_choices(case: str) -> None:
     """bfloat16 changes choices; with the plain model's choices, numbers differ only by rounding. With the grouped
     product and messages of 16 bits.
     """
-    size = 4 if case in ("ep_etp", "nodes_chunks") else 2
+    size = 4 if case in ("ep_etp", "nodes") else 2
     changes = NARROW[case] | numerics("float32", "bfloat16", "float32")
     parity.check(size, in_few(size, changes), freeze=True)
 

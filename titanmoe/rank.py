@@ -14,24 +14,27 @@ from titanmoe.watch.numbers import checks, watched  # noqa: E402
 gc.enable()
 
 
-def planned_rows(config: Config, runtime: Runtime) -> tuple[Config, str]:
-    """How rows travel where the recipe leaves that open on GPUs, and why. All ranks plan for rank 0's GPU, because all
-    must do the same."""
-    if config.moe.overlap_chunks != -1 or runtime.device.type != "cuda":
+def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
+    """Return the config with moe.overlap filled in where it is "auto", and why it was chosen. Collective over the
+    world: all ranks plan for rank 0's device, because all must do the same."""
+    if config.moe.overlap != "auto":
         return config, ""
     import torch
     import torch.distributed as dist
 
-    from titanmoe.plan import devices, planned_rows
+    from titanmoe.plan import devices
+    from titanmoe.plan.planned_overlap import planned_overlap
 
+    if runtime.device.type != "cuda":
+        return planned_overlap(config, runtime.world, devices.read_device("cpu"))
     gpu = [torch.cuda.get_device_name(runtime.device)]
     dist.broadcast_object_list(gpu)
-    return planned_rows.planned_rows(config, runtime.world, devices.device_like(gpu[0]))
+    return planned_overlap(config, runtime.world, devices.device_like(gpu[0]))
 
 
 def run() -> None:
     try:
-        code = main(sys.argv[1:], PARTS, watch=watched, rows=planned_rows, checks=checks)
+        code = main(sys.argv[1:], PARTS, watch=watched, overlap=plan_overlap, checks=checks)
     except SystemExit as end:
         code = end.code
     leave(code)

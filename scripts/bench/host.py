@@ -209,7 +209,7 @@ def device_seconds(config: Any, world: int) -> float:
     fold, samples = derive(world, config.parallelism), config.training.local_batch_size
     costs = Pricer(config, read_device(HARDWARE), Factors())
     mode = config.activation_checkpoint.mode
-    way = RowsWay(config.moe.dispatcher, config.moe.chunks)
+    way = RowsWay(config.moe.dispatcher)
     cost = costs.block(fold, samples, config.model.num_layers - 1, way, mode)
     return cost.matrix + cost.attention + cost.memory
 

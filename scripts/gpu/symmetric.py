@@ -15,7 +15,7 @@ import argparse
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,20 +124,16 @@ def batch(here: Rank, config: Config, tokens: int) -> tuple[Tensor, Tensor, Tens
     return tuple(x.to(here.device) for x in (x_TD, weights_TK, chosen_TK, grad_TD))
 
 
-def scale(dispatcher: Dispatcher) -> Callable[[Iterable[Any]], list[Any]]:
+def scale(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return toy experts: number e multiplies a row by its routing weight and by (e + 1) of as many as there are."""
     group, etp, local = dispatcher.group, dispatcher.etp, dispatcher.local_experts
     first = group.rank // etp * local
 
-    def experts(chunks: Iterable[Any]) -> list[Any]:
-        back = []
-        for chunk in chunks:
-            x_RD, weights_R1, count_e = chunk.rows()
-            row = torch.arange(len(x_RD), device=x_RD.device)
-            expert_R = torch.searchsorted(count_e.cumsum(0), row, right=True).clamp(max=local - 1) + first
-            factor_R1 = ((expert_R + 1) / dispatcher.num_experts / etp).unsqueeze(1)
-            back.append(chunk.send_back((x_RD * weights_R1 * factor_R1).to(x_RD.dtype)))
-        return back
+    def experts(x_RD: Tensor, weights_R1: Tensor, count_e: Tensor) -> Tensor:
+        row = torch.arange(len(x_RD), device=x_RD.device)
+        expert_R = torch.searchsorted(count_e.cumsum(0), row, right=True).clamp(max=local - 1) + first
+        factor_R1 = ((expert_R + 1) / dispatcher.num_experts / etp).unsqueeze(1)
+        return (x_RD * weights_R1 * factor_R1).to(x_RD.dtype)
 
     return experts
 
@@ -147,7 +143,7 @@ def round_trip(dispatcher: Dispatcher, experts: Any, inputs: tuple[Tensor, ...],
     x_TD, weights_TK, chosen_TK, grad_TD = inputs
     leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
     exchange = dispatcher.dispatch(*leaves, chosen_TK, 0)
-    y_TD = exchange.combine(experts(exchange.chunks()))
+    y_TD = exchange.combine(experts(*exchange.rows()))
     return [y_TD.detach(), *torch.autograd.grad(y_TD, [*leaves, *weights], grad_TD)]
 
 
@@ -220,17 +216,17 @@ def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
     def there_and_back(dispatcher: Dispatcher) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        return exchange.combine([chunk.send_back(chunk.rows()[0]) for chunk in exchange.chunks()])
+        return exchange.combine(exchange.rows()[0])
 
     with torch.no_grad():
-        chunk = symmetric.dispatch(x_TD, weights_TK, chosen_TK, 0).chunks()[0]
-        x_HD = torch.randn(len(chunk.to_H), config.model.dim, device=here.device).bfloat16()
-        target, places = torch.empty_like(x_HD), (chunk.to_H, chunk.from_A)
+        exchange = symmetric.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        x_HD = torch.randn(len(exchange.to_H), config.model.dim, device=here.device).bfloat16()
+        target, places = torch.empty_like(x_HD), (exchange.to_H, exchange.from_A)
         rows = (buffers.rows,)
         seconds = {
             "copy": median_seconds(lambda: target.copy_(x_HD), kind),
             "put": median_seconds(lambda: buffers.put([x_HD], rows, *places), kind),
-            "take": median_seconds(lambda: buffers.take(rows, chunk.from_A), kind),
+            "take": median_seconds(lambda: buffers.take(rows, exchange.from_A), kind),
             "exchange": median_seconds(lambda: buffers.exchange([x_HD], *places), kind),
             "symm_mem both ways": median_seconds(lambda: there_and_back(symmetric), kind, 10),
             "alltoall both ways": median_seconds(lambda: there_and_back(plain), kind, 10),

@@ -47,7 +47,6 @@ BASE: Changes = {
     "optimizer.eps": 1e-4,  # AdamW turns the rounding of gradients far below eps into whole steps
     "optimizer.max_grad_norm": 0.5,
     "lr_schedule.warmup_steps": 1,
-    "moe.overlap_chunks": 1,
     "metrics.tensorboard": False,
     "checkpoint.enable": False,
     "validation.interval": 0,
@@ -118,8 +117,7 @@ FEATURES: dict[str, tuple[str, Changes]] = {
     "recompute moe": ("mixtral", {"activation_checkpoint.mode": "moe"}),
     "recompute selective": ("deepseek_v3", {"activation_checkpoint.mode": "selective"}),
     "recompute linear": ("qwen3_next", {"activation_checkpoint.mode": "selective"}),
-    "halves": ("mixtral", {"moe.overlap_halves": True}),
-    "chunks": ("mixtral", {"moe.overlap_chunks": 3}),
+    "halves": ("mixtral", {"moe.overlap": "halves"}),
     "gla": ("qwen3_next", {"model.own.linear_gate": "gla"}),
     "documents": ("mixtral", {}),
     "documents, windows": ("gpt_oss", {}),

@@ -10,7 +10,7 @@ from titanmoe.config.laws import contradictions, out_of_range
 from titanmoe.config.ranges import Range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import family_of, names
-from titanmoe.moe.dispatchers.rules import in_chunks_quoted
+from titanmoe.moe.dispatchers.rules import overlapping_quoted
 from titanmoe.parts import PARTS
 
 LATENT = {
@@ -21,7 +21,7 @@ LATENT = {
 }
 FILES = {"data.source": "files", "data.paths": ["a", "b"]}
 WIDE = {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
-HALVES = {"moe.overlap_halves": True, "training.local_batch_size": 2}
+HALVES = {"moe.overlap": "halves", "training.local_batch_size": 2}
 YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 
 
@@ -194,26 +194,21 @@ def test_out_of_range(path, value):
         ),
         ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
         (
-            {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
-            f'overlap_chunks = 2 .*dispatcher = "allgather" has none: use dispatcher = {in_chunks_quoted()}',
-        ),
-        (
-            {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
-            'overlap_chunks = 2 splits .*dispatcher = "symm_mem" leaves those counts on the device: use ',
-        ),
-        (
-            {"moe.overlap_halves": True},
-            "overlap_halves = true halves .*local_batch_size = 1: use 2 or more, or overlap_halves = false",
+            {"moe.overlap": "halves"},
+            'overlap = "halves" halves .*local_batch_size = 1: use 2 or more, or overlap = "none"',
         ),
         (
             HALVES | {"moe.dispatcher": "allgather"},
-            f'overlap_halves = true .*dispatcher = "allgather" has none: use dispatcher = {in_chunks_quoted()}, or',
+            f'overlap = "halves" .*"allgather" sends and waits at once: use dispatcher = {overlapping_quoted()}, or',
+        ),
+        (
+            HALVES | {"moe.dispatcher": "symm_mem"},
+            '"symm_mem" leaves its counts on the device: use',
         ),
         (HALVES | {"moe.capacity_factor": 1.0}, "capacity_factor = 1.0 drops by both: use capacity_factor = 0, or"),
-        (HALVES | {"pipeline.overlap_pairs": True}, "overlap_pairs = true both compute .* set one of them to false"),
         (
             HALVES | {"model.num_dense_layers": 4, "model.dense_hidden": 8, "model.num_layers": 4},
-            "no block of this model has experts: set overlap_halves = false",
+            'no block of this model has experts: set overlap = "none"',
         ),
         (
             {"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0, "moe.dispatcher": "symm_mem"},

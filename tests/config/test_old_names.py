@@ -67,6 +67,19 @@ def test_a_new_name_counts_before_an_old_one(tmp_path: Path) -> None:
     assert recorded(tmp_path, {"sums": {"also": 4.0}, "moe": {"z_loss": 9.0}}) == {"moe.z_loss": 9.0}
 
 
+OVERLAP = {
+    "halves": {"moe": {"overlap_chunks": 1, "overlap_halves": True}, "pipeline": {"overlap_pairs": False}},
+    "pairs": {"moe": {"overlap_chunks": -1, "overlap_halves": False}, "pipeline": {"overlap_pairs": True}},
+    "auto": {"moe": {"overlap_chunks": -1, "overlap_halves": False}, "pipeline": {"overlap_pairs": False}},
+    "": {"moe": {"overlap_chunks": 4, "overlap_halves": False}, "pipeline": {"overlap_pairs": False}},
+}
+
+
+@pytest.mark.parametrize("now", OVERLAP)
+def test_three_options_that_became_one(tmp_path: Path, now: str) -> None:
+    assert recorded(tmp_path, OVERLAP[now]) == ({"moe.overlap": now} if now else {})
+
+
 @pytest.mark.parametrize("value", ["half", [1], {"a": 1}])
 def test_an_old_value_that_cannot_be_converted_is_refused_under_the_new_name(tmp_path: Path, value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"moe.z_loss(\.a)? = "):

@@ -47,7 +47,7 @@ OPTIONS = {
     "a V": ["--pipeline.schedule=ZBVZeroBubble"],
     "weights freed": ["--pipeline.schedule=ZBVZeroBubble", "--parallelism.reshard_after_forward=always"],
     "rounds": ["--pipeline.schedule=Interleaved1F1B", "--pipeline.virtual_stages=2"],
-    "pairs": ["--pipeline.schedule=DualPipeV", "--pipeline.overlap_pairs=true"],
+    "pairs": ["--pipeline.schedule=DualPipeV", "--moe.overlap=pairs"],
     "layers by hand": ["--pipeline.layers_per_stage=[1, 3]"],
     "a file": ["--pipeline.schedule_csv=FILE"],
 }

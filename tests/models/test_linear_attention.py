@@ -39,7 +39,7 @@ def own(**changes) -> dict:
 
 
 COMPILED = {"compile.enable": True, "compile.backend": "aot_eager", "model.num_layers": 1}
-HALVES = {"moe.overlap_halves": True, "training.local_batch_size": 2}
+HALVES = {"moe.overlap": "halves", "training.local_batch_size": 2}
 CASES = {
     "one rank": (1, {}, False),
     "one tap": (1, own(linear_value_heads=2, conv_width=1), True),

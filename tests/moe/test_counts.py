@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests import world
 from tests.moe.test_dispatch import CASES, D, E, K, inputs, whole_world
+from tests.support.dispatched import dispatched
 from titanmoe.comm import collectives, turns
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.comm.host import ToHost
@@ -101,9 +102,9 @@ class Notes:
 def dispatcher_of(kind: str) -> Dispatcher:
     group = whole_world()
     if kind == "across nodes":  # each rank is a node
-        dispatcher, ranks = Hierarchical(E, 1, "torch"), ExpertRanks(group, RANKS, 1, NO_GROUP, group)
+        dispatcher, ranks = Hierarchical(E, "torch"), ExpertRanks(group, RANKS, 1, NO_GROUP, group)
     else:
-        dispatcher = AllGather(E, 1, "torch") if kind == "allgather" else AllToAll(E, 1 + (kind == "chunks"), "torch")
+        dispatcher = AllGather(E, "torch") if kind == "allgather" else AllToAll(E, "torch")
         ranks = ExpertRanks(group, RANKS, 1)
     dispatcher.place(ranks)
     return dispatcher
@@ -125,11 +126,8 @@ def sequences(kind: str, gpu: bool) -> list[tuple[str, list[str], list[str]]]:
         dispatcher, given, notes, y = dispatcher_of(kind), case_of(case), Notes(), []
 
         def forward(dispatcher: Dispatcher = dispatcher, given: tuple = given, y: list = y) -> None:
-            exchange, back = dispatcher.dispatch(*given, 0), []
-            for chunk in exchange.chunks():
-                x_RD, weights_R1, _ = chunk.rows()
-                back.append(chunk.send_back(x_RD * weights_R1))
-            y.append(exchange.combine(back))
+            x_RD, weights_R1, _, combine = dispatched(dispatcher, *given)
+            y.append(combine(x_RD * weights_R1))
 
         with as_on(HARDWARE["h100"]) if gpu else nullcontext():
             there = notes.in_a_pair(forward)
@@ -156,7 +154,6 @@ def inside_the_node(gpu: bool = False) -> list[str]:
 
 AFTER: dict[str, Callable[..., list[str]]] = {
     "alltoall": lambda gpu=False: [*TRIP, *TRIP, "summed"],
-    "chunks": lambda gpu=False: ["rows leave", *TRIP, *TRIP, *TRIP, "rows arrive", "summed"],
     "across nodes": inside_the_node,
 }
 
@@ -179,7 +176,6 @@ def test_backward_gives_up_a_turn_for_each_wait_for_counts(kind: str) -> None:
     """After it has summed the gradients of the rows. So forward and backward have as many turns each."""
     backward = {
         "alltoall": ["laid out", *TRIP, *TRIP, "summed", "OTHER"],
-        "chunks": ["laid out", "rows leave", *TRIP, *TRIP, *TRIP, "rows arrive", "summed", "OTHER"],
         "across nodes": ["laid out", *TRIP, "laid out", "summed", "OTHER", *TRIP, "summed", "OTHER"],
     }[kind]
     for case, there, back in seen(kind):

@@ -14,7 +14,7 @@ from tests import parity, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, E, arriving, inputs, plain, whole_world
 from tests.moe.test_symmetric import check_round_trip, round_trip
 from tests.support import emulated_deep_ep
-from tests.support.single_chunk import dispatched
+from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.moe.dispatchers.deepep import DeepEP
@@ -122,7 +122,11 @@ def test_in_bfloat16_it_is_near_alltoall() -> None:
         ({"model.dim": 24}, 2, "sends multiples of 16 numbers, at most 8176, and model.dim is 24"),
         ({"model.dim": 8192}, 2, "at most 8176, and model.dim is 8192"),
         ({"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0}, 2, 'and moe.dispatcher = "deepep" has none'),
-        ({"moe.overlap_chunks": 2}, 2, "sends a token once for all its experts on a rank"),
+        (
+            {"moe.overlap": "halves", "training.local_batch_size": 2},
+            2,
+            "sends a token once for all its experts",
+        ),
         (
             {"parallelism.experts.ep": 6, "model.num_experts": 12},
             6,

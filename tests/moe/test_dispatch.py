@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
-from tests.support.single_chunk import dispatched
+from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.comm.counts import Counts
 from titanmoe.comm.host import ToHost
@@ -191,22 +191,17 @@ def leaving(name: str, args: Any, group: dist.ProcessGroup) -> int:
     return (sum(send) - send[group.rank()]) * x.shape[1:].numel()
 
 
-def traffic(
-    kind: type, ep: int, etp: int, case: str, bin_rows: int, chunks: int = 1
-) -> list[list[tuple[str, torch.dtype, int]]]:
+def traffic(kind: type, ep: int, etp: int, case: str, bin_rows: int) -> list[list[tuple[str, torch.dtype, int]]]:
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
-    dispatcher = kind(E, chunks)
+    dispatcher = kind(E)
     dispatcher.place(ExpertRanks(group, ep, etp))
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-        chunks = list(exchange.chunks())
-        rows = [chunk.rows() for chunk in chunks]
+        rows_RD, weight_R1, _, combine = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
     with Recorder() as combining:
-        y = [rows_RD * weight_R1.float() for rows_RD, weight_R1, _ in rows]
-        y_TD = exchange.combine([chunk.send_back(y_RD) for chunk, y_RD in zip(chunks, y, strict=True)])
+        y_TD = combine(rows_RD * weight_R1.float())
     with Recorder() as backward:
         y_TD.sum().backward()
     return [dispatching.sent, combining.sent, backward.sent]
@@ -221,9 +216,8 @@ def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dty
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("case, bin_rows", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
-def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str, bin_rows: int) -> None:
+def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, bin_rows: int) -> None:
     """Per rank and direction: the copies of its routed rows that leave it, D elements each; weights only
     travel there.
     """
@@ -234,24 +228,20 @@ def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str
             for copy in range(etp):
                 out[rank, expert // (E // ep) * etp + copy] += 1
     out.fill_diagonal_(0)
-    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin_rows, chunks)
+    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin_rows)
 
     def kinds(**bytes: int) -> dict[tuple[str, torch.dtype], int]:
         return {("all_to_all_single", getattr(torch, name)): count for name, count in bytes.items() if count}
 
     for rank, (dispatching, combining, backward) in enumerate(answers):
         there, back = int(out[rank].sum()), int(out[:, rank].sum())
-        counts = 0 if bin_rows else (RANKS - 1) * chunks * (E // ep) * 8
+        counts = 0 if bin_rows else (RANKS - 1) * (E // ep) * 8
         assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
         assert added(combining) == kinds(float32=back * D * 4)
         # backward: the outputs' gradients travel like the rows; the gradients of rows and weights return
-        assert added(backward[:chunks]) == kinds(float32=there * D * 4)
-        assert added(backward[chunks:]) == kinds(float32=back * D * 4, float64=back * 8)
-        assert [len(sent) for sent in (dispatching, combining, backward)] == [
-            2 * chunks + (not bin_rows),
-            chunks,
-            3 * chunks,
-        ]
+        assert added(backward[:1]) == kinds(float32=there * D * 4)
+        assert added(backward[1:]) == kinds(float32=back * D * 4, float64=back * 8)
+        assert [len(sent) for sent in (dispatching, combining, backward)] == [2 + (not bin_rows), 1, 3]
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
@@ -272,22 +262,18 @@ def test_bytes_of_the_all_gather(ep: int, etp: int) -> None:
         }
 
 
-def visit(dispatcher: Any, ranks: ExpertRanks, case: str, padded: bool) -> list[int]:
-    """A round trip in chunks, as in the layer; returns the rows of each."""
+def visit(dispatcher: Any, ranks: ExpertRanks, case: str, padded: bool) -> None:
+    """A round trip as in the layer, compared with the plain formula."""
     dispatcher.place(ranks)
     group, ep, etp = ranks.group, ranks.ep, ranks.etp
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, T if padded else 0)
-    back, rows = [], []
-    for chunk in exchange.chunks():
-        rows_RD, weight_R1, count_e = chunk.rows()
-        expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
-        back.append(chunk.send_back(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share))
-        rows.append(rows_RD.shape[0])
-    y_TD, want_TD = exchange.combine(back), plain(x_TD, weights_TK, chosen_TK)
+    rows_RD, weight_R1, count_e, combine = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, T if padded else 0)
+    expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
+    y_TD = combine(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share)
+    want_TD = plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
     for _ in range(2):  # a retained graph can be used again
@@ -295,25 +281,6 @@ def visit(dispatcher: Any, ranks: ExpertRanks, case: str, padded: bool) -> list[
         want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent, retain_graph=True)
         for grad, wanted in zip(grads, want_grads, strict=True):
             torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
-    return rows
-
-
-def visits(ep: int, etp: int) -> None:
-    for chunks in (2, 3, T + 2):
-        for case in CASES:
-            for padded in (False, True):
-                rows = visit(AllToAll(E, chunks), ExpertRanks(whole_world(), ep, etp), case, padded)
-                assert len(rows) == chunks
-                if padded:
-                    assert rows == [-(-T // chunks) * E // ep * RANKS] * chunks
-                elif case == "random" and chunks < T:  # even, up to a row of each sender and local expert
-                    assert max(rows) - min(rows) <= RANKS * E // ep
-
-
-@pytest.mark.parametrize("ep, etp", LAYOUTS)
-def test_chunks_come_back_whatever_their_number(ep: int, etp: int) -> None:
-    """Also with more chunks than tokens, so that some are empty: equal to the plain formula, forward and backward."""
-    world.run(RANKS, visits, ep, etp)
 
 
 @functools.cache
@@ -327,10 +294,9 @@ NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks per node
 
 
 def visits_on_nodes(ep: int, etp: int, node: int) -> None:
-    for chunks in (1, 3):
-        for case in CASES:
-            for padded in (False, True):
-                visit(Hierarchical(E, chunks), ExpertRanks(whole_world(), ep, etp, *nodes_of(node)), case, padded)
+    for case in CASES:
+        for padded in (False, True):
+            visit(Hierarchical(E), ExpertRanks(whole_world(), ep, etp, *nodes_of(node)), case, padded)
 
 
 @pytest.mark.parametrize("ep, etp, node", NODES)
@@ -392,9 +358,8 @@ def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str)
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("padded", [False, True])
-def test_chunks_on_one_rank(padded: bool, case: str) -> None:
-    visit(AllToAll(E, 3), ExpertRanks(), case, padded)
-    visit(Hierarchical(E, 2), ExpertRanks(), case, padded)
+def test_by_node_on_one_rank(padded: bool, case: str) -> None:
+    visit(Hierarchical(E), ExpertRanks(), case, padded)
 
 
 @st.composite

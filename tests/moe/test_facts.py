@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
-from tests.support.single_chunk import dispatched
+from tests.support.dispatched import dispatched
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, OneChunk
-from titanmoe.moe.dispatchers.rules import DISPATCHERS, DispatcherRules, in_chunks
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
+from titanmoe.moe.dispatchers.rules import DISPATCHERS, DispatcherRules, overlapping
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
 
@@ -52,14 +52,14 @@ class Groups(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
+def on_four_ranks(name: str) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
     rules = DISPATCHERS.look_up(name)
     if getattr(rules, "param", ""):  # what is read from the recipe does not matter to the emulation
         shape |= {"training.mixed_precision_param": rules.param, "model.dim": rules.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
-    dispatcher = DISPATCHERS.implementation(name)(E, chunks)
+    dispatcher = DISPATCHERS.implementation(name)(E)
     ranks = ExpertRanks(whole_world(), RANKS, 1, *nodes_of(2))
     dispatcher.place(ranks)
     tokens, dtype = config.training.local_batch_size * T, getattr(torch, config.training.mixed_precision_param)
@@ -75,9 +75,10 @@ def host_syncs(name: str, bin_rows: int) -> int:
     return reads.times
 
 
-def messages(name: str, chunks: int) -> int:
-    dispatcher = on_four_ranks(name, chunks)
-    return len(dispatcher.dispatch(*inputs("random", dist.get_rank()), 0).chunks())
+def can_wait(name: str) -> bool:
+    """Whether what it returns is a SplitExchange."""
+    exchange = on_four_ranks(name).dispatch(*inputs("random", dist.get_rank()), 0)
+    return all(hasattr(exchange, method) for method in ("relay", "send_back", "receive"))
 
 
 def rows_for_no_expert(name: str) -> bool:
@@ -98,25 +99,21 @@ def sends_across(name: str) -> bool:
 
 
 def seen_by_hooks(name: str) -> tuple[int, int, int]:
-    """How many tensors with gradients, and how many plain numbers, torch finds in chunks, as hooks on a module do; and
-    the former in what they return.
-    """
+    """How many tensors with gradients, and how many plain numbers, torch finds in a half's exchange, as hooks on a
+    module do; and the former in what it sends back."""
     x_TD, weights_TK, chosen_TK = inputs("random", dist.get_rank())
-    exchange = on_four_ranks(name).dispatch(x_TD.requires_grad_(), weights_TK.requires_grad_(), chosen_TK, 0)
-    chunks = exchange.chunks()
-    leaves = tree_leaves(chunks)
+    exchange = on_four_ranks(name).dispatch(x_TD.requires_grad_(), weights_TK.requires_grad_(), chosen_TK, 0).relay()
+    leaves = tree_leaves(exchange)
     going = sum(x.requires_grad for x in leaves if isinstance(x, Tensor))
     numbers = sum(isinstance(x, int) for x in leaves)
-    back = [chunk.send_back(chunk.rows()[0]) for chunk in chunks]
+    back = exchange.send_back(exchange.rows()[0])
     return going, numbers, sum(x.requires_grad for x in tree_leaves(back) if isinstance(x, Tensor))
 
 
-@pytest.mark.parametrize("name", DISPATCHERS.table)
+@pytest.mark.parametrize("name", overlapping())
 def test_hooks_see_rows_that_are_on_their_way(name: str) -> None:
     """Rows and weights go in, rows come out. Numbers for each rank would cost a hook a microsecond or two each."""
-    for going, numbers, coming in world.run(RANKS, seen_by_hooks, name):
-        assert (going, coming) == (2, 1)
-        assert not numbers or name == "deepep"  # its handle is DeepEP's own
+    assert world.run(RANKS, seen_by_hooks, name) == [(2, 0, 1)] * RANKS
 
 
 @pytest.mark.parametrize("name", DISPATCHERS.table)
@@ -126,7 +123,7 @@ def test_facts_are_true(name: str) -> None:
     assert world.run(RANKS, rows_for_no_expert, name) == [rules.unused_rows] * RANKS
     if not rules.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
-    assert world.run(RANKS, messages, name, 3) == [3 if name in in_chunks() else 1] * RANKS
+    assert world.run(RANKS, can_wait, name) == [name in overlapping()] * RANKS
     assert world.run(RANKS, sends_across, name) == [rules.nodes] * RANKS
     assert rules.asks_machine == (DISPATCHERS.implementation(name).missing is not Dispatcher.missing)
 
@@ -136,13 +133,13 @@ class Nowhere(Dispatcher):
 
     rules = DispatcherRules()
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Stay:
         flat = chosen_TK.flatten()
         kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
         token_R = kept_R // chosen_TK.shape[1]
         count_e = flat[kept_R].bincount(minlength=self.num_experts)
         weights_R1 = weights_TK.flatten()[kept_R].unsqueeze(1)
-        return OneChunk(Stay(x_TD[token_R], weights_R1, count_e, token_R, len(x_TD)))
+        return Stay(x_TD[token_R], weights_R1, count_e, token_R, len(x_TD))
 
 
 class Stay(NamedTuple):
@@ -155,7 +152,7 @@ class Stay(NamedTuple):
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_RD, self.weights_R1, self.count_e
 
-    def send_back(self, y_RD: Tensor) -> Tensor:
+    def combine(self, y_RD: Tensor) -> Tensor:
         return y_RD.new_zeros(self.tokens, y_RD.shape[1]).index_add(0, self.token_R, y_RD)
 
 

@@ -85,7 +85,8 @@ def test_products_that_accumulate_leave_nothing_to_add() -> None:
 
 def test_the_router_reads_its_input_in_16_bits() -> None:
     """Forward: parts of the weights, their product, a sum; counts set to zero, and the choice. Backward: of the choice;
-    parts of the logits' gradients, two products, and a sum over parts of the weights' gradients."""
+    parts of the logits' gradients, two products, a sum over parts of the weights' gradients, and one with the gradients
+    of the tokens that were dispatched."""
     config = config_of(NARROW | {"parallelism.experts.ep": 8}, 8, "h100")
     ran: dict[str, list[Operation]] = {"forward": [], "backward": []}
     for one, times in rehearse(config, 8, 0, "h100").operations.items():
@@ -94,7 +95,7 @@ def test_the_router_reads_its_input_in_16_bits() -> None:
     names = {phase: sorted(one.name for one in ones) for phase, ones in ran.items()}
     assert names == {
         "forward": ["bfloat16_parts", "mm", "route", "sum", "zeros"],
-        "backward": ["bfloat16_parts", "mm", "mm", "route_backward", "sum"],
+        "backward": ["add", "bfloat16_parts", "mm", "mm", "route_backward", "sum"],
     }
 
 

@@ -101,11 +101,11 @@ def counted(events: Events) -> dict[str, int]:
     }
 
 
-def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[str, int]]:
+def ordered(shared: bool, across: bool = False) -> dict[str, dict[str, int]]:
     """Forward and backward of a layer whose experts are on two ranks."""
     events = Events()
     kind = "hierarchical" if across else "alltoall"
-    changes = {"moe.dispatcher": kind, "moe.overlap_chunks": chunks, "moe.force_balance": True}
+    changes = {"moe.dispatcher": kind, "moe.force_balance": True}
     config = parity.read(changes, RANKS)
     moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
     nn.init.normal_(moe.router.weight)
@@ -134,25 +134,23 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
 
 
 @functools.cache
-def seen_on_ranks(chunks: int, shared: bool, across: bool = False) -> list[dict[str, dict[str, int]]]:
-    return world.run(RANKS, ordered, chunks, shared, across)
+def seen_on_ranks(shared: bool, across: bool = False) -> list[dict[str, dict[str, int]]]:
+    return world.run(RANKS, ordered, shared, across)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("across", [False, True], ids=["flat", "across_nodes"])
 def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, direction: str) -> None:
-    for seen in seen_on_ranks(1, True, across):
+    for seen in seen_on_ranks(True, across):
         at = seen[direction]
         assert at["shared in messages"] == at["shared"] == 1, at
         assert at["experts in messages"] == 0 < at["experts"], at
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_chunk_is_multiplied_while_others_are_under_way(direction: str) -> None:
-    for one, four in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
-        names = "messages", "experts", "experts in messages"
-        assert [one[direction][name] for name in names] == [2, 1, 0]
-        assert [four[direction][name] for name in names] == [8, 4, 4]
+def test_without_a_shared_expert_nothing_is_computed_while_rows_are_under_way(direction: str) -> None:
+    for seen in seen_on_ranks(False):
+        assert [seen[direction][name] for name in ("messages", "experts", "experts in messages")] == [2, 1, 0]
 
 
 def test_what_is_under_way_cannot_be_used() -> None:
@@ -181,7 +179,7 @@ def a_step(pairs: bool) -> dict[str, int]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(Experts, "products", multiplied))
         stack.enter_context(Wire(events))
-        parity.measure(TWO_STAGES | {"pipeline.overlap_pairs": pairs}, steps=1)
+        parity.measure(TWO_STAGES | {"moe.overlap": "pairs" if pairs else "none"}, steps=1)
     return counted(events)
 
 
@@ -220,7 +218,8 @@ def a_step_in_halves(halves: bool) -> dict[str, int]:
         stack.enter_context(mock.patch.object(Attention, "forward", attended))
         stack.enter_context(Wire(events))
         changes = {"training.local_batch_size": 2, "training.global_batch_size": 4, "moe.force_balance": True}
-        parity.measure(changes | {"parallelism.experts.ep": RANKS, "moe.overlap_halves": halves}, steps=1)
+        changes |= {"parallelism.experts.ep": RANKS, "moe.overlap": "halves" if halves else "none"}
+        parity.measure(changes, steps=1)
     return counted(events)
 
 
@@ -264,8 +263,8 @@ def reductions(changes: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"moe.overlap_chunks": 2},
-        {"moe.overlap_halves": True, "training.local_batch_size": 2, "training.global_batch_size": 8},
+        {},
+        {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8},
         {"moe.dispatcher": "allgather"},
         {"moe.dispatcher": "hierarchical", "parallelism.node": 1},
         {"moe.dispatcher": "symm_mem"},
@@ -273,6 +272,6 @@ def reductions(changes: dict[str, Any]) -> list[str]:
     ids=["alltoall", "halves", "allgather", "hierarchical", "symm_mem"],
 )
 def test_experts_are_reduced_as_soon_as_their_gradients_are_there(changes: dict[str, Any]) -> None:
-    """FSDP finds out from the tensors in chunks; weights whose chunks hide theirs wait for the end of backward."""
+    """FSDP finds out from the tensors that go into the experts: without any, it waits for the end of backward."""
     for order in world.run(4, reductions, changes):
         assert order[:4] == ["experts", "block"] * 2, order

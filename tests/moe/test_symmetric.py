@@ -21,7 +21,7 @@ from tests import parity, reference, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
 from tests.support import emulated_symmetric
 from tests.support.case_features import MODELS
-from tests.support.single_chunk import dispatched
+from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive

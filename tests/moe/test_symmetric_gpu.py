@@ -60,7 +60,7 @@ def test_rows_through_the_experts_without_a_host_sync(world_of_one: Group) -> No
     torch.cuda.set_sync_debug_mode("error")
     try:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = exchange.combine(experts(exchange.chunks()))
+        y_TD = exchange.combine(experts(*exchange.rows()))
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -38,9 +38,7 @@ def interpreted_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     "changes",
     [
-        MODELS["sigmoid_groups"]
-        | PADDED
-        | {"parallelism.experts.ep": 2, "moe.overlap_chunks": 2, "moe.aux_loss": 0.02},
+        MODELS["sigmoid_groups"] | PADDED | {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02},
         pytest.param({"parallelism.tp": 2, "parallelism.experts.etp": 2}, marks=pytest.mark.slow),
         pytest.param(
             MODELS["deepseek_v3"] | {"model.num_dense_layers": 0, "parallelism.tp": 2}, marks=pytest.mark.slow

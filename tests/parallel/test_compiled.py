@@ -152,10 +152,10 @@ def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
     ("case", "whole"),
     [
         ({"moe.dispatcher": "allgather", "activation_checkpoint.mode": "full"}, True),
-        (DISPATCHERS["hierarchical_chunks"] | {"parallelism.node": 2, "parallelism.experts.ep": 4}, True),
+        (DISPATCHERS["hierarchical"] | {"parallelism.node": 2, "parallelism.experts.ep": 4}, True),
         (MODELS["deepseek_v3"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective"}, True),
         (
-            MODELS["gpt_oss"] | {"parallelism.cp": 2, "moe.overlap_chunks": 2, "moe.capacity_scope": "sub_sequence"},
+            MODELS["gpt_oss"] | {"parallelism.cp": 2, "moe.capacity_scope": "sub_sequence"},
             True,
         ),
         ({"parallelism.pp": 2, "model.mtp_depth": 1, "moe.jitter": 0.1, "activation_checkpoint.mode": "moe"}, True),

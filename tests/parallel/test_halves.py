@@ -1,4 +1,4 @@
-"""[moe] overlap_halves: within a block, one half of the samples is computed while rows of the other travel. No number
+"""[moe] overlap = "halves": in a block one half of the samples is computed while rows of the other travel. No number
 changes."""
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from tests.support import case_features
 from tests.support.covering_mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
-HALVES = {"moe.overlap_halves": True, "training.local_batch_size": 2, "training.global_batch_size": 8}
+HALVES = {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8}
 SHARED = {"model.shared_hidden": 16}
 EP2 = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02}
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": EP2 | SHARED | {"activation_checkpoint.mode": "full"},
-    "rows kept": EP2 | SHARED | {"activation_checkpoint.mode": "full_but_rows", "moe.overlap_chunks": 2},
+    "rows kept": EP2 | SHARED | {"activation_checkpoint.mode": "full_but_rows"},
     "experts recomputed, cp, balance over data ranks": {
         "parallelism.cp": 2,
         "parallelism.experts.etp": 2,
@@ -48,7 +48,7 @@ def every_pair() -> list[Any]:
     decks = {
         name: list(choices) for name, choices in case_features.FEATURES.items() if name not in ("batch", "dropping")
     }
-    decks["dispatcher"] = ["alltoall", "hierarchical", "chunks", "hierarchical_chunks"]
+    decks["dispatcher"] = ["alltoall", "hierarchical"]
     pool, number = [], 0
     for _ in range(40):
         for fold in all_folds(4):
@@ -63,6 +63,6 @@ def every_pair() -> list[Any]:
 @pytest.mark.sweep
 @pytest.mark.parametrize(("fold", "choice"), every_pair())
 def test_every_pair_of_choices(fold: Fold, choice: dict[str, str]) -> None:
-    changes = case_features.changes(fold, choice | {"batch": "2"}) | {"moe.overlap_halves": True}
+    changes = case_features.changes(fold, choice | {"batch": "2"}) | {"moe.overlap": "halves"}
     steps = case_features.steps(choice)
     parity.check(4, changes, documents=choice["documents"] == "yes", steps=steps)

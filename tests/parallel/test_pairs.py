@@ -36,9 +36,7 @@ LOOPS = [
 
 
 def problems_of(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | None = None) -> list[str]:
-    config = Config(
-        model=Model(num_layers=4), pipeline=Pipeline(overlap_pairs=True, **pipeline), moe=MoE(**(moe or {}))
-    )
+    config = Config(model=Model(num_layers=4), pipeline=Pipeline(**pipeline), moe=MoE(overlap="pairs", **(moe or {})))
     config.training.local_batch_size = 1
     of_parts = DISPATCHERS.look_up(config.moe.dispatcher).violations(config, {"pp": 2, "ep": ep, "etp": 1})
     return [*schedule_violations(config, 2, 2, 4), *pair_violations(config, 2, ep, 1), *of_parts]
@@ -112,10 +110,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 DENSE = {"model.num_dense_layers": 1, "model.dense_hidden": 16}
 CASES = {
     "tp, a stage without MoE layers": DENSE | {"parallelism.tp": 2},
-    "cp, chunks, a shared expert, moe again": {
+    "cp, a shared expert, moe again": {
         "training.global_batch_size": 6,
         "parallelism.cp": 2,
-        "moe.overlap_chunks": 2,
         "model.shared_hidden": 16,
         "activation_checkpoint.mode": "moe",
         "moe.aux_loss_global": 0.02,
@@ -148,7 +145,7 @@ CASES = {
 
 def check(changes: dict[str, Any], documents: bool = False, timeout: float = 300) -> None:
     """The plain model's numbers, and bit-equal to a run without turns."""
-    on, off = ({"pipeline.overlap_pairs": flag} | changes for flag in (True, False))
+    on, off = ({"moe.overlap": overlap} | changes for overlap in ("pairs", "none"))
     steps = 2 if "moe.bias_update_rate" in changes else 1
     results = world.run(4, measured, on, documents, steps, timeout=timeout)
     got, _ = results[0]
@@ -183,14 +180,14 @@ def test_pairs_of_a_file_agree_too(tmp_path: Path) -> None:
 
 
 def test_forward_alone_knows_no_pairs() -> None:
-    changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
+    changes = V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}
     alone, training, grads, _ = world.run(4, forward_alone, changes)[0]
     assert alone == training
     assert parity.error(grads, parity.expected(changes, 4).steps[0].grads)[0] <= parity.TOLERANCE["float64"]
 
 
 def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:
-    changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
+    changes = V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}
     assert (
         "pairs of forward and backward take turns"
         in world.run(4, header, changes | {"model.vocab_size": 320})[0]["pipeline"]
@@ -221,7 +218,7 @@ def breaks(side: int) -> None:
         depart(self, *args)
 
     collectives._Wire.depart = failing  # type: ignore[method-assign]
-    parity.measure(V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}, steps=1)
+    parity.measure(V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}, steps=1)
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["forward", "backward"])

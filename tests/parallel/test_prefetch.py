@@ -97,7 +97,7 @@ def test_weights_are_asked_for_before_the_counts(mode: str) -> None:
     [
         {"activation_checkpoint.mode": "moe", "model.moe_every": 2, "model.dense_hidden": 16, "model.num_layers": 3},
         {"parallelism.reshard_after_forward": "never", "model.mtp_depth": 1, "parallelism.dp_replicate": 2},
-        {"parallelism.pp": 2, "parallelism.reshard_after_forward": "always", "moe.overlap_chunks": 2},
+        {"parallelism.pp": 2, "parallelism.reshard_after_forward": "always"},
     ],
     ids=["recomputed", "replicas", "pipeline"],
 )

@@ -99,11 +99,10 @@ def test_backward_frees_what_a_layer_kept(mode: str, monkeypatch: pytest.MonkeyP
 
 
 KEPT = {
-    "all forwards first, in chunks, beside a shared expert": {
+    "all forwards first, beside a shared expert": {
         "parallelism.pp": 2,
         "pipeline.schedule": "GPipe",
         "parallelism.experts.ep": 2,
-        "moe.overlap_chunks": 2,
         "model.shared_hidden": 16,
     },
     "backward split in two, across nodes": {

@@ -71,7 +71,8 @@ def test_one_product_for_gate_and_up(changes: dict[str, Any]) -> None:
 
 ACCUMULATED = {
     "reduced at the end": {"parallelism.tp": 2, EP: 4, "activation_checkpoint.mode": "full"} | BIASES,
-    "replicas, chunks": REPLICAS | {"moe.overlap_chunks": 2},
+    "replicas, halves": REPLICAS
+    | {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8},
     "backward in two parts": {
         "parallelism.pp": 2,
         EP: 2,

@@ -133,7 +133,7 @@ def both(changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     [
         {},
         {"pipeline.schedule": "ZBVZeroBubble", "moe.capacity_factor": 1.0, "activation_checkpoint.mode": "moe"},
-        {"pipeline.schedule": "DualPipeV", "pipeline.overlap_pairs": True, "activation_checkpoint.mode": "none"}
+        {"pipeline.schedule": "DualPipeV", "moe.overlap": "pairs", "activation_checkpoint.mode": "none"}
         | {"training.global_batch_size": 8},
         {"parallelism.reshard_after_forward": "always", "moe.dispatcher": "symm_mem"},
     ],

@@ -75,7 +75,7 @@ CASES = {
     "halves": (
         2,
         0,
-        f"{EP} 2 {MODE} full --moe.overlap_halves true --training.local_batch_size 2 --training.global_batch_size 4",
+        f"{EP} 2 {MODE} full --moe.overlap halves --training.local_batch_size 2 --training.global_batch_size 4",
     ),
     "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }

@@ -17,7 +17,7 @@ from tests.support.case_features import DISPATCHERS, RECOMPUTE, SCHEDULES
 from tests.test_recipes import RECIPES
 from tests.test_recipes import world as ranks
 from titanmoe.config.schema import Config
-from titanmoe.moe.dispatchers.alltoall import AllToAllChunk
+from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
@@ -41,7 +41,7 @@ def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> V
 
 
 def schedule(name: str) -> dict[str, Any]:
-    return SCHEDULES[name] | ({"pipeline.overlap_pairs": True} if name == "DualPipeV" else {})
+    return SCHEDULES[name] | ({"moe.overlap": "pairs"} if name == "DualPipeV" else {})
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_schedules(name: str) -> None:
 @pytest.mark.parametrize("imbalance", [pytest.param(1.0, marks=pytest.mark.slow), 1.7, 4.0])
 def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
     """At 4 times the mean, two of the four ranks have no token."""
-    assert of_all({"moe.overlap_chunks": 2}, imbalance).text == HOST_ORDER
+    assert of_all({}, imbalance).text == HOST_ORDER
 
 
 def test_two_halves_of_a_microbatch() -> None:
-    halves = {"moe.overlap_halves": True, "training.local_batch_size": 2, "training.global_batch_size": 8}
+    halves = {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8}
     assert of_all(halves | {"activation_checkpoint.mode": "moe"}, 1.7).text == HOST_ORDER
 
 
-@pytest.mark.parametrize("name", [d for d in DISPATCHERS if d not in ("alltoall", "chunks")])
+@pytest.mark.parametrize("name", [d for d in DISPATCHERS if d != "alltoall"])
 def test_dispatchers(name: str) -> None:
     assert of_all(DISPATCHERS[name] | {"parallelism.node": 4 if name == "symm_mem" else 2}, 1.7).text == HOST_ORDER
 
@@ -152,13 +152,13 @@ def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Ver
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
     """As if it first checked whether it has a token."""
-    real = AllToAllChunk.send_back
+    real = AllToAllExchange.send_back
 
-    def alone(self: AllToAllChunk, y_RD: Tensor) -> Any:
+    def alone(self: AllToAllExchange, y_RD: Tensor) -> Any:
         return real(self._replace(x_RD=self.x_RD._replace(wire=None)), y_RD)
 
     def of(rank: int) -> Any:
-        return mock.patch.object(AllToAllChunk, "send_back", alone if rank == 2 else real)
+        return mock.patch.object(AllToAllExchange, "send_back", alone if rank == 2 else real)
 
     verdict = faulty(4, of, {})
     assert not verdict.safe and "rank 2" in verdict.text and "moe/dispatchers/alltoall.py" in verdict.text

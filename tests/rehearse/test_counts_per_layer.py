@@ -62,9 +62,9 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         NONE,
         Counts(3, 6, 0, 2, 6),
     ),
-    "two chunks": (  # one message of counts for both
-        {"moe.overlap_chunks": 2},
-        Counts(7, 6, 1, 2, 6),
+    "halves": (  # each half is sent by itself, but weights are gathered once
+        {"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 8},
+        Counts(8, 6, 2, 2, 6),
         Counts(6, 12, 0, 2, 6),
         Counts(2, 4, 0, 0, 0),
         Counts(6, 12, 0, 2, 6),
@@ -105,7 +105,7 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         Counts(3, 6, 0, 2, 6),
     ),
 }
-for name in ("two chunks", "hierarchical, edp = 1", "allgather"):
+for name in ("halves", "hierarchical, edp = 1", "allgather"):
     changes, forward, backward, again, after = TABLE[name]
     changes = changes | {"activation_checkpoint.mode": "full_but_rows"}
     TABLE[f"{name}, rows kept"] = changes, forward, backward, again._replace(rows=0), after

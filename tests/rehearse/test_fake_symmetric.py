@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import ONE, faulty
 from tests.rehearse.test_rehearse_command import SMALL, rehearse
-from titanmoe.comm.collectives import InFlight
-from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricChunk
+from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricExchange
+from titanmoe.moe.permute import to_tokens
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import world
 from titanmoe.rehearse.record import ALL_TO_ALLS, PUT
@@ -66,13 +66,14 @@ def test_a_step_that_does_not_fit_is_repeated_by_alltoall() -> None:
 
 
 def test_a_rank_that_keeps_its_rows_is_named() -> None:
-    real = SymmetricChunk.send_back
+    real = SymmetricExchange.combine
 
-    def keep(self: SymmetricChunk, y_AD: Tensor) -> InFlight:
-        return InFlight(y_AD.new_zeros(len(self.to_H), y_AD.shape[1]) + y_AD.sum(), None)
+    def keep(self: SymmetricExchange, y_AD: Tensor) -> Tensor:
+        y_HD = y_AD.new_zeros(len(self.to_H), y_AD.shape[1]) + y_AD.sum()
+        return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
 
     def on(rank: int) -> Any:
-        return mock.patch.object(SymmetricChunk, "send_back", keep if rank == 2 else real)
+        return mock.patch.object(SymmetricExchange, "combine", keep if rank == 2 else real)
 
     verdict = faulty(4, on, {"moe.dispatcher": "symm_mem"})
     assert not verdict.safe and "rank 2" in verdict.text and PUT in verdict.text

@@ -42,7 +42,7 @@ OUTSIDE = "tests.moe.test_balance_losses:Even"
 REFUSED = {"moe.dispatcher": {"deepep"}}
 NEEDS = {
     "moe.dispatcher = symm_mem": {"parallelism.node": 4},
-    "moe.overlap_halves = True": {"training.local_batch_size": 2, "training.global_batch_size": 8},
+    "moe.overlap = halves": {"training.local_batch_size": 2, "training.global_batch_size": 8},
 }
 """The other options that a value is refused without."""
 

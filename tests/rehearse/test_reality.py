@@ -19,12 +19,10 @@ EP4 = ONE | {"parallelism.experts.ep": 4}
 PP2 = {"parallelism.pp": 2, "parallelism.experts.ep": 2}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "tp, ragged ep": (4, "cpu", EP4 | LEARNED | {"parallelism.tp": 2, "model.num_layers": 2}),
-    "as on GPUs: etp, chunks, HSDP": (
+    "as on GPUs: etp, HSDP": (
         4,
         "h100",
-        ONE
-        | {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 1, "parallelism.experts.etp": 2}
-        | {"moe.overlap_chunks": 2},
+        ONE | {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 1, "parallelism.experts.etp": 2},
     ),
     "as on GPUs: pipeline": (4, "h100", PP2 | {"training.global_batch_size": 4, "moe.aux_loss": 0.01}),
     "ring, ragged": (
@@ -40,7 +38,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
         "h100",
         LEARNED
         | {"model.num_layers": 1, "parallelism.experts.ep": 8, "parallelism.node": 4, "training.global_batch_size": 8}
-        | {"moe.dispatcher": "hierarchical", "moe.overlap_chunks": 2},
+        | {"moe.dispatcher": "hierarchical"},
     ),
 }
 
@@ -91,7 +89,7 @@ FEATURES = {
         "h100",
         PP2
         | case_features.SCHEDULES["DualPipeV"]
-        | {"pipeline.overlap_pairs": True, "model.num_layers": 4, "training.global_batch_size": 8},
+        | {"moe.overlap": "pairs", "model.num_layers": 4, "training.global_batch_size": 8},
     ),
 }
 

@@ -34,7 +34,7 @@ def test_balanced_routing_is_that_of_force_balance() -> None:
 def test_every_rank_receives_the_counts_that_others_send(imbalance: float) -> None:
     config = config_of({"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "cpu")
     routing = Routing(config, derive(4, config.parallelism), Samples, with_imbalance(config, imbalance))
-    exchange = IntegerMessages(routing, AllToAll, AllToAll(8, 1, "torch"), 8)
+    exchange = IntegerMessages(routing, AllToAll, AllToAll(8, "torch"), 8)
     for rank in range(4):
         counts = exchange.received_integers(rank, 0, 0, 0)
         for other in range(4):

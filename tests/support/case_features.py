@@ -119,9 +119,7 @@ RECOMPUTE = {mode: {"activation_checkpoint.mode": mode} for mode in ("none", "fu
 DISPATCHERS: dict[str, dict[str, Any]] = {
     name: {"moe.dispatcher": name} for name in ("alltoall", "allgather", "hierarchical")
 }
-DISPATCHERS["chunks"] = {"moe.overlap_chunks": 3}
 DISPATCHERS["symm_mem"] = {"moe.dispatcher": "symm_mem", "moe.symm_mem_factor": 1.5}
-DISPATCHERS["hierarchical_chunks"] = DISPATCHERS["hierarchical"] | {"moe.overlap_chunks": 2}
 SCHEDULES = {
     name: {"pipeline.schedule": name}
     for name in (

@@ -154,7 +154,12 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ),
     ],
     "tests/moe/test_dispatch.py": [
-        ("AllToAll.dispatch", "chunks of padded bins are too short by a row", "-(-bin_rows // C)", "bin_rows // C"),
+        (
+            "AllToAll.send_counts",
+            "counts go to etp ranks of another expert rank",
+            "count_E.view(self.ep, 1, e).expand(-1, self.etp, -1)",
+            "count_E.view(1, self.ep, e).expand(self.etp, -1, -1)",
+        ),
         (
             "AllGather.sort_choices",
             "the all-gather takes etp ranks for ep ranks",

@@ -74,9 +74,10 @@ def test_compiled_parts_change_no_number(mapping: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_experts_take_chunks_that_have_arrived() -> None:
+def test_compiled_experts_take_halves_that_have_arrived() -> None:
     """In bfloat16, the only dtype in which they compile; rows in flight stay outside the graph."""
-    changes = {"parallelism.experts.ep": 2, "moe.overlap_chunks": 3, "model.shared_hidden": 16}
+    changes = {"parallelism.experts.ep": 2, "moe.overlap": "halves", "model.shared_hidden": 16}
+    changes |= {"training.local_batch_size": 2, "training.global_batch_size": 8}
     changes |= {"training.mixed_precision_param": "bfloat16", "model.num_layers": 1}
     compiled = changes | {"compile.enable": True, "compile.backend": "aot_eager"}
     plain, traced = (world.run(2, parity.measure, case, timeout=200)[0] for case in (changes, compiled))
@@ -170,26 +171,26 @@ def test_plain_python_runs_one_rank(tmp_path: Path) -> None:
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "imbalance", "layers.0.imbalance"} <= log[0].keys()
 
 
-ROWS = """
+OVERLAP = """
 import sys
 from dataclasses import replace
 from titanmoe.parts import PARTS
 from titanmoe.train import launch
 
-def rows(config, runtime):
-    assert runtime.world == 1 and config.moe.chunks == 1
-    return replace(config, moe=replace(config.moe, overlap_chunks=2)), f"in 2 chunks on {runtime.device}"
+def overlap(config, runtime):
+    assert runtime.world == 1 and config.moe.overlap == "none"
+    return replace(config, moe=replace(config.moe, overlap="halves")), f"halves, because of {runtime.device}"
 
-launch.main(sys.argv[1:], PARTS, rows=rows)
+launch.main(sys.argv[1:], PARTS, overlap=overlap)
 """
 
 
-def test_rows_travel_as_the_run_is_told_and_its_header_says_why(tmp_path: Path) -> None:
+def test_a_run_overlaps_as_it_is_told_and_its_header_says_why(tmp_path: Path) -> None:
     changes = {"model.num_layers": 1, "training.steps": 1, "data.source": "synthetic", "metrics.console": "lines"}
     words = parity.arguments(parity.TINY | changes | {"job.dump_folder": str(tmp_path)})
-    run = processes.run(["-c", ROWS, *words])
+    run = processes.run(["-c", OVERLAP, *words])
     assert run.returncode == 0, run.stderr
-    assert re.search(r"^rows +in 2 chunks on cpu *$", run.stdout, re.MULTILINE), run.stdout
+    assert re.search(r"^overlap +halves, because of cpu *$", run.stdout, re.MULTILINE), run.stdout
 
 
 def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:

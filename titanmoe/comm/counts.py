@@ -2,11 +2,11 @@
 
 Rows can be laid out before their counts arrive, because that takes only this rank's own choices:
 
-    counts = Counts(send_GCe, group, on_gpu)                  they leave
-    ...                                                       rows are copied into the order in which they are sent
-    receive_GCe, send_CG, receive_CG = counts.read()          the host waits
+    counts = Counts(send_Ge, group, on_gpu)                 they leave
+    ...                                                     rows are copied into the order in which they are sent
+    receive_Ge, send, receive = counts.read()               the host waits
 
-Shapes: G ranks of the group, C chunks, e experts of a rank.
+Shapes: G ranks of the group, e experts of a rank.
 """
 
 from __future__ import annotations
@@ -20,23 +20,28 @@ from titanmoe.comm.host import ToHost
 
 
 class Counts:
-    def __init__(self, send_GCe: Tensor, group: Group, on_gpu: bool):
-        """send_GCe: how many rows this rank sends to each expert of each rank. on_gpu: waiting for a message only
-        holds up the stream."""
-        self.send_GCe, self.group, self.on_gpu = send_GCe, group, on_gpu
-        each = [1] * group.size
-        self.flying = send_rows(send_GCe, each, each, group) if group.size > 1 else None
+    def __init__(self, send_Ge: Tensor, group: Group, on_gpu: bool):
+        """Send the counts.
 
-    def read(self) -> tuple[Tensor, list[list[int]], list[list[int]]]:
-        """The counts that arrive, and how many rows travel to and from each rank. The host waits for them.
+        Args:
+            send_Ge: how many rows this rank sends to each expert of each rank.
+            group: the dispatcher's.
+            on_gpu: whether waiting for a message only holds up the stream.
+        """
+        self.send_Ge, self.group, self.on_gpu = send_Ge, group, on_gpu
+        each = [1] * group.size
+        self.flying = send_rows(send_Ge, each, each, group) if group.size > 1 else None
+
+    def read(self) -> tuple[Tensor, list[int], list[int]]:
+        """Return the counts that arrive, and how many rows go to each rank and come from it. The host waits for them.
 
         In a pair the other side has a turn first. On a GPU the copy to the host is launched even before that: behind
         the other side's kernels the host would wait for these too.
         """
         if not self.on_gpu:
             turns.give_up()
-        receive_GCe = self.send_GCe if self.flying is None else wait(self.flying, self.group)
-        numbers = ToHost(torch.stack((self.send_GCe, receive_GCe)).sum(3).transpose(1, 2))
+        receive_Ge = self.send_Ge if self.flying is None else wait(self.flying, self.group)
+        numbers = ToHost(torch.stack((self.send_Ge, receive_Ge)).sum(2))
         if self.on_gpu:
             turns.give_up()
-        return receive_GCe, *numbers.read()
+        return receive_Ge, *numbers.read()

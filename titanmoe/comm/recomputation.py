@@ -29,9 +29,9 @@ class _Store:
     """What one call keeps."""
 
     def __init__(self, with_rows: bool):
+        self.with_rows = with_rows
         self.values: dict[str, list[Any]] = {}
         """By name and in order."""
-        self.rows: list[tuple[_Numbers, ...]] | None = [] if with_rows else None
 
 
 class _Numbers(NamedTuple):
@@ -109,16 +109,19 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def keep_rows(rows: tuple[Tensor, ...]) -> None:
-    """Called when rows have arrived, with all that belongs to them."""
+def keep_rows(wait: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return the rows that `wait` waits for, with all that belongs to them; in a part that is computed again, those of
+    its forward, if the mode keeps rows."""
     running = _pass()
-    if running is not None and running.store.rows is not None and not running.again:
-        running.store.rows.append(tuple(_Numbers(x.detach(), x.requires_grad) for x in rows))
+    if running is None or not running.store.with_rows:
+        return wait()
+    if running.again:
+        return tuple(numbers.tensor() for numbers in next(running.unread["rows"]))
+    rows = wait()
+    keep("rows", lambda: tuple(_Numbers(x.detach(), x.requires_grad) for x in rows))
+    return rows
 
 
-def kept_rows() -> list[tuple[Tensor, ...]] | None:
-    """In a part that is computed again: what `keep_rows` was called with, if rows are kept."""
-    running = _pass()
-    if running is None or not running.again or running.store.rows is None:
-        return None
-    return [tuple(numbers.tensor() for numbers in rows) for rows in running.store.rows]
+def has_kept_rows() -> bool:
+    """Return whether this is computed again from rows that were kept, so that none need be sent."""
+    return again() and _pass().store.with_rows

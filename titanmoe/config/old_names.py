@@ -35,6 +35,9 @@ _NO_COPIES = (
 OLD_NAMES: dict[str, NewName | Removed] = {
     "checkpoint.local": Removed(_NO_COPIES),
     "checkpoint.local_folder": Removed(_NO_COPIES),
+    "moe.overlap_halves": NewName("moe.overlap", {True: "halves"}.get),
+    "pipeline.overlap_pairs": NewName("moe.overlap", {True: "pairs"}.get),
+    "moe.overlap_chunks": NewName("moe.overlap", {-1: "auto"}.get),
 }
 """By old path. Of several rows with the same new path, the first whose value is not None counts."""
 

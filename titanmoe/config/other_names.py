@@ -163,8 +163,8 @@ _ADVICE = {
     "moe-router-enable-expert-bias": "--moe.bias_update_rate above 0",
     "moe-use-upcycling": "titanmoe convert --upcycle makes a checkpoint to begin from",
     "moe-upcycling-granularity": "titanmoe convert --upcycle makes a checkpoint to begin from",
-    "overlap-moe-expert-parallel-comm": "--moe.overlap_halves true, or --pipeline.schedule DualPipeV with "
-    "--pipeline.overlap_pairs true",
+    "overlap-moe-expert-parallel-comm": "--moe.overlap halves, or --pipeline.schedule DualPipeV with "
+    "--moe.overlap pairs",
     "delay-wgrad-compute": "--pipeline.schedule ZBVZeroBubble, or another that splits backward",
     "pipeline-model-parallel-layout": "--pipeline.layers_per_stage 3 4 4 3",
     "bf16": "--training.mixed_precision_param bfloat16, the default",

@@ -461,8 +461,6 @@ class Pipeline:
     """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
     layers_per_stage: Annotated[list[int], Range(0, LAYERS)] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
-    overlap_pairs: bool = False
-    """True, or where moe.overlap_chunks = -1 chooses it: with DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and a dispatcher whose rows travel in chunks: alltoall or hierarchical."""
 
 
 @dataclass
@@ -473,10 +471,8 @@ class MoE:
     """How rows get to their experts and back. {parts}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
-    overlap_chunks: Annotated[int, Range(1, 2**16, derived=True)] = 1
-    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products, more messages and a sum of gradients for each chunk are the price. 1: they travel whole. -1: on GPUs as the planner finds fastest for them and the run's mapping, in 1, 2 or 4 chunks, in two halves (overlap_halves) or in pairs (pipeline.overlap_pairs), by times that no run on GPUs has confirmed, and the header says what it chose; 1 on CPUs, or where one of the two is set. `scripts/bench/chunks.py` measures and prints a number."""
-    overlap_halves: bool = False
-    """True, or where overlap_chunks = -1 chooses it: each block takes its microbatch's samples in two halves: rows of one travel to experts and back while attention or experts of the other are computed. For experts whose rows take long beside attention and products, where a microbatch has 2 samples or more; products are half as large, and gradients of a block's weights are summed twice. No number changes. Needs a dispatcher whose rows travel in chunks, alltoall or hierarchical, and no capacity."""
+    overlap: Literal["none", "halves", "pairs", "auto"] = "none"
+    """What else is computed while routed tokens are on their way to experts and back; no number changes. none: the shared expert alone. halves: each block takes its microbatch's samples in two halves, and attention or experts of one are computed while the other's tokens are in flight. For experts whose tokens take long beside attention and products, with 2 samples or more in a microbatch; products are half as large, gradients of a block's weights are summed twice, and there can be no capacity. pairs: with DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B, the forward of one microbatch and the backward of another take turns. For experts connected by a network that is slow compared with their products; needs ep x etp > 1. Both need the dispatcher alltoall or hierarchical. auto: on GPUs whatever the planner finds fastest for them and the run's mapping, by times that no run on GPUs has confirmed, and the header says what it chose and why; none on CPUs."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
@@ -513,11 +509,6 @@ class MoE:
     """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). On an H200 its kernel is slower with one microbatch a step (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
-
-    @property
-    def chunks(self) -> int:
-        """overlap_chunks, and 1 where nobody asked the planner."""
-        return max(1, self.overlap_chunks)
 
 
 @dataclass

@@ -199,7 +199,7 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
         problems += _csv_violations(options.schedule_csv, rows, pp, microbatches, samples)
     else:
         problems += _named_violations(config, pp, microbatches, samples)
-    if options.overlap_pairs:
+    if config.moe.overlap == "pairs":
         problems += _overlap_violations(config, rows)
     if problems:
         return problems
@@ -282,7 +282,7 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
     return problems
 
 
-PAIRS = "pipeline.overlap_pairs = true"
+PAIRS = 'moe.overlap = "pairs"'
 
 
 def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
@@ -293,19 +293,19 @@ def _overlap_violations(config: Config, rows: list[list[Cell]]) -> Iterator[str]
     if not pairs and name != "DualPipeV":
         yield (
             f"{PAIRS} runs pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
-            'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set overlap_pairs = false'
+            'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set moe.overlap = "none"'
         )
     for pair in pairs:
         if sorted(action.does for action in pair) != ["B", "F"] or pair[0].stage == pair[1].stage:
             yield (
                 f"{PAIRS} needs pairs of F and B of two stages, but {name} has "
-                f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
+                f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set moe.overlap = "none"'
             )
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
-    if pp > 1 and config.pipeline.overlap_pairs and ep * etp == 1:
+    if pp > 1 and config.moe.overlap == "pairs" and ep * etp == 1:
         yield (
-            f"{PAIRS} hides the sending of rows to experts on other ranks, but ep * etp = 1 sends none: set "
-            "parallelism.experts.ep above 1, or overlap_pairs = false"
+            f"{PAIRS} hides the sending of tokens to experts on other ranks, but ep * etp = 1 sends none: set "
+            'parallelism.experts.ep above 1, or moe.overlap = "none"'
         )

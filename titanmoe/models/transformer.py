@@ -6,14 +6,13 @@ of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from titanmoe import observe
-from titanmoe.comm.recomputation import keep_saved, keep_tensor
 from titanmoe.config.blocks import has_experts, turned_width
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -22,6 +21,7 @@ from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_rules import MixerRules
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
+from titanmoe.moe.halves import feed_halves
 from titanmoe.moe.layer import MoE
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -51,10 +51,10 @@ class Block(nn.Module):
             self.moe = MoE(model, options, shared, seed, layer, microbatches, dtype)
         else:
             self.ffn = FeedForward(model.dim, model.dense_hidden, dtype)
-        self.overlap_halves = self.moe is not None and options.overlap_halves
+        self.in_halves = self.moe is not None and options.overlap == "halves"
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], tokens: Tokens) -> Tensor:
-        if not self.overlap_halves or len(x_BsD) < 2:
+        if not self.in_halves or len(x_BsD) < 2:
             return self.feed(self.attend(x_BsD, rope, tokens.mask), tokens)
         halves = zip(*(x.split(-(-len(x) // 2)) for x in (x_BsD, *rope)), tokens.halves(), strict=True)
         first, second = (partial(self.attend, x_BsD, rope, half.mask) for x_BsD, *rope, half in halves)
@@ -68,28 +68,19 @@ class Block(nn.Module):
         return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
-        """attend: if x_BsD is only the first half of the samples, gives the second one. It runs while the rows of the
-        first are in flight, and backward does not compute it again along with the rest.
+        """Return what the block adds to attention's output, with it.
+
+        Args:
+            x_BsD: attention's output; that of the first half of the samples if there is `attend`.
+            tokens: of all samples.
+            attend: gives attention's output for the second half (titanmoe.moe.halves).
         """
         if attend is not None:
-            return self._feed_halves(x_BsD, tokens, attend)
+            return feed_halves(self.moe, self.ffn_norm, x_BsD, attend, tokens)
         y_BsD = self.ffn_norm(x_BsD)
         with region("dense FFN" if self.moe is None else "MoE layer"):
             y_BsD = self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens)
         return x_BsD + y_BsD
-
-    def _feed_halves(self, x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor]) -> Tensor:
-        halves = [x_BsD]
-
-        def normed() -> Iterator[Tensor]:
-            yield self.ffn_norm(x_BsD)
-            with keep_saved():
-                halves.append(keep_tensor("second half", attend))
-            yield self.ffn_norm(halves[1])
-
-        with region("MoE layer"):
-            out = self.moe.run(normed(), tokens.halves(), tokens)
-        return torch.cat([x_BsD + y_BsD for x_BsD, y_BsD in zip(halves, out, strict=True)])
 
 
 def _backward_of(layer: int, grad: Tensor) -> None:

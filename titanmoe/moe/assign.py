@@ -6,7 +6,6 @@ An entry is one of the T * K choices, numbered token * K + slot. Expert number E
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,25 +31,6 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     # A radix sort passes over the keys once per few bits: int16 is 2.8 times faster (CPU, 262,144 keys, 128 experts).
     keys = flat.to(torch.int16) if num_experts < 2**15 else flat
     return keys.argsort(stable=True), count[:num_experts]
-
-
-def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c get the number c * E + i.
-
-    Returns the choices with these numbers ("no expert" is chunks * E), their order, and the count of each number. An
-    expert's rows are split evenly, or after every `bin_rows` rows.
-    """
-    order, count_E = sort_by_expert(chosen_TK, num_experts)
-    if chunks == 1:
-        return chosen_TK, order, count_E
-    expert = chosen_TK.flatten()[order]
-    count, before = F.pad(count_E, (0, 1), value=1), F.pad(count_E.cumsum(0), (1, 0))
-    place = torch.arange(expert.numel(), device=order.device) - before[expert]
-    chunk = place // bin_rows if bin_rows else place * chunks // count[expert]
-    number = torch.empty_like(expert)
-    number[order] = (chunk * num_experts + expert).where(expert < num_experts, chunks * num_experts)
-    number_TK = number.view_as(chosen_TK)
-    return number_TK, *sort_by_expert(number_TK, chunks * num_experts)
 
 
 @named("permute")
@@ -97,12 +77,10 @@ def copy_rows(
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
 
 
-def pieces(x_RD: Tensor, sizes: list[int]) -> Sequence[Tensor]:
-    """The first `sizes` rows; what comes after them is unused."""
-    rest = x_RD.shape[0] - sum(sizes)
-    if len(sizes) == 1 and not rest:
-        return (x_RD,)  # backward need not copy
-    return x_RD.split([*sizes, rest] if rest else sizes)[: len(sizes)]
+def first_rows(x_RD: Tensor, rows: int) -> Tensor:
+    """Return the first rows of a buffer, of which the others are unused."""
+    rest = x_RD.shape[0] - rows
+    return x_RD.split([rows, rest])[0] if rest else x_RD  # so that backward need not copy
 
 
 def cut(route: Route, rows: int) -> Route:

@@ -5,8 +5,7 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.comm.collectives import local
-from titanmoe.comm.recomputation import again, keep_rows, keep_saved
+from titanmoe.comm.recomputation import again
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.dispatchers.protocol import Chunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProducts, groups_of_call
 from titanmoe.moe.fp8 import EightBitProducts, Rounded
@@ -55,23 +53,9 @@ class Experts(nn.Module):
         """Chooses the columns to which this rank adds the last bias. Called when the model is placed on the meshes."""
         self.etp_rank = etp_rank
 
-    def forward(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """Computes each chunk while the next ones are still arriving; returns what each chunk's `send_back` returned.
-
-        One call per layer, so that the hooks around it, such as FSDP's that gather weights, run once.
-        """
-        back = []
-        for chunk in chunks:
-            with keep_saved():
-                rows = chunk.rows()
-            keep_rows(rows)
-            y_RD = self.run(*rows)
-            with keep_saved():
-                back.append(y_RD if again() else chunk.send_back(y_RD))
-        return back
-
     @named("experts")
-    def run(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+    def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        """Return the output of each routed token's expert, times its routing weight."""
         y_RD = (self.graph or self.products)(x_RD, weight_R1, count_e)
         if not again():
             observe.products(self, (x_RD, weight_R1), y_RD)

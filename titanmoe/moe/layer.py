@@ -2,25 +2,24 @@
 
 It gets the tokens that this rank alone owns, and does not know how attention was parallelised.
 
-Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
+Shapes: B samples, s owned positions, T = B * s owned tokens, D model, E experts, e local experts, K top-k, R routed
+tokens that this rank's experts work on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
-
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.recomputation import again, keep, keep_saved, kept_rows
+from titanmoe.comm.recomputation import keep
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatchers.protocol import KeptChunk
+from titanmoe.moe.dispatchers.protocol import dispatch
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
+from titanmoe.moe.halves import take_halves
 from titanmoe.moe.router import Router
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -42,9 +41,11 @@ class MoE(nn.Module):
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         kind = DISPATCHERS.implementation(options.dispatcher)
-        self.dispatcher = kind(model.num_experts, options.chunks, options.kernels)
+        self.dispatcher = kind(model.num_experts, options.kernels)
         self.dispatcher.allows_unused_rows = not model.expert_biases
         self.experts = Experts(model, options, dtype)
+        if options.overlap == "halves":
+            take_halves(self.experts)
         self.shared = shared
         self.pad = options.pad_to_capacity
 
@@ -55,55 +56,25 @@ class MoE(nn.Module):
         self.experts.rounded.begin_step()
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        (y_BsD,) = self.run([x_BsD], [tokens], tokens)
-        return y_BsD
+        """Return each token's sum over its experts (B, s, D), with the shared expert's output."""
+        x_TD = x_BsD.flatten(0, 1)
+        weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
+        exchange = dispatch(self.dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
+        shared_BsD = self.run_shared(x_BsD)  # while routed tokens are in flight
+        y_RD = self.experts(*exchange.rows())  # of (R, D), weights (R, 1) and counts (e,)
+        y_BsD = exchange.combine(y_RD).view_as(x_BsD)
+        return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
-    def run(self, parts: Iterable[Tensor], of_parts: Sequence[Tokens], tokens: Tokens) -> list[Tensor]:
-        """parts: the samples in as many parts as travel by themselves. Each is asked for, and so may be computed, while
-        the rows of the one before it are in flight. of_parts: their tokens. tokens: of all parts together.
-        """
-        kept, xs, routed, exchanges = kept_rows(), [], [], []
-        for x_BsD, of_part in zip(parts, of_parts, strict=True):
-            xs.append(x_BsD)
-            last = len(xs) == len(of_parts)
-            where = self.route(x_BsD.flatten(0, 1), of_part, routed, tokens if last else None)
-            if kept is None:
-                with keep_saved():
-                    exchanges.append(self.dispatcher.dispatch(x_BsD.flatten(0, 1), *where))  # rows leave
-        shared = [self.run_shared(x_BsD) for x_BsD in xs]  # while rows are in flight
-        if kept is not None:
-            self.experts([KeptChunk(*rows) for rows in kept])
-            return xs
-        with keep_saved():
-            chunks = [exchange.chunks() for exchange in exchanges]
-        back = iter(self.experts([chunk for of_exchange in chunks for chunk in of_exchange]))
-        if again():
-            return xs
-        out = []
-        for x_BsD, exchange, of_exchange, shared_BsD in zip(xs, exchanges, chunks, shared, strict=True):
-            with keep_saved():
-                y_BsD = exchange.combine(list(islice(back, len(of_exchange)))).view_as(x_BsD)
-            out.append(y_BsD if shared_BsD is None else y_BsD + shared_BsD)
-        return out
-
-    def route(
-        self, x_TD: Tensor, of_part: Tokens, routed: list[tuple[Tensor, ...]], tokens: Tokens | None
-    ) -> tuple[Tensor, Tensor, int]:
-        """The routing weights, the chosen experts, and the rows of a padded bin (0: bins are not padded).
-
-        routed: what the router said of earlier parts, and then of this one. tokens: of all parts, with the last one,
-        whose weights the balance losses of all are attached to.
-        """
-        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, of_part)
-        routed.append((logits_TE, scores_TE, count_BE))
-        if tokens is not None:
-            whole = routed[0] if len(routed) == 1 else map(torch.cat, zip(*routed, strict=True))
-            weights_TK = self.balance(weights_TK, *whole, tokens)
+    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
+        """Return the routing weights (T, K), the chosen experts (T, K), and the rows of a padded bin (0: bins are not
+        padded)."""
+        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
+        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        within_TK = keep("choices within capacity", lambda: self.capacity(chosen_TK, weights_TK, of_part, samples))
-        self.balance.dropped((within_TK != chosen_TK).sum(), of_part.microbatch)
+        within_TK = keep("choices within capacity", lambda: self.capacity(chosen_TK, weights_TK, tokens, samples))
+        self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:

@@ -95,11 +95,13 @@ def make_engine(
     meshes: Meshes,
     microbatches: int,
     device: torch.device,
+    in_pairs: bool = False,
 ) -> WithoutPipeline | Pipeline:
-    """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
+    """Return what runs forward and backward through the stages; the training step need not know whether there is a
+    pipeline. in_pairs: whether pairs of forward and backward take turns, as by moe.overlap = "pairs"."""
     summed_before = meshes.pp.size > 1 or parallelism.reduce_once
     experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
         return WithoutPipeline(stages, experts, parallelism.reduce_once)
     keep_gathered = not reshard(parallelism)
-    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered)
+    return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered, in_pairs)

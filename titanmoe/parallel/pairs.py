@@ -1,4 +1,4 @@
-"""[pipeline] overlap_pairs: the forward of one stage and the backward of another, on one rank, take turns.
+"""[moe] overlap = "pairs": the forward of one stage and the backward of another, on one rank, take turns.
 
 In a schedule with such pairs both are ready at once (DualPipeV in its steady state, arXiv 2412.19437, section 3.2.1).
 torch's runtime would run one after the other. Here each yields where it would wait for rows on their way to experts or

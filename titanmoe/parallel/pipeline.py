@@ -261,8 +261,10 @@ class Pipeline:
         microbatches: int,
         device: torch.device,
         keep_gathered: bool,
+        in_pairs: bool,
     ):
-        """keep_gathered: whether weights stay gathered from a stage's first forward to its last backward."""
+        """keep_gathered: whether weights stay gathered from a stage's first forward to its last backward. in_pairs:
+        whether pairs of forward and backward take turns."""
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
         own_stages = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
@@ -305,7 +307,7 @@ class Pipeline:
         if keep_gathered:
             table = self.schedule.pipeline_order_with_comms
             self.schedule.pipeline_order_with_comms = {rank: gathered_once(row) for rank, row in table.items()}
-        self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
+        self.pairs = pairs.Pairs(device) if in_pairs else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
         order = self.schedule.pipeline_order

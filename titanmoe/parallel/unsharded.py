@@ -168,8 +168,8 @@ class UnshardedExperts:
                     self._send(weight)
 
     def add_product(self, computed: Tensor, grad: Tensor, x: Tensor, products: ExpertProducts) -> None:
-        """The same of a gradient that is computed inside: once for each chunk of rows, of which none knows that it is
-        the last."""
+        """Add a gradient inside the product that computes it: once for each half of a microbatch, of which none knows
+        that it is the last."""
         weights, add = self.by_computed[computed], computed in self.totals
         if not add:
             shape = len(weights), *weights[0].part.shape

@@ -264,14 +264,13 @@ class BlockCosts(RowCosts):
         between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
         """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only. between: as for
-        `seconds_in_chunks`, forward and backward."""
+        `seconds_in_parts`, forward and backward."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
-        halves = 1 + way.halves
-        router = halves * self._router_product(T / halves)
-        exchanged, chunks = ep * etp > 1, way.pieces if ep * etp > 1 else halves
-        products = self.expert_products(R / chunks, ep, etp)
+        parts, exchanged = way.parts, ep * etp > 1
+        router = parts * self._router_product(T / parts)
+        products = self.expert_products(R / parts, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
         adapted = self._adapted(self.ffn_adapters[True, backward], "moe.experts.", rows, etp, groups)
         costs = []
@@ -285,12 +284,10 @@ class BlockCosts(RowCosts):
                 + self._row_copies(T * model.top_k, R, exchanged, part)
             )
             times = (1.0, min(backward, self.most))[part]
-            host = halves * self.factors.block * 2 / 9 * factor
-            cost = Cost((chunks * products + router) * times, 0.0, memory, host) + adapted[part]
+            host = parts * self.factors.block * 2 / 9 * factor
+            cost = Cost((parts * products + router) * times, 0.0, memory, host) + adapted[part]
             if way.halves:
                 cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, part, times)
-            elif chunks > 1:
-                cost = cost + self.cost_of_chunks(T * model.top_k * etp, ep, etp, chunks, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
             covering = self.covering(shared_cost.matrix)
             messages = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
@@ -327,9 +324,9 @@ class BlockCosts(RowCosts):
     ) -> Cost:
         """What backward computes again of the experts' part: all but the down product, a third of the products. Rows
         are sent there at most, not back."""
-        chunks = way.pieces if ep * etp > 1 else 1
+        parts = way.parts if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
-        down = chunks * self.expert_products(R / chunks, ep, etp) / 3
+        down = parts * self.expert_products(R / parts, ep, etp) / 3
         rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
         if rows and way.halves:  # of the first half nothing hides, because attention of the second is not repeated here
             T = R / self.model.top_k / etp

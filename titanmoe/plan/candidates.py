@@ -22,7 +22,7 @@ from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
-from titanmoe.plan.totals_by_mode import MODES, best_ways, non_expert_seconds, row_seconds, seconds_in_halves
+from titanmoe.plan.totals_by_mode import MODES, expert_seconds, non_expert_seconds, row_seconds, seconds_in_halves
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
@@ -118,11 +118,11 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                             continue
                         if experts_key not in experts:
                             experts[experts_key] = [
-                                (d, best_ways(pricer, d, *experts_key), row_seconds(pricer, *experts_key, RowsWay(d)))
-                                for d in dispatchers
+                                (way, expert_seconds(pricer, *experts_key, way), row_seconds(pricer, *experts_key, way))
+                                for way in map(RowsWay, dispatchers)
                             ]
-                        for dispatcher, by_mode, travel in experts[experts_key]:
-                            way, more = by_mode[i]
+                        for plain, by_mode, travel in experts[experts_key]:
+                            way, more, dispatcher = plain, by_mode[i], plain.dispatcher
                             if name == "DualPipeV":
                                 way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))
                             halves_key = tp, cp, samples, ep, etp, dispatcher

@@ -207,7 +207,7 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
         (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
         (
-            config.pipeline.overlap_pairs and bool(config.pipeline.schedule_csv),
+            moe.overlap == "pairs" and bool(config.pipeline.schedule_csv),
             "pairs of the schedule file: rows are priced as if nothing hid them",
         ),
         (

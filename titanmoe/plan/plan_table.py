@@ -8,7 +8,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
-from titanmoe.plan.planned_rows import rows_text
+from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.text_report import columns, format_bytes
 
@@ -37,7 +37,7 @@ HELPS = {
 
 def row(mapping: PricedMapping) -> tuple[str, ...]:
     config, fold, price = mapping.config, mapping.fold, mapping.price
-    per_rank, chunks = stages_per_rank(config), config.moe.overlap_chunks
+    per_rank, overlap = stages_per_rank(config), config.moe.overlap
     return (
         f"{price.step:.3g} s",
         f"{price.tokens:,.0f}",
@@ -47,8 +47,8 @@ def row(mapping: PricedMapping) -> tuple[str, ...]:
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
         config.parallelism.reshard_after_forward,
-        config.pipeline.schedule + " in pairs" * config.pipeline.overlap_pairs if fold.pp > 1 else "-",
-        config.moe.dispatcher + f" in {chunks} chunks" * (chunks > 1) + " in halves" * config.moe.overlap_halves,
+        config.pipeline.schedule + " in pairs" * (overlap == "pairs") if fold.pp > 1 else "-",
+        config.moe.dispatcher + " in halves" * (overlap == "halves"),
         price.bottleneck,
     )
 
@@ -86,7 +86,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
-    price, fold, rows = mapping.price, mapping.fold, rows_text(mapping.config)
+    price, fold, rows = mapping.price, mapping.fold, overlap_text(mapping.config)
     axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
@@ -135,10 +135,8 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "recompute": config.activation_checkpoint.mode,
         "schedule": config.pipeline.schedule if fold.pp > 1 else "",
         "stages_per_rank": stages_per_rank(config),
-        "overlap_pairs": config.pipeline.overlap_pairs,
         "dispatcher": config.moe.dispatcher,
-        "overlap_chunks": config.moe.overlap_chunks,
-        "overlap_halves": config.moe.overlap_halves,
+        "overlap": config.moe.overlap,
         "reshard_after_forward": config.parallelism.reshard_after_forward,
         "unfolded": mapping.unfolded,
         "step_s": price.step,

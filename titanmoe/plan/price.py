@@ -239,9 +239,9 @@ class Pricer(BlockCosts):
 
     def rows_way(self, config: Config, fold: Fold, m: int, stages: int) -> RowsWay:
         hidden = 0.0
-        if config.pipeline.overlap_pairs and fold.pp > 1 and not config.pipeline.schedule_csv:
+        if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
-        return RowsWay(config.moe.dispatcher, config.moe.chunks, config.moe.overlap_halves, hidden)
+        return RowsWay(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
         """Seconds of an update that works on whole matrices, apart from moving numbers."""

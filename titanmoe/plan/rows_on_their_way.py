@@ -12,60 +12,62 @@ from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
 
-CHUNKS = (1, 2, 4)
-"""Numbers of chunks that are compared."""
 NEAR = 1.02
-"""The fewest chunks within 2 % of the least time are taken: no formula is that exact."""
+"""What saves at most 2 % is left out: no formula is that exact."""
 PROFILED = 0.37
 """Of the messages of rows, what the overlap of two microbatches hides at most: 36.55 %, by a profile of Megatron's with
 Qwen3-30B-A3B on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 BLOCK_KERNELS = 96
 """Kernels of a whole block, forward and backward, that rehearsals count (tests/plan/test_price.py)."""
-CHUNK_KERNELS = ((45, 8), (1, 9))
-"""Kernels more, forward and backward, that rehearsals count where rows travel in chunks: once, and for each
-chunk but the first."""
-CHUNK_ROWS, CHUNK_WEIGHTS = 4, 6
-"""Bytes more that chunks move, for numbers of 16 bits: per element of a rank's own rows, to join their pieces, forward
-and backward; and per element of the experts' weights, to add up a chunk's gradients, for each chunk but the first."""
-HALVES = 4
-"""Bytes that halves of a microbatch move more, in the same units, per element of a rank's own tokens: forward to join
-their outputs, and backward the gradients of their inputs."""
+HALVES, HALVES_WEIGHTS = 4, 6
+"""Bytes that halves of a microbatch move more, for numbers of 16 bits: per element of a rank's own tokens, forward to
+join their outputs, and backward the gradients of their inputs; and per element of weights, to sum both gradients."""
 
 
 class RowsWay(NamedTuple):
     dispatcher: str
-    chunks: int = 1
-    """As moe.overlap_chunks."""
     halves: bool = False
-    """As moe.overlap_halves."""
+    """Whether moe.overlap is "halves"."""
     hidden: float = 0.0
-    """Share of the messages' time in which another microbatch is computed."""
+    """Share of the messages' time in which another microbatch is computed: above 0 if moe.overlap is "pairs"."""
 
     @property
-    def pieces(self) -> int:
-        return 2 if self.halves else self.chunks
+    def parts(self) -> int:
+        """In how many parts the routed tokens of a microbatch are sent."""
+        return 1 + self.halves
+
+    @property
+    def overlap(self) -> str:
+        """As moe.overlap."""
+        return "halves" if self.halves else "pairs" if self.hidden else "none"
 
 
-def seconds_in_chunks(
-    there: float, products: float, back: float, chunks: int, before: float = 0.0, between: float = 0.0
+def seconds_in_parts(
+    there: float, products: float, back: float, parts: int, before: float = 0.0, between: float = 0.0
 ) -> float:
-    """From the first message to the last, with two workers that each do one thing at a time: the wire and the experts.
+    """Return the seconds from the first message to the last, with two workers that each do one thing at a time: the
+    wire and the experts.
 
-    A chunk is sent `between` after the one before it, and results queue behind all of them on the way back. If one
-    takes `there` to arrive, `products` to be multiplied and `back` to return, chunk i = 1..n
+    A part is sent `between` after the one before it, and results queue behind all of them on the way back. If one
+    takes `there` to arrive, `products` to be multiplied and `back` to return, part i = 1..n
 
         arrives     here(i) = max((i - 1) * between, here(i - 1)) + there
         is done     done(i) = max(here(i), done(i - 1)) + products          done(0) = before + (n - 1) * between
         is back     back(i) = max(done(i), back(i - 1), here(n)) + back     T(n) = back(n)
 
     Backward is the same with its own products and with `there` and `back` swapped: it starts by sending the gradients
-    of the rows that came back. before: seconds of other work of the experts' device, such as the shared expert's.
-    between: of what is computed before the next chunk can be sent, such as the attention of its samples. Backward has
-    that between its last two messages, which is the same read backwards.
+    of the tokens that came back.
+
+    Args:
+        there, products, back: seconds of one part.
+        parts: n, one or two.
+        before: seconds of other work of the experts' device, such as the shared expert's.
+        between: of what is computed before the next part can be sent, such as the attention of its samples. Backward
+            has that between its last two messages, which is the same read backwards.
     """
-    here, done, returned = 0.0, before + (chunks - 1) * between, 0.0
-    arrivals = [here := max(i * between, here) + there for i in range(chunks)]
+    here, done, returned = 0.0, before + (parts - 1) * between, 0.0
+    arrivals = [here := max(i * between, here) + there for i in range(parts)]
     for arrival in arrivals:
         done = max(arrival, done) + products
         returned = max(done, returned, here) + back
@@ -80,14 +82,8 @@ def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
     return min(PROFILED, (1 - unpaired) * (1 - 1 / (2 * max(layers, 1.0))))
 
 
-def fewest(seconds: dict[int, float]) -> int:
-    """seconds: by number of chunks, in rising order."""
-    least = min(seconds.values())
-    return next(chunks for chunks, time in seconds.items() if time <= NEAR * least)
-
-
 class RowCosts:
-    """The messages of rows and what chunks and halves add, of one model on one device."""
+    """The messages of rows and what halves add, of one model on one device."""
 
     model: Model
     device: Device
@@ -102,30 +98,20 @@ class RowCosts:
     def rows(
         self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float, between: float = 0.0
     ) -> float:
-        """Seconds that the rows' messages add. products: those of a chunk. covering: of the shared expert's, in which
-        rows travel too. between: as for `seconds_in_chunks`."""
+        """Seconds that the rows' messages add. products: those of a part. covering: of the shared expert's, in which
+        rows travel too. between: as for `seconds_in_parts`."""
         if ep * etp == 1:
             return 0.0
-        chunks = way.pieces
+        parts = way.parts
         one_piece = DISPATCHERS.look_up(way.dispatcher).seconds_in_one_piece
         whole = one_piece(self, T, ep, etp) / 2
-        chunk = (self.exchange(way.dispatcher, T / chunks, ep, etp) - one_piece(self, T / chunks, ep, etp)) / 2
-        all_messages = 2 * (whole + chunks * chunk)
+        part = (self.exchange(way.dispatcher, T / parts, ep, etp) - one_piece(self, T / parts, ep, etp)) / 2
+        all_messages = 2 * (whole + parts * part)
         hop = min(whole / 2, between) if way.halves else 0.0  # of the first half, the only hop beside something
         between = 0.0 if whole else between
-        end = seconds_in_chunks(chunk, products, chunk, chunks, max(0.0, covering - whole), between)
-        exposed = 2 * whole - hop + end - covering - (chunks - 1) * between - chunks * products
+        end = seconds_in_parts(part, products, part, parts, max(0.0, covering - whole), between)
+        exposed = 2 * whole - hop + end - covering - (parts - 1) * between - parts * products
         return exposed + self.links.message_share * (all_messages - exposed)
-
-    def cost_of_chunks(self, own_rows: float, ep: int, etp: int, chunks: int, part: int, times: float) -> Cost:
-        """What chunks add, apart from their products and messages."""
-        weights = self.expert_weights(ep, etp)
-        fixed, per_chunk = CHUNK_KERNELS[part]
-        return Cost(
-            memory=self.move_seconds(own_rows * self.model.dim * CHUNK_ROWS),
-            host=self.factors.block * (fixed + per_chunk * (chunks - 1)) / BLOCK_KERNELS,
-            copies=self.move_seconds((chunks - 1) * weights * CHUNK_WEIGHTS) * part * (times > 1),
-        )
 
     def expert_weights(self, ep: int, etp: int) -> float:
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
@@ -135,14 +121,14 @@ class RowCosts:
         of T tokens their outputs, or the gradients of their inputs, as one tensor."""
         return Cost(
             memory=self.move_seconds(T * self.model.dim * HALVES),
-            copies=self.move_seconds(weights * CHUNK_WEIGHTS) * part * (times > 1),
+            copies=self.move_seconds(weights * HALVES_WEIGHTS) * part * (times > 1),
         )
 
     def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
         """The way with pairs that take turns if that pays, and the least seconds of all experts then. travel: seconds
         of messages among them."""
         rules, saved = DISPATCHERS.look_up(way.dispatcher), hidden * (1 - self.links.message_share) * travel
-        pays = way.pieces == 1 and not rules.whole and NEAR * (seconds - saved) < seconds
+        pays = not way.halves and not rules.whole and NEAR * (seconds - saved) < seconds
         return (way._replace(hidden=hidden), seconds - saved) if pays else (way, seconds)
 
     def covering(self, matrix: float) -> float:

@@ -26,7 +26,7 @@ from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, Links
 from titanmoe.plan.memory import RankMemory, rank_memories
-from titanmoe.plan.planned_rows import planned_rows
+from titanmoe.plan.planned_overlap import planned_overlap
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.train.find_teacher import problems_of_teacher
 
@@ -63,7 +63,7 @@ def is_unfolded(fold: Fold) -> bool:
 def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> PricedMapping:
     """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
-    config, _ = planned_rows(config, world, device)
+    config, _ = planned_overlap(config, world, device)
     price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 
@@ -196,19 +196,13 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
         virtual_stages=-1 if single else candidate.stages,
         schedule_csv="",
         layers_per_stage=[],
-        overlap_pairs=candidate.way.hidden > 0,
     )
     return replace(
         config,
         training=replace(config.training, local_batch_size=candidate.samples),
         parallelism=replace(table, **axes, experts=experts, reshard_after_forward=reshard),
         pipeline=pipeline,
-        moe=replace(
-            config.moe,
-            dispatcher=candidate.way.dispatcher,
-            overlap_chunks=candidate.way.chunks,
-            overlap_halves=candidate.way.halves,
-        ),
+        moe=replace(config.moe, dispatcher=candidate.way.dispatcher, overlap=candidate.way.overlap),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )
 

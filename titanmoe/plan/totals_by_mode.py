@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -13,7 +12,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatchers.rules import DISPATCHERS, against_halves
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
-from titanmoe.plan.rows_on_their_way import CHUNKS, NEAR, RowsWay, fewest
+from titanmoe.plan.rows_on_their_way import RowsWay
 
 MODES = ("none", "selective", "moe", "full_but_rows", "full")
 SecondsByMode = tuple[float, ...]
@@ -56,20 +55,6 @@ def expert_seconds(
             again = {mode: costs.experts_again(forward, mode, *degrees, way) for mode in ("moe", *MODES[3:])}
             totals = _add(totals, count, forward, backward, again)
     return tuple(totals)
-
-
-def best_ways(costs: BlockCosts, dispatcher: str, *experts: int) -> list[tuple[RowsWay, float]]:
-    """By mode of recomputation: with as few chunks as pay, and the seconds of all experts. experts: the arguments of
-    `expert_seconds` before the last."""
-    seconds = {1: expert_seconds(costs, *experts, RowsWay(dispatcher))}
-    travel = row_seconds(costs, *experts, RowsWay(dispatcher))
-    if not DISPATCHERS.look_up(dispatcher).whole and travel > (1 - 1 / NEAR) * seconds[1][0]:
-        for before, n in pairwise(CHUNKS):
-            seconds[n] = expert_seconds(costs, *experts, RowsWay(dispatcher, n))
-            if seconds[n][0] > seconds[before][0]:
-                break
-    best = [fewest({n: by_mode[i] for n, by_mode in seconds.items()}) for i in range(len(MODES))]
-    return [(RowsWay(dispatcher, n), seconds[n][i]) for i, n in enumerate(best)]
 
 
 def row_seconds(costs: BlockCosts, *experts: Any) -> float:

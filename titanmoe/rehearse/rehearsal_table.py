@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from titanmoe.plan.planned_rows import rows_text
+from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import Memory
 from titanmoe.rehearse.order import Verdict
@@ -167,7 +167,7 @@ def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
     step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
     views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
     texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}
-    texts |= {"rows": rows_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
+    texts |= {"rows": overlap_text(rehearsal.config), "estimates": rehearsal.routing.estimates}
     return [
         f"{ranks}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}{step}{which}",
         *(f"    {name:<9}  {text}" for name, text in texts.items() if text),

@@ -119,7 +119,7 @@ class Routing:
     def parts(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
         """The same, for each part of a microbatch that a dispatcher sends by itself."""
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
-        if not self.config.moe.overlap_halves:
+        if self.config.moe.overlap != "halves":
             return [chosen_TK]
         return [half.flatten(0, 1) for half in chosen_TK.unflatten(0, (samples, -1)).tensor_split(2)]
 
@@ -209,7 +209,7 @@ class IntegerMessages:
             try:
                 with run, torch.no_grad():
                     for exchange in self._exchanges(rank, microbatch, layer):
-                        exchange.chunks()
+                        exchange.relay()
             except _Stop:
                 self._sent_cache[key] = run.integers
             else:
@@ -220,11 +220,8 @@ class IntegerMessages:
         """The all-to-alls of a forward pass, to the experts and back."""
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad():
-            exchanges = self._exchanges(rank, microbatch, layer)
-            chunks = [exchange.chunks() for exchange in exchanges]
-            back = [[chunk.send_back(chunk.rows()[0]) for chunk in of_exchange] for of_exchange in chunks]
-            for exchange, of_exchange in zip(exchanges, back, strict=True):
-                exchange.combine(of_exchange)
+            for exchange in self._exchanges(rank, microbatch, layer):
+                exchange.combine(exchange.rows()[0])
         return run.all_to_alls
 
     def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:
@@ -236,7 +233,7 @@ class IntegerMessages:
 
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, template = self.routing.fold, self.template
-        dispatcher = self.dispatcher_type(template.num_experts, template.chunks, "torch")
+        dispatcher = self.dispatcher_type(template.num_experts, "torch")
         whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
         within, across = whole, NO_GROUP
         if template.ranks.across.size > 1:

@@ -34,7 +34,7 @@ from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
-from titanmoe.plan.planned_rows import planned_rows
+from titanmoe.plan.planned_overlap import planned_overlap
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
@@ -158,7 +158,7 @@ def _assume_routing(
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
-            current.begin(layer, values.numbers(inputs[1].microbatch), 1 + config.moe.overlap_halves)
+            current.begin(layer, values.numbers(inputs[1].microbatch), 1 + (config.moe.overlap == "halves"))
             current.exchange = exchange if dispatcher.memory is None else symmetric_exchange
             with outside():
                 chosen_TK = routing.parts(recorder.rank, current.microbatch, layer)[current.part]
@@ -248,7 +248,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             argv,
             PARTS,
             lambda config: refusals(without_run(config), world),
-            lambda config: planned_rows(resolve(without_run(config), world, lambda _: {}), world, device)[0],
+            lambda config: planned_overlap(resolve(without_run(config), world, lambda _: {}), world, device)[0],
         )
 
 

@@ -203,6 +203,7 @@ def build_model(
             meshes=meshes,
             microbatches=loader.microbatches,
             device=device,
+            in_pairs=config.moe.overlap == "pairs",
         ),
         objective=objective,
         tied=TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes),

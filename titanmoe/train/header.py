@@ -99,7 +99,7 @@ def set_up(
     rows["pipeline"] = (
         f"{name}: {len(stage_ranks(options, pp))} stages, {microbatches} microbatches, "
         f"bubble {engine.bubble:.1%} of the time"
-        + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
+        + (", pairs of forward and backward take turns" if config.moe.overlap == "pairs" else "")
     )
     if splits and recompute in ("full", "full_but_rows", "moe"):
         rows["recompute"] = (

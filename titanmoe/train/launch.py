@@ -169,11 +169,11 @@ def main(
     argv: list[str],
     parts: Parts,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
-    rows: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
+    overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
     **seams: Any,
 ) -> int:
     """parts: what a recipe may name. watch: called with the config and the Training, and entered for as long as it
-    trains. rows: fills in how they travel if the config leaves that open, and says why, for the header. seams:
+    trains. overlap: fills in moe.overlap if it is "auto", and says why, for the header. seams:
     arguments of build_training, such as what checks the numbers of each step.
     """
     die_with_launcher()
@@ -203,10 +203,10 @@ def main(
     stamp(runtime.rank)
     abandon, training = False, None
     try:
-        config, why = rows(config, runtime)
+        config, why = overlap(config, runtime)
         show_status("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
-        notes = {"rows": why} if why else {}
+        notes = {"overlap": why} if why else {}
         training = build_training(config, runtime, likeliest=likeliest, notes=notes, **seams)
         launch_messages.leave_advice(partial(out_of_memory.advice, training, config))
         if checked and checked.scores:

@@ -18,14 +18,14 @@ from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.comm.recomputation import keep, keep_tensor
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
-from titanmoe.moe.dispatchers.protocol import Dispatcher, OneChunk
+from titanmoe.moe.dispatchers.protocol import Dispatcher
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 
 
 class AllGather(Dispatcher):
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> GatheredRows:
         bin_rows *= self.group.size
         chosen_NK, order, count_e, number = keep("choices", lambda: self.sort_choices(chosen_TK, bin_rows))
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
@@ -39,7 +39,7 @@ class AllGather(Dispatcher):
         entry_R, slot = keep("places", assign)
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
-        return OneChunk(GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels))
+        return GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels)
 
     def sort_choices(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
         """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
@@ -52,6 +52,8 @@ class AllGather(Dispatcher):
 
 
 class GatheredRows(NamedTuple):
+    """The routed tokens of this rank's experts, and the way back."""
+
     x_RD: Tensor
     weights_R1: Tensor
     count_e: Tensor
@@ -63,6 +65,6 @@ class GatheredRows(NamedTuple):
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
-    def send_back(self, y_RD: Tensor) -> Tensor:
+    def combine(self, y_RD: Tensor) -> Tensor:
         y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
         return scatter_sum(y_ND, 0, self.group)

@@ -5,9 +5,8 @@ Shapes as in titanmoe.moe.dispatchers.protocol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +22,8 @@ from titanmoe.moe.assign import (
     by_expert,
     copy_rows,
     cut,
-    pieces,
-    split_into_chunks,
+    first_rows,
+    sort_by_expert,
 )
 from titanmoe.moe.dispatchers.protocol import Dispatcher
 from titanmoe.moe.permute import can_pack, reorder, reorder_packed, reorder_weighted, to_tokens
@@ -36,9 +35,6 @@ class AllToAll(Dispatcher):
     """A row goes to all etp ranks of its expert in the same all-to-all. Each returns its summand of the down
     projection, and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra
     collective. Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
-
-    With n chunks, the rows of every expert are divided into n shares, and share c of all experts travels in all-to-all
-    c. So chunks are equally large under any routing, and their sizes are static if bins are padded.
     """
 
     @named("dispatch")
@@ -46,42 +42,35 @@ class AllToAll(Dispatcher):
         """If bins are not padded, rows fill a buffer of the largest possible size before their number is known; then
         the unused end is cut off.
         """
-        C, G, e = self.chunks, self.group.size, self.local_experts
+        G, e = self.group.size, self.local_experts
         host_waits = device.way(x_TD, True, cpu=False, compiled=True)
-        if G == C == 1 and not bin_rows and self.allows_unused_rows and host_waits:
+        if G == 1 and not bin_rows and self.allows_unused_rows and host_waits:
             return self.dispatch_to_itself(x_TD, weights_TK, chosen_TK)
-        bin_rows = -(-bin_rows // C)
-        entry_R, slot, count_CE, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
+        entry_R, slot, count_E, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels, packed)
         if counts is None:
-            send = receive = [None] * C
-            sizes = [self.num_experts * self.etp * bin_rows] * C
-            count_GCe = count_CE.new_full((G, C, e), bin_rows)
+            send = receive = None  # the same size to and from every rank
+            arriving, count_Ge = G * e * bin_rows, count_E.new_full((G, e), bin_rows)
         else:
             turns.give_up_in_backward(x_RD)
-            count_GCe, send, receive = keep("counts", counts.read)  # the layer's only host sync
-            sizes = [sum(to) for to in send]
-            route = cut(route, sum(sizes))
-
-        def start_weights(weights: Tensor, *split: Any) -> InFlight:
-            return InFlight(weights, None) if again() else start(weights, self.group, *split)
-
-        weights = [weights_TK.dtype] * C if weights_R1 is None else pieces(weights_R1, sizes)
-        flights = [
-            (start(x, self.group, *split), w if packed else start_weights(w, *split))
-            for x, w, split in zip(pieces(x_RD, sizes), weights, zip(send, receive, strict=True), strict=True)
-        ]
-        chunks = []
-        for c, flight in enumerate(flights):
-            count_Ge, regroup = count_GCe[:, c], None
-            if G > 1 and e > 1:
-                rows = G * e * bin_rows if bin_rows else sum(receive[c])
-                regroup = keep("order", partial(by_expert, count_Ge, rows, self.kernels))
-            count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
-            chunks.append(AllToAllChunk(*flight, count_e, regroup, self.kernels))
-        return AllToAllExchange(chunks, route, self.kernels)
+            count_Ge, send, receive = keep("counts", counts.read)  # the layer's only host sync
+            arriving, leaving = sum(receive), sum(send)
+            x_RD, route = first_rows(x_RD, leaving), cut(route, leaving)
+            weights_R1 = None if packed else first_rows(weights_R1, leaving)
+        x_flight = start(x_RD, self.group, send, receive)
+        if packed:
+            weights = weights_TK.dtype
+        elif again():  # those that arrived have been kept
+            weights = InFlight(weights_R1, None)
+        else:
+            weights = start(weights_R1, self.group, send, receive)
+        regroup = None
+        if G > 1 and e > 1:
+            regroup = keep("order", partial(by_expert, count_Ge, arriving, self.kernels))
+        count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
+        return AllToAllExchange(x_flight, weights, count_e, regroup, route, self.kernels)
 
     def dispatch_to_itself(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
         """Lay out the routed tokens of a rank that has all experts, without a host sync: nothing is sent, so the host
@@ -92,31 +81,27 @@ class AllToAll(Dispatcher):
             "places", lambda: assign_all_rows(chosen_TK, self.num_experts, 1, 1, self.kernels)
         )
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
-        chunk = AllToAllChunk(InFlight(x_RD, None), InFlight(weights_R1, None), count_e, None, self.kernels)
-        return AllToAllExchange([chunk], route, self.kernels)
+        return AllToAllExchange(InFlight(x_RD, None), InFlight(weights_R1, None), count_e, None, route, self.kernels)
 
     def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, Counts | None]:
-        """The choice of each row and the rows of each choice; each expert's count, by chunk; and the counts on their
-        way, unless bins are padded."""
-        C = self.chunks
-        if C == 1 and not bin_rows:
-            entry_R, slot, count_CE = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-            return entry_R, slot, count_CE, self.send_counts(count_CE)
-        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
-        counts = None if bin_rows else self.send_counts(count_CE)
-        most = (C * self.num_experts * bin_rows or chosen_TK.numel()) * self.etp
-        return *assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, most), count_CE, counts
+        """Return the choice of each row and the rows of each choice; each expert's count; and the counts on their way,
+        unless bins are padded."""
+        if not bin_rows:
+            entry_R, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+            return entry_R, slot, count_E, self.send_counts(count_E)
+        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
+        most = self.num_experts * bin_rows * self.etp
+        return *assign_rows(chosen_TK, order, count_E, self.ep, self.etp, bin_rows, most), count_E, None
 
-    def send_counts(self, count_CE: Tensor) -> Counts:
-        C, e = self.chunks, self.local_experts
-        send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, self.group.size, e)
-        return Counts(send_CGe.transpose(0, 1).contiguous(), self.group, device.kind(count_CE) == "cuda")
+    def send_counts(self, count_E: Tensor) -> Counts:
+        """Send each rank of the group how many routed tokens its experts get from this one."""
+        e = self.local_experts
+        send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(self.group.size, e)
+        return Counts(send_Ge, self.group, device.kind(count_E) == "cuda")
 
 
-class AllToAllChunk(NamedTuple):
-    """Rows and their routing weights on their way to this rank's experts. FSDP's hooks look at every field, and at
-    every item of its lists: how many rows go to each rank is in the flights' wires.
-    """
+class AllToAllExchange(NamedTuple):
+    """Routed tokens and their routing weights on their way to this rank's experts, and back."""
 
     x_RD: InFlight
     weights_R1: InFlight | torch.dtype
@@ -124,7 +109,12 @@ class AllToAllChunk(NamedTuple):
     count_e: Tensor
     regroup: tuple[Tensor, Tensor] | None
     """The order (and its inverse) from by-sender to by-expert."""
+    route: Route
     kernels: str
+
+    def relay(self) -> AllToAllExchange:
+        """Return itself: what it sends arrives at its goal."""
+        return self
 
     @named("dispatch")
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,24 +126,15 @@ class AllToAllChunk(NamedTuple):
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.regroup, self.kernels)
         return x_RD, weights_R1, self.count_e
 
+    def combine(self, y_RD: Tensor) -> Tensor:
+        return self.receive(self.send_back(y_RD))
+
     @named("combine")
     def send_back(self, y_RD: Tensor) -> InFlight:
         if self.regroup is not None:
             y_RD = reorder(y_RD, *reversed(self.regroup), self.kernels)
         return send_back(y_RD, self.x_RD)
 
-
-@dataclass
-class AllToAllExchange:
-    on_their_way: list[AllToAllChunk]
-    route: Route
-    kernels: str
-
-    def chunks(self) -> list[AllToAllChunk]:
-        return self.on_their_way
-
     @named("combine")
-    def combine(self, back: list[InFlight]) -> Tensor:
-        pieces = [arrive(flight) for flight in back]
-        y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        return to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
+    def receive(self, back: InFlight) -> Tensor:
+        return to_tokens(arrive(back), self.route.source_R, self.route.slot_TJ, self.kernels)

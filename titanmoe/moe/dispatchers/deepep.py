@@ -20,7 +20,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, OneChunk, SharedBuffers
+from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
@@ -85,7 +85,7 @@ class DeepEP(Dispatcher):
 
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
-        self.plain = AllToAll(self.num_experts, 1, self.kernels)
+        self.plain = AllToAll(self.num_experts, self.kernels)
         self.plain.place(ranks)
 
     @named("dispatch")
@@ -101,7 +101,7 @@ class DeepEP(Dispatcher):
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
         entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
-        return OneChunk(DeepEPChunk(x_RD, weights_R1, count_e, route, self.memory, handle, self.kernels))
+        return DeepEPExchange(x_RD, weights_R1, count_e, route, self.memory, handle, self.kernels)
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
         """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
@@ -113,7 +113,9 @@ class DeepEP(Dispatcher):
         return number.where(rank_TK1 < self.ep, -1).flatten(1)
 
 
-class DeepEPChunk(NamedTuple):
+class DeepEPExchange(NamedTuple):
+    """The routed tokens of this rank's experts, and the way back."""
+
     x_RD: Tensor
     weights_R1: Tensor
     count_e: Tensor
@@ -126,7 +128,7 @@ class DeepEPChunk(NamedTuple):
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
-    def send_back(self, y_RD: Tensor) -> Tensor:
+    def combine(self, y_RD: Tensor) -> Tensor:
         y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
         return _Combine.apply(y_ND.contiguous(), self.memory, self.handle)
 

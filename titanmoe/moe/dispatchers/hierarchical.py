@@ -21,8 +21,8 @@ from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, start
 from titanmoe.comm.counts import Counts
 from titanmoe.comm.recomputation import again, keep, keep_tensor
-from titanmoe.moe.assign import Route, assign_rows, cut, pieces, sort_by_expert
-from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk
+from titanmoe.moe.assign import Route, assign_rows, cut, first_rows, sort_by_expert
+from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import named
@@ -34,7 +34,7 @@ class Hierarchical(Dispatcher):
         super().place(ranks)
         nodes = ranks.across.size
         self.node_experts = self.num_experts // nodes
-        self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
+        self.inner = AllToAll(self.node_experts, self.kernels)
         self.inner.place(ExpertRanks(ranks.within if nodes > 1 else ranks.group, self.ep // nodes, self.etp))
 
     @named("dispatch")
@@ -53,9 +53,9 @@ class Hierarchical(Dispatcher):
             send = receive = [T] * N
         else:
             turns.give_up_in_backward(rows[0])
-            _, (send,), (receive,) = keep("counts", counts.read)  # the first of two host syncs
+            _, send, receive = keep("counts", counts.read)  # the first of two host syncs
             route = cut(route, sum(send))
-        x_VD, *others = (start(*pieces(row, [sum(send)]), across, send, receive) for row in rows)
+        x_VD, *others = (start(first_rows(row, sum(send)), across, send, receive) for row in rows)
         return HierarchicalExchange(self, x_VD, others, bin_rows * N, route, send, receive)
 
     def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Counts | None]:
@@ -67,7 +67,7 @@ class Hierarchical(Dispatcher):
         node_TN = torch.arange(N, device=chosen_TK.device).where(visits_TN, N)
         order, count_N = sort_by_expert(node_TN, N)
         on_gpu = device.kind(chosen_TK) == "cuda"
-        counts = None if bin_rows else Counts(count_N.view(N, 1, 1), self.ranks.across, on_gpu)
+        counts = None if bin_rows else Counts(count_N.view(N, 1), self.ranks.across, on_gpu)
         # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
         most = T * N if bin_rows else T * min(N, chosen_TK.shape[1])
         return *assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, most), counts
@@ -75,23 +75,30 @@ class Hierarchical(Dispatcher):
 
 @dataclass
 class HierarchicalExchange:
+    """Routed tokens on their way to the nodes of their experts, and then to the experts."""
+
     dispatcher: Hierarchical
     x_VD: InFlight
     others: list[InFlight]
     """Routing weights (V, K) and choices (V, K); none in a layer that is computed again."""
     bin_rows: int
     route: Route
-    send: list[int]
-    receive: list[int]
+    leaving: list[int]
+    """Tokens to each node."""
+    arriving: list[int]
+    """Tokens from each node."""
 
     @named("dispatch")
-    def chunks(self) -> list[AllToAllChunk]:
-        """Waits for the tokens that cross to this rank, and dispatches them inside the node."""
+    def relay(self) -> AllToAllExchange:
+        """Wait for the tokens that cross to this rank, and dispatch them inside the node."""
         x_VD = arrive(self.x_VD)
         weights_VK = keep_tensor("weights across", lambda: arrive(self.others[0]))
         chosen_VK = keep("choices across", lambda: self.choices_here(arrive(self.others[1])))
         self.inside = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.bin_rows)
-        return self.inside.chunks()
+        return self.inside
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.relay().rows()
 
     def choices_here(self, chosen_VK: Tensor) -> Tensor:
         """Numbered from this node's first expert; others become "no expert"."""
@@ -99,8 +106,14 @@ class HierarchicalExchange:
         chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
 
+    def combine(self, y_RD: Tensor) -> Tensor:
+        return self.receive(self.send_back(y_RD))
+
+    def send_back(self, y_RD: Tensor) -> InFlight:
+        return self.inside.send_back(y_RD)
+
     @named("combine")
-    def combine(self, back: list[InFlight]) -> Tensor:
-        y_VD, across = self.inside.combine(back), self.dispatcher.ranks.across
-        y_RD = arrive(start(y_VD, across, self.receive, self.send))
+    def receive(self, back: InFlight) -> Tensor:
+        y_VD, across = self.inside.receive(back), self.dispatcher.ranks.across
+        y_RD = arrive(start(y_VD, across, self.arriving, self.leaving))
         return to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

@@ -1,28 +1,25 @@
 """What a dispatcher is. It knows tokens and ranks, not what experts do; the layer calls it in this order:
 
-    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)        rows leave
-    ...                                                                 other work, while rows are in flight
-    back = []
-    for chunk in exchange.chunks():
-        rows, weights, counts = chunk.rows()                            waits for this chunk alone
-        back.append(chunk.send_back(experts(rows, weights, counts)))    while the next chunks are in flight
-    y = exchange.combine(back)                                          waits, and sums the rows of each token
+    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)    routed tokens leave
+    ...                                                             other work, while they are in flight
+    y = experts(*exchange.rows())                                   waits for the routed tokens of this rank's experts
+    y = exchange.combine(y)                                         sends outputs back, and sums those of each token
 
 Backward may compute a layer again (titanmoe.comm.recomputation): up to the experts, or from rows that were kept. So
 what a dispatcher sends or waits for to learn sizes and places, it wraps in `keep`; and what autograd saves in it is
 kept, so that it had better be small.
 
-A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, classes with the methods of
-`Exchange` and `Chunk`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
+A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, a class with the methods of
+`Exchange`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
-etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
+etp innermost), R routed tokens that this rank's experts work on. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -31,43 +28,47 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.comm.recomputation import again, has_kept_rows, keep_rows, keep_saved
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 
 
-class Chunk(Protocol):
-    """Some rows of every expert of this rank, from their arrival until their outputs are on the way back.
-
-    Chunks, and what `send_back` returns, pass into and out of the module that has the experts' weights, whose hooks
-    (FSDP's) look for tensors with gradients in them: so use tuples, named tuples, lists or tensors, and hide nothing
-    with a gradient in another kind of object. Otherwise FSDP would not reduce the gradients of these weights before the
-    whole backward has ended.
-    """
+class Exchange(Protocol):
+    """A layer's routed tokens, from dispatch to combine."""
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows (R, D), sorted by expert; the routing weight of each (R, 1); and the number of rows of each expert (e,).
+        """Return the routed tokens of this rank's experts (R, D), sorted by expert; the routing weight of each (R, 1);
+        and the number of each expert (e,).
 
         Waits for them. Called once.
         """
         ...
 
+    def combine(self, y_RD: Tensor) -> Tensor:
+        """Send the experts' outputs back to their tokens' ranks; return each token's sum of them (T, D)."""
+        ...
+
+
+class SplitExchange(Exchange, Protocol):
+    """An exchange that can wait while something else is computed: two halves of a microbatch overlap by it.
+
+    `combine` is `receive` of `send_back`. What `relay` and `send_back` return passes into and out of the module that
+    has the experts' weights, whose hooks (FSDP's) look for tensors with gradients in them: so use tuples, named tuples,
+    lists or tensors, and hide nothing with a gradient in another kind of object. Otherwise FSDP would not reduce the
+    gradients of these weights before the whole backward has ended.
+    """
+
+    def relay(self) -> SplitExchange:
+        """Return the exchange whose routed tokens are on their way to this rank's experts, and whose `rows` and
+        `send_back` are called. Waits for what has to be sent on by ranks in between."""
+        ...
+
     def send_back(self, y_RD: Tensor) -> Any:
-        """Sends the experts' outputs for these rows back to their tokens' ranks, if possible without waiting.
-
-        What it returns is passed to `Exchange.combine`.
-        """
+        """Send the experts' outputs back without waiting; return what `receive` takes."""
         ...
 
-
-class Exchange(Protocol):
-    """A layer's rows on their way, from dispatch to combine."""
-
-    def chunks(self) -> Sequence[Chunk]:
-        """In the order in which they arrive; a single one if rows do not travel in chunks. Called once."""
-        ...
-
-    def combine(self, back: list[Any]) -> Tensor:
-        """(T, D): each token's sum of its experts' outputs. back: what each chunk's `send_back` returned."""
+    def receive(self, back: Any) -> Tensor:
+        """Wait for what is sent back, and return each token's sum (T, D)."""
         ...
 
 
@@ -125,9 +126,9 @@ class Dispatcher:
     allows_unused_rows = False
     """Whether rows after those of the last expert may hold anything. Biases need to know which rows are real."""
 
-    def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
-        """chunks: `[moe] overlap_chunks`. kernels: `[moe] kernels`."""
-        self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
+    def __init__(self, num_experts: int, kernels: str = "auto"):
+        """kernels: `[moe] kernels`."""
+        self.num_experts, self.kernels = num_experts, kernels
         self.place(ExpertRanks())
 
     def place(self, ranks: ExpertRanks) -> None:
@@ -160,26 +161,55 @@ class Dispatcher:
         return None
 
 
-class KeptChunk(NamedTuple):
-    """A chunk that arrived in forward, for a layer that is computed again."""
+class RecomputableExchange(NamedTuple):
+    """An exchange in a block that backward may recompute (titanmoe.comm.recomputation)."""
 
-    x_RD: Tensor
-    weights_R1: Tensor
-    count_e: Tensor
+    exchange: Exchange | None
+    """None while the block is computed again from routed tokens that were kept: then nothing is sent."""
+    tokens: int
+    """T."""
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return tuple(self)
+    def relay(self) -> RecomputableExchange:
+        if self.exchange is None:
+            return self
+        with keep_saved():
+            return self._replace(exchange=self.exchange.relay())
+
+    def rows(self) -> tuple[Tensor, ...]:
+        def wait() -> tuple[Tensor, ...]:
+            with keep_saved():
+                return self.exchange.rows()
+
+        return keep_rows(wait)
+
+    def combine(self, y_RD: Tensor) -> Tensor:
+        if again():
+            return self._unused(y_RD)
+        with keep_saved():
+            return self.exchange.combine(y_RD)
+
+    def send_back(self, y_RD: Tensor) -> Any:
+        if again():
+            return y_RD
+        with keep_saved():
+            return self.exchange.send_back(y_RD)
+
+    def receive(self, back: Any) -> Tensor:
+        if again():
+            return self._unused(back)
+        with keep_saved():
+            return self.exchange.receive(back)
+
+    def _unused(self, y_RD: Tensor) -> Tensor:
+        """Return what stands for the output where only what autograd saves before it is wanted."""
+        return y_RD.new_empty(self.tokens, y_RD.shape[1])
 
 
-@dataclass
-class OneChunk:
-    """The exchange of a dispatcher with a single chunk, whose `send_back` already returns the sum for each token."""
-
-    chunk: Chunk
-
-    def chunks(self) -> list[Chunk]:
-        return [self.chunk]
-
-    def combine(self, back: list[Tensor]) -> Tensor:
-        (y_TD,) = back
-        return y_TD
+def dispatch(
+    dispatcher: Dispatcher, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int = 0
+) -> RecomputableExchange:
+    """Send each token to its experts; nothing is sent where the routed tokens of an earlier forward were kept."""
+    if has_kept_rows():
+        return RecomputableExchange(None, len(x_TD))
+    with keep_saved():
+        return RecomputableExchange(dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows), len(x_TD))

@@ -50,8 +50,8 @@ class DispatcherRules(Rules):
     host_syncs = 1
     """How often the host waits in a layer's forward to learn how many rows go where. With padded bins it never does."""
     whole = ""
-    """Why its rows do not travel in chunks, as the end of "overlap_chunks splits an all-to-all by its row counts, but
-    this one ..."; "" if they do. Without chunks, neither a chunk nor another microbatch is computed meanwhile."""
+    """Why nothing else is computed between sending routed tokens and waiting for them, as the end of "moe.overlap =
+    "halves" computes between the two, and this dispatcher ..."; "" if its exchanges are `SplitExchange`s."""
     nodes = False
     """Whether it needs to know which ranks of its group share a node."""
     unused_rows = False
@@ -68,20 +68,8 @@ class DispatcherRules(Rules):
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         moe = config.moe
-        if moe.overlap_halves:
+        if moe.overlap == "halves":
             yield from against_halves(config, self)
-        if moe.overlap_halves and config.pipeline.overlap_pairs:
-            yield Violation(
-                ("moe.overlap_halves", "pipeline.overlap_pairs"),
-                "moe.overlap_halves = true and pipeline.overlap_pairs = true both compute something while the same "
-                "rows travel: set one of them to false",
-            )
-        if moe.overlap_chunks > 1 and self.whole:
-            yield Violation(
-                ("moe.overlap_chunks", "moe.dispatcher"),
-                f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
-                f'= "{moe.dispatcher}" {self.whole}: use dispatcher = {in_chunks_quoted()}, or overlap_chunks = 1',
-            )
         if moe.pad_to_capacity and self.no_bins:
             yield Violation(
                 ("moe.pad_to_capacity", "moe.dispatcher"),
@@ -89,11 +77,11 @@ class DispatcherRules(Rules):
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        if config.pipeline.overlap_pairs and self.whole and degrees.get("pp", 1) > 1:
+        if config.moe.overlap == "pairs" and self.whole and degrees.get("pp", 1) > 1:
             yield (
-                "pipeline.overlap_pairs = true computes where the host would wait for rows, and moe.dispatcher = "
-                f'"{config.moe.dispatcher}" has no such place: use dispatcher = {in_chunks_quoted()}, or '
-                "overlap_pairs = false"
+                'moe.overlap = "pairs" computes where the host would wait for routed tokens, and moe.dispatcher = '
+                f'"{config.moe.dispatcher}" has no such place: use dispatcher = {overlapping_quoted()}, or '
+                'overlap = "none"'
             )
         if self.nodes and {"pp", "stage", "ep", "etp"} <= degrees.keys():
             yield from self._nodes(config, degrees)
@@ -125,7 +113,7 @@ class DispatcherRules(Rules):
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
     def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        """Of `seconds`, what does not travel in chunks where the rest does."""
+        """Of `seconds`, what nothing hides where the rest travels while something else is computed."""
         return 0.0
 
 
@@ -138,7 +126,7 @@ class AllToAllRules(DispatcherRules):
 class AllGatherRules(DispatcherRules):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
     implementation = "titanmoe.moe.dispatchers.allgather:AllGather"
-    whole = "has none"
+    whole = "sends and waits at once"
     own_buffers = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
@@ -178,7 +166,7 @@ class SymmetricMemoryRules(DispatcherRules):
     )
     implementation = "titanmoe.moe.dispatchers.symm_mem:Symmetric"
     host_syncs = 0
-    whole = "leaves those counts on the device"
+    whole = "leaves its counts on the device"
     unused_rows = True
     asks_machine = True
     own_buffers = True
@@ -264,32 +252,31 @@ class DeepEPRules(DispatcherRules):
 
 
 def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation]:
-    """Why one half of a microbatch's samples cannot be computed while rows of the other travel."""
+    """Yield why a half of a microbatch's samples cannot be computed while routed tokens of the other are in flight."""
     moe, samples = config.moe, config.training.local_batch_size
-    off = "or overlap_halves = false"
+    halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'
     if moe_layers(config.model) == 0:
         yield Violation(
-            ("moe.overlap_halves", "model.num_dense_layers"),
-            "moe.overlap_halves = true is for rows on their way to experts, and no block of this model has experts: "
-            "set overlap_halves = false",
+            ("moe.overlap", "model.num_dense_layers"),
+            f"{halves} is for tokens on their way to experts, and no block of this model has experts: set overlap = "
+            '"none"',
         )
     if samples == 1:
         yield Violation(
-            ("moe.overlap_halves", "training.local_batch_size"),
-            "moe.overlap_halves = true halves the samples of a microbatch, and training.local_batch_size = 1: use 2 "
-            f"or more, {off}",
+            ("moe.overlap", "training.local_batch_size"),
+            f"{halves} halves the samples of a microbatch, and training.local_batch_size = 1: use 2 or more, {off}",
         )
     if rules.whole:
         yield Violation(
-            ("moe.overlap_halves", "moe.dispatcher"),
-            "moe.overlap_halves = true computes between sending rows and waiting for them, and moe.dispatcher = "
-            f'"{moe.dispatcher}" {rules.whole}: use dispatcher = {in_chunks_quoted()}, {off}',
+            ("moe.overlap", "moe.dispatcher"),
+            f"{halves} computes between sending tokens and waiting for them, and moe.dispatcher = "
+            f'"{moe.dispatcher}" {rules.whole}: use dispatcher = {overlapping_quoted()}, {off}',
         )
     if moe.capacity_factor:
         yield Violation(
-            ("moe.overlap_halves", "moe.capacity_factor"),
-            "moe.overlap_halves = true sends rows of one half before the choices of the other are known, and "
-            f"moe.capacity_factor = {moe.capacity_factor} drops by both: use capacity_factor = 0, {off}",
+            ("moe.overlap", "moe.capacity_factor"),
+            f"{halves} sends tokens of one half before the choices of the other are known, and moe.capacity_factor = "
+            f"{moe.capacity_factor} drops by both: use capacity_factor = 0, {off}",
         )
 
 
@@ -307,11 +294,11 @@ DISPATCHERS = Kind(
 )
 
 
-def in_chunks() -> list[str]:
-    """Dispatchers whose rows can travel while something else is computed."""
+def overlapping() -> list[str]:
+    """Return the names of the dispatchers whose tokens can be in flight while something else is computed."""
     return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).whole]
 
 
-def in_chunks_quoted() -> str:
-    """The same, as a message suggests them."""
-    return " or ".join(f'"{name}"' for name in in_chunks())
+def overlapping_quoted() -> str:
+    """Return these names as a message suggests them."""
+    return " or ".join(f'"{name}"' for name in overlapping())

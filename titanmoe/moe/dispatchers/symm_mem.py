@@ -29,14 +29,15 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from titanmoe.comm.collectives import NO_GROUP, InFlight, all_gather
+from titanmoe.comm.collectives import NO_GROUP, all_gather
 from titanmoe.comm.recomputation import keep
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.assign import assign_all_rows, copy_rows
-from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
+from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
+from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
 from titanmoe.ops.kernels import fused
@@ -272,12 +273,12 @@ class Symmetric(Dispatcher):
 
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
-        self.plain = AllToAll(self.num_experts, self.chunks, self.kernels)
+        self.plain = AllToAll(self.num_experts, self.kernels)
         self.plain.allows_unused_rows = True
         self.plain.place(ranks)
 
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
         """Unused rows are zero in what experts get, and may be anything in their output."""
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
@@ -289,7 +290,7 @@ class Symmetric(Dispatcher):
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         x_AD, weights_A1 = _Exchange.apply(memory, to_H, from_A, x_HD, weights_H1)
-        return AllToAllExchange([SymmetricChunk(x_AD, weights_A1, bin_e, memory, to_H, from_A)], route, self.kernels)
+        return SymmetricExchange(x_AD, weights_A1, bin_e, memory, to_H, from_A, route, self.kernels)
 
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
@@ -298,20 +299,25 @@ class Symmetric(Dispatcher):
         return out
 
 
-class SymmetricChunk(NamedTuple):
+class SymmetricExchange(NamedTuple):
+    """The routed tokens of this rank's experts, and the way back."""
+
     x_AD: Tensor
     weights_A1: Tensor
     bin_e: Tensor
     memory: SymmetricBuffers
     to_H: Tensor
     from_A: Tensor
+    route: Route
+    kernels: str
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_AD, self.weights_A1, self.bin_e
 
     @named("combine")
-    def send_back(self, y_AD: Tensor) -> InFlight:
-        return InFlight(*_Exchange.apply(self.memory, self.from_A, self.to_H, y_AD), None)
+    def combine(self, y_AD: Tensor) -> Tensor:
+        (y_HD,) = _Exchange.apply(self.memory, self.from_A, self.to_H, y_AD)
+        return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
 
 
 class _Exchange(torch.autograd.Function):

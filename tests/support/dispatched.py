@@ -1,4 +1,4 @@
-"""A dispatcher that sends its rows in one piece, as two calls: there, and back."""
+"""A dispatcher as two calls: there, and back."""
 
 from __future__ import annotations
 
@@ -14,5 +14,4 @@ def dispatched(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
     """The rows here, their weights, each expert's count, and what sends the experts' outputs back and sums them."""
     exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-    (chunk,) = exchange.chunks()
-    return *chunk.rows(), lambda y_RD: exchange.combine([chunk.send_back(y_RD)])
+    return *exchange.rows(), exchange.combine

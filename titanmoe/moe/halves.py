@@ -1,0 +1,77 @@
+"""[moe] overlap = "halves": a block takes the samples of its microbatch in two halves, whose waits cover each other.
+
+While routed tokens of the first half are in flight, attention of the second is computed; then each half is in flight
+while the experts compute the other:
+
+    attend 1 | route 1, dispatch 1 | attend 2 | route 2, dispatch 2 | shared 1, 2 | experts 1 | experts 2 | combine 1, 2
+
+Shapes as in titanmoe.moe.layer, and: h samples and t tokens of a half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.recomputation import keep_saved, keep_tensor
+from titanmoe.moe.dispatchers.protocol import dispatch
+from titanmoe.moe.experts import Experts
+from titanmoe.observe import region
+from titanmoe.tokens import Tokens
+
+if TYPE_CHECKING:
+    from titanmoe.moe.layer import MoE
+
+
+def take_halves(experts: Experts) -> None:
+    """Let a call of the experts take the exchanges of both halves, and return what each sends back: one call, so that
+    the hooks around it, such as FSDP's that gather weights, run once. Of a microbatch that is not halved it still takes
+    rows, weights and counts."""
+    plain = experts.forward
+
+    def forward(*routed: Any) -> Any:
+        if isinstance(routed[0], Tensor):
+            return plain(*routed)
+        back = []
+        for exchange in routed:
+            y_RD = plain(*exchange.rows())
+            back.append(exchange.send_back(y_RD))
+        return back
+
+    experts.forward = forward
+
+
+def feed_halves(
+    moe: MoE, norm: Callable[[Tensor], Tensor], first_hsD: Tensor, attend: Callable[[], Tensor], tokens: Tokens
+) -> Tensor:
+    """Return a block's output (B, s, D) from what attention gave for the first half.
+
+    Args:
+        moe: the block's layer, without capacity.
+        norm: the block's, before the layer.
+        first_hsD: the hidden states of the first half, after attention.
+        attend: gives those of the second. Backward does not compute it again along with the rest.
+        tokens: of both halves.
+    """
+    first, second = tokens.halves()
+    with region("MoE layer"):
+        x_hsD = norm(first_hsD)
+        logits_tE, scores_tE, weights_tK, chosen_tK, count_hE = moe.router(x_hsD.flatten(0, 1), first)
+        exchanges = [dispatch(moe.dispatcher, x_hsD.flatten(0, 1), weights_tK, chosen_tK)]
+
+        with keep_saved():
+            second_hsD = keep_tensor("second half", attend)
+        z_hsD = norm(second_hsD)
+        *seen, weights_tK, chosen_tK, count = moe.router(z_hsD.flatten(0, 1), second)
+        both = zip((logits_tE, scores_tE, count_hE), (*seen, count), strict=True)
+        weights_tK = moe.balance(weights_tK, *map(torch.cat, both), tokens)  # the losses of both halves
+        exchanges.append(dispatch(moe.dispatcher, z_hsD.flatten(0, 1), weights_tK, chosen_tK))
+
+        shared = [moe.run_shared(x) for x in (x_hsD, z_hsD)]
+        back = moe.experts(*[exchange.relay() for exchange in exchanges])
+        out = [exchange.receive(sent) for exchange, sent in zip(exchanges, back, strict=True)]
+    halves = zip((first_hsD, second_hsD), out, shared, strict=True)
+    return torch.cat([x + (y.view_as(x) if z is None else y.view_as(x) + z) for x, y, z in halves])
