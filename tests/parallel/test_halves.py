@@ -54,7 +54,12 @@ def every_pair() -> list[Any]:
         for fold in all_folds(4):
             number += 1
             choice = {name: deck[(number * (7 + 2 * i)) % len(deck)] for i, (name, deck) in enumerate(decks.items())}
-            left_out = {"schedule": fold.pp == 1, "cp": fold.cp == 1}
+            alone = fold.edp == 1 and choice["trained"] != "adapters"
+            left_out = {
+                "schedule": fold.pp == 1,
+                "cp": fold.cp == 1,
+                "option": choice["option"] == "accumulated" and not alone,
+            }
             pool.append((fold, {name: value for name, value in choice.items() if not left_out.get(name)}))
     chosen = cover([one_or_more(fold) | choice for fold, choice in pool])
     return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()])) for i in sorted(chosen)]
