@@ -118,6 +118,6 @@ def test_a_process_that_hangs_or_dies_loses_no_figure(monkeypatch: pytest.Monkey
         lines = []
         with pytest.raises(error):
             code = f"import sys, time; print('first', flush=True); {rest}"
-            for line in bench.lines_of([sys.executable, "-c", code], 5):
+            for line in bench.lines_of([sys.executable, "-c", code], 2):
                 lines.append(line)
         assert lines == ["first"]

@@ -174,9 +174,9 @@ def test_result_that_cannot_travel():
 def test_hang_is_shown_with_its_stacks():
     world.run(2, process_id)
     with pytest.raises(world.RankError) as caught:
-        world.run(2, forget_to_take_part, timeout=3)
+        world.run(2, forget_to_take_part, timeout=1)
     message = str(caught.value)
-    assert "of 2 had not returned after 3 s in tests.test_world.forget_to_take_part" in message
+    assert "of 2 had not returned after 1 s in tests.test_world.forget_to_take_part" in message
     assert 0 in caught.value.stuck
     assert "in all_reduce" in message and "in forget_to_take_part" in message
     assert not caught.value.failures
