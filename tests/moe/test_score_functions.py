@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.moe import test_balance as balance
 from tests.moe.test_router import route, tokens
+from titanmoe.checkpoint.hf.config import _violations
 from titanmoe.config import ConfigError, load
 from titanmoe.config.kinds import PartError
 from titanmoe.config.schema import Model, MoE
@@ -72,6 +73,12 @@ def test_a_recipe_with_one_weight_of_1_is_refused(name: str) -> None:
         load(["--model.score_function", name, "--model.top_k", "1"], PARTS, lambda config: [])
     words = ["--model.score_function", name, "--model.top_k", "1", "--model.norm_topk", "false"]
     assert load(words, PARTS, lambda config: []).model.score_function == name
+
+
+def test_a_published_model_with_one_weight_of_1_is_refused() -> None:
+    (violation,) = _violations(Model(top_k=1))
+    assert "norm_topk = true makes every routing weight 1" in violation.text
+    assert _violations(Model(top_k=1, norm_topk=False)) == []
 
 
 def test_the_kernel_has_the_formulas_of_the_package() -> None:

@@ -26,6 +26,7 @@ from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.read_adapters import Adapters
@@ -136,7 +137,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
     model = replace(trained_config.model, mtp_depth=0)
-    config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES,)))
+    config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES, SCORE_FUNCTIONS)))
     try:
         without_cache = {mixer.name for mixer in mixers(model) if not cache_path(mixer)}
     except PartError as error:

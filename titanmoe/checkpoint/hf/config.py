@@ -21,6 +21,7 @@ from titanmoe.config.schema import Config, Model, Own
 from titanmoe.models.families import FAMILIES, family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import LATER, HuggingFace, Unrepresentable
+from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 CONFIG = "config.json"
 AUX_LOSS = "router_aux_loss_coef"
@@ -288,7 +289,7 @@ def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
 
 def _violations(model: Model) -> list[ranges.Violation]:
     out_of_range = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    return out_of_range or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES,)))))
+    return out_of_range or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES, SCORE_FUNCTIONS)))))
 
 
 def nearest_size(model: Model) -> str:
