@@ -45,8 +45,8 @@ def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
         ({}, 31, 21),
         ({"parallelism.experts.etp": 2, "parallelism.experts.ep": 4}, 32, 21),
         (DEEPSEEK | {"moe.aux_loss_sequence": 0.001}, 52, 40),
-        pytest.param({"moe.aux_loss_global": 0.001}, 48, 22, marks=pytest.mark.slow),
-        pytest.param({"parallelism.experts.ep": 1}, 25, 18, marks=pytest.mark.slow),
+        pytest.param({"moe.aux_loss_global": 0.001}, 48, 24, marks=pytest.mark.slow),
+        pytest.param({"parallelism.experts.ep": 1}, 23, 20, marks=pytest.mark.slow),
     ],
     ids=["plain", "etp", "deepseek", "global", "ep 1"],
 )
@@ -56,8 +56,9 @@ def test_a_dropless_layer_launches_few_kernels(changes: dict[str, Any], forward:
     counted = launches(found)
     assert counted.keys() == {"forward", "backward"}
     assert counted["forward"] <= forward and counted["backward"] <= backward, counted
-    # The host asks once per layer, after the rows have been copied.
-    assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == ["moe/dispatchers/alltoall.py"]
+    # The host asks once per layer, after the routed tokens have been copied, and not at all if none is sent.
+    asks = ["moe/dispatchers/alltoall.py"] * (config.parallelism.experts.ep > 1)
+    assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == asks
 
 
 def products(**changes: Any) -> dict[tuple[str, str], int]:
