@@ -62,7 +62,7 @@ class Balance(nn.Module):
 
         self.counts = StepCounts(RowLayout.of(model.num_experts, options), microbatches)
         buffer("coefficients_X", len(on))
-        buffer("step_tokens")  # routed tokens of the whole step, all ranks
+        buffer("step_tokens")  # tokens of the whole step without padding, all ranks
         buffer("step_samples")
 
     def begin_step(self, tokens: Tensor, samples: Tensor | int) -> None:

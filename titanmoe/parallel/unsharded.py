@@ -64,7 +64,7 @@ class SideBySide(NamedTuple):
 
 
 class UnshardedExperts:
-    """Those of a stage, if FSDP has not got them."""
+    """The experts of one pipeline stage that FSDP does not shard: their computed weights and gradients."""
 
     def __init__(self, stage: Transformer, training: Training, meshes: Meshes, summed_before: bool):
         """summed_before: whether FSDP would sum microbatches first, in the dtype that it reduces in."""

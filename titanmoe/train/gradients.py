@@ -262,7 +262,7 @@ class Gradients:
         first_pass: what the layers use; the pass is exact without it.
         """
         self.begin_step(totals)
-        # The only division: the objective's sums by their global count. Every reduction is a sum.
+        # The objective's sums are divided by their global count. Every reduction is a sum, so nothing is scaled twice.
         count = totals.count.where(totals.count > 0, 1)
         with first_pass.attached(self.moe_layers.values()) if first_pass else nullcontext():
             loss = self.engine.run(slices, self.objective, count)

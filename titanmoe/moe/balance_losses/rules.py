@@ -24,7 +24,7 @@ OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps",
 OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
 OTHER_METRICS |= {"answers", "answers_s", "flops"}
 OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load", "entropy", "dropped"}
-"""Names of other numbers of a step or a layer."""
+"""Names of reported numbers, and of the counts behind them, that no balance loss may have."""
 
 
 class BalanceRules(Rules):
