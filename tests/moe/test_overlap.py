@@ -112,7 +112,7 @@ def ordered(shared: bool, across: bool = False) -> dict[str, dict[str, int]]:
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     # across: each rank is a node
     moe.dispatcher.place(ExpertRanks(group, RANKS, 1, NO_GROUP if across else group, group if across else NO_GROUP))
-    moe.experts.graph = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
+    moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
     index = torch.arange(T) + T * group.rank
     tokens = Tokens(

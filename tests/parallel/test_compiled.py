@@ -25,7 +25,7 @@ from titanmoe.models.families import preset
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.attend import context_parallel
-from titanmoe.parallel.compiled import compile_parts
+from titanmoe.parallel.compiled import compile_parts, why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parts import PARTS
@@ -126,6 +126,32 @@ def test_a_padded_layer_is_one_graph_whatever_the_routing(size: int, case: dict[
     assert max(parity.error(*pair)[0] for pair in pairs) < 1e-10
 
 
+def all_to_alls(mode: str) -> tuple[int, list[float]]:
+    """On a rank: how many the second step of padded layers sends, compiled; and on rank 0 the losses."""
+    sent = []
+
+    def train_step(trainer: Any) -> dict[str, Any]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            report = trainer.train_step()
+        sent.append(sum(event.name == "_c10d_functional::all_to_all_single" for event in profile.events()))
+        return report
+
+    changes = PADDED | EP2 | COMPILED | {"compile.backend": "aot_eager", "activation_checkpoint.mode": mode}
+    torch._dynamo.reset()
+    outcome = parity.measure(changes, steps=2, train_step=train_step)
+    torch._dynamo.reset()
+    return sent[1], outcome.loss if outcome else []
+
+
+@pytest.mark.slow
+def test_a_padded_layer_in_one_graph_sends_nothing_twice_if_routed_tokens_are_saved() -> None:
+    """Forward and backward send 3 messages each: rows, their weights, and rows back. Recomputed as one, 3 more."""
+    plain, full, saved = (world.run(2, all_to_alls, mode, timeout=400)[0] for mode in ("none", "full", "full_but_rows"))
+    assert plain[0] % 6 == 0 < plain[0]
+    assert full == (plain[0] * 9 // 6, plain[1])
+    assert saved == plain
+
+
 @pytest.mark.parametrize("trained", ["all", pytest.param("adapters", marks=pytest.mark.slow)])
 def test_dropless_parts_compile_once_whatever_the_routing(trained: str) -> None:
     """With weights stored in float32 and computing in bfloat16, the only dtype in which experts compile."""
@@ -223,7 +249,7 @@ def test_few_graphs_are_called_in_a_block() -> None:
         for number, block in model.blocks().items()
     }
     assert graphs == {0: {"attention", "ffn"}, 1: {"attention", "moe.shared"}}
-    assert all(moe.experts.graph is not None for moe in model.moe_layers().values())
+    assert all("products" in vars(moe.experts) for moe in model.moe_layers().values())
 
 
 def test_documents_leave_the_graph_and_windows_do_not() -> None:
@@ -308,9 +334,9 @@ def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     torch._dynamo.reset()
     counters.clear()
     model = Transformer(config, 1, torch.bfloat16)
-    recompute(model, config.activation_checkpoint)
     splits = splits_backward(config.pipeline, config.parallelism.pp)
     compile_parts(model, replace(config.compile, backend="aot_eager"), config.moe, torch.bfloat16, splits)
+    recompute(model, config.activation_checkpoint, not why_in_parts(config.moe, splits))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     index = torch.arange(2 * 16)

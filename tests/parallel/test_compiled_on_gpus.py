@@ -191,7 +191,7 @@ def parts(config: Config, backend: Backend) -> dict[str, Callable[[], Any]]:
     weight_R1, count_e = torch.empty(rows, 1, requires_grad=True), torch.empty(shape.num_experts, dtype=torch.int64)
     calls = {
         "attention": lambda: block.attention(x_D(1, length), tuple(angles), CAUSAL),
-        "experts": lambda: block.moe.experts.graph(x_D(rows), weight_R1, count_e),
+        "experts": lambda: block.moe.experts.products(x_D(rows), weight_R1, count_e),
         "head": lambda: model.head(x_D(1, length), torch.empty(1, length, dtype=torch.int64)),
     }
     dense = [block for block in model.blocks().values() if block.ffn is not None]

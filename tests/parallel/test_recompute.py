@@ -1,10 +1,13 @@
-"""Recomputation changes no number: of latent attention, which then does not save queries, keys and values, and of rows
-that are kept, whatever lies between a forward and its backward."""
+"""Recomputation changes no number: of latent attention, which then does not save queries, keys and values, and where
+routed tokens are saved, whatever lies between a forward and its backward. Its mechanism is in one place."""
 
 from __future__ import annotations
 
+import ast
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +21,12 @@ from titanmoe.comm import recomputation
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.parallel.recompute import recompute
 from titanmoe.tokens import Tokens
 
 B, S = 2, 16
+ROOT = Path(__file__).parents[2]
 MODEL = Model(
     dim=32,
     num_layers=1,
@@ -71,17 +76,8 @@ def test_what_is_made_of_latents_is_not_kept(latent: int) -> None:
     assert whole - kept >= B * S * 8 * model.num_heads * forgotten, f"{kept} of {whole} bytes"
 
 
-@pytest.mark.parametrize("mode", ["full", "full_but_rows"])
-def test_backward_frees_what_a_layer_kept(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although pipelines hold every output, and with it the nodes of its graph, until a step ends."""
-    stores = []
-    init = recomputation._Store.__init__
-
-    def noted(self: Any, with_rows: bool) -> None:
-        init(self, with_rows)
-        stores.append(weakref.ref(self))
-
-    monkeypatch.setattr(recomputation._Store, "__init__", noted)
+def layers(mode: str) -> Callable[[], Tensor]:
+    """Return the forward of two MoE layers."""
     model = Model(dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, vocab_size=32)
     model = replace(model, num_experts=4, top_k=2, expert_hidden=16)
     made = Transformer(replace(Config(), model=model), 1, torch.float32, last=False)
@@ -91,14 +87,55 @@ def test_backward_frees_what_a_layer_kept(mode: str, monkeypatch: pytest.MonkeyP
     index = torch.arange(B * S)
     ids = index.view(B, S) % model.vocab_size
     tokens = Tokens(index.view(B, S) % S, index, index // S, index >= 0, torch.tensor(0))
-    outputs = [made(ids, tokens) for _ in range(2)]
-    assert len(stores) == 4 and all(store() is not None for store in stores)
+    return lambda: made(ids, tokens)
+
+
+@pytest.mark.parametrize("mode", ["full", "full_but_rows"])
+def test_backward_frees_what_a_region_cached(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although pipelines hold every output, and with it the nodes of its graph, until a step ends."""
+    recomputations = []
+    init = recomputation._Pass.__init__
+
+    def noted(self: Any, cache: list[Any], recomputes: bool) -> None:
+        init(self, cache, recomputes)
+        if recomputes:
+            recomputations.append(weakref.ref(self))
+
+    monkeypatch.setattr(recomputation._Pass, "__init__", noted)
+    forward = layers(mode)
+    outputs = [forward() for _ in range(2)]
+    regions = 2 * 2 * (2 if mode == "full_but_rows" else 1)
+    assert len(recomputations) == regions and all(region() is not None for region in recomputations)
     for output in outputs:
         output.sum().backward()
-    assert [store() for store in stores] == [None] * 4
+    assert [region() for region in recomputations] == [None] * regions
 
 
-KEPT = {
+@pytest.mark.parametrize("mode", ["moe", "full_but_rows"])
+def test_a_dispatcher_that_saves_outputs_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputation ends before the experts' outputs, so it would give their gradients wrong numbers."""
+    receive = AllToAllExchange.receive
+    monkeypatch.setattr(AllToAllExchange, "receive", lambda *given: receive(*given).sin())
+    output = layers(mode)()
+    with pytest.raises(RuntimeError, match=r"saved inside titanmoe\.comm\.recomputation\.saved"):
+        output.sum().backward()
+
+
+def words_of(path: Path) -> set[str]:
+    """Return the words of which a file's identifiers are made."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    fields = [getattr(node, name, None) for node in nodes for name in ("id", "attr", "arg", "name", "asname")]
+    return {word for name in fields if isinstance(name, str) for word in name.split("_")}
+
+
+def test_layers_experts_and_dispatchers_do_not_mention_what_is_recomputed() -> None:
+    names = "layer", "experts", "expert_products", "halves", "capacity"
+    folder = ROOT / "titanmoe" / "moe"
+    for path in [*(folder / f"{name}.py" for name in names), *sorted((folder / "dispatchers").glob("*.py"))]:
+        assert not words_of(path) & {"again", "keep", "kept"}, path
+
+
+SAVED = {
     "all forwards first, beside a shared expert": {
         "parallelism.pp": 2,
         "pipeline.schedule": "GPipe",
@@ -131,7 +168,7 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("case", KEPT, ids=lambda name: name.replace(" ", "_"))
-def test_kept_rows_change_no_number(case: str) -> None:
-    few: dict[str, Any] = {"training.global_batch_size": 8 if "pp" in str(KEPT[case]) else 4}
-    parity.check(4, few | KEPT[case] | {"activation_checkpoint.mode": "full_but_rows"}, steps=1)
+@pytest.mark.parametrize("case", SAVED, ids=lambda name: name.replace(" ", "_"))
+def test_saved_routed_tokens_change_no_number(case: str) -> None:
+    few: dict[str, Any] = {"training.global_batch_size": 8 if "pp" in str(SAVED[case]) else 4}
+    parity.check(4, few | SAVED[case] | {"activation_checkpoint.mode": "full_but_rows"}, steps=1)

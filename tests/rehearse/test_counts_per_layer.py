@@ -1,6 +1,6 @@
 """What one layer sends, multiplies, waits for and copies, as on a GPU: a change that makes it more shows here.
 
-A rehearsal of four layers of which every other one is recomputed: layer 1 is plain, layer 2 is computed again.
+A rehearsal of four layers of which every other one is recomputed: layer 1 is plain, layer 2 is recomputed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Counts(NamedTuple):
 
 
 NONE = Counts(0, 0, 0, 0, 0)
-# What a plain layer does in forward and in backward; a recomputed one in forward again, and then in backward.
+# What a plain layer does in forward and in backward; a recomputed one in recomputation, and then in backward.
 #
 # alltoall, forward: counts, rows, weights, and rows back. Backward: gradients of the rows back, of the rows and of the
 # weights. Products: 3, and for each of them 2 gradients. FSDP gathers the block and its experts (2 messages), each with
 # a cast, a copy into the message and a copy out of it.
 #
-# A recomputed layer only sends its rows once more, in one message for each way there: numbers, places and weights are
-# kept, and it stops before the experts' last product. Where rows are kept too, it sends nothing.
+# A recomputed layer only sends its rows once more, in one message for each way there: numbers and weights are cached,
+# and it ends before the experts' last product. Where the rows are saved too, it sends nothing.
 TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
     "alltoall": (
         {},
@@ -105,10 +105,10 @@ TABLE: dict[str, tuple[dict[str, Any], Counts, Counts, Counts, Counts]] = {
         Counts(3, 6, 0, 2, 6),
     ),
 }
-for name in ("halves", "hierarchical, edp = 1", "allgather"):
+for name in ("alltoall", "halves", "padded bins", "hierarchical, edp = 1", "allgather", "symm_mem"):
     changes, forward, backward, again, after = TABLE[name]
     changes = changes | {"activation_checkpoint.mode": "full_but_rows"}
-    TABLE[f"{name}, rows kept"] = changes, forward, backward, again._replace(rows=0), after
+    TABLE[f"{name}, rows saved"] = changes, forward, backward, again._replace(rows=0), after
 
 
 def counts(rehearsal: Rehearsal, layer: str, phase: str) -> Counts:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanmoe import observe
 from titanmoe.comm import turns
+from titanmoe.comm.recomputation import cached, in_region, recomputing
 
 _ops = torch.ops._c10d_functional
 
@@ -109,11 +110,15 @@ def wait(flying: Tensor, group: Group) -> Tensor:
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Not differentiable: for counts, losses and other constants of the backward pass."""
-    if group.size == 1:
-        return x
-    x = x.contiguous()
-    return wait(_ops.all_reduce(x, op, group.name), group)
+    """Reduce x over the group. Not differentiable: for counts, losses and other constants of the backward pass.
+
+    Not sent again while backward recomputes a region (titanmoe.comm.recomputation).
+    """
+    return x if group.size == 1 else cached(lambda: _all_reduce(x, group, op))
+
+
+def _all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
 
 
 def start_sum(x: Tensor, group: Group) -> Tensor:
@@ -122,9 +127,14 @@ def start_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Concatenate every rank's x along dim. Not differentiable."""
-    if group.size == 1:
-        return x
+    """Concatenate every rank's x along dim. Not differentiable.
+
+    Not sent again while backward recomputes a region (titanmoe.comm.recomputation).
+    """
+    return x if group.size == 1 else cached(lambda: _all_gather(x, dim, group))
+
+
+def _all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     x = x.contiguous()
     out = wait(_ops.all_gather_into_tensor(x, group.size, group.name), group)
     return _move_pieces(out, 0, dim, group.size)
@@ -163,13 +173,13 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) ->
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, group):
+    def forward(ctx, x, dim, group, is_cached):
         ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
+        return all_gather(x, dim, group).detach() if is_cached else _all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
+        return _reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
@@ -180,18 +190,18 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return all_gather(grad, ctx.dim, ctx.group), None, None
+        return _all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return all_reduce(x, group)
+        return _all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return all_reduce(grad, ctx.group), None
+        return _all_reduce(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -208,8 +218,9 @@ class _AllToAll(torch.autograd.Function):
 class _Wire:
     """One all-to-all between two computations: what is in flight, forward or, later, backward."""
 
-    def __init__(self, send: list[int], receive: list[int], group: Group):
-        self.send, self.receive, self.group = send, receive, group
+    def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
+        """is_cached: whether recomputation uses what arrived in forward, and sends nothing."""
+        self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
         self.flying: Tensor | None = None
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
@@ -226,7 +237,8 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, wire):
         ctx.wire = wire
-        wire.depart(x, wire.send, wire.receive)
+        if not (wire.is_cached and recomputing()):
+            wire.depart(x, wire.send, wire.receive)
         return x.new_empty(0)
 
     @staticmethod
@@ -238,7 +250,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mark, wire):
         ctx.wire = wire
-        return wire.land()
+        return cached(wire.land).detach() if wire.is_cached else wire.land()
 
     @staticmethod
     def backward(ctx, grad):
@@ -280,15 +292,19 @@ class InFlight(NamedTuple):
     wire: _Wire | None
 
 
-def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> InFlight:
+def start(
+    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
+) -> InFlight:
     """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps with it, in backward too.
 
     Autograd runs the newest ready node first. So it reaches `arrive`, which sends the gradients, then everything that
     was computed in between, and finally this, which waits for them.
+
+    small: x is so small that where backward recomputes this, what arrived is cached and nothing is sent again.
     """
     if group.size == 1:
         return InFlight(x, None)
-    wire = _Wire(*_splits(x, group, send, receive), group)
+    wire = _Wire(*_splits(x, group, send, receive), group, small and in_region())
     if torch.compiler.is_compiling():
         return InFlight(_Depart.apply(x, wire.send, wire.receive, group), wire)
     return InFlight(_Start.apply(x, wire), wire)
@@ -309,9 +325,12 @@ def arrive(flight: InFlight) -> Tensor:
     return _Arrive.apply(*flight)
 
 
-def gather(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Every rank's piece along dim -> the whole on every rank. Backward sums the ranks' gradients of each piece."""
-    return x if group.size == 1 else _Gather.apply(x, dim, group)
+def gather(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
+    """Every rank's piece along dim -> the whole on every rank. Backward sums the ranks' gradients of each piece.
+
+    small: as of `start`.
+    """
+    return x if group.size == 1 else _Gather.apply(x, dim, group, small and in_region())
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:

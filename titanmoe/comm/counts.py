@@ -17,6 +17,7 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import Group, send_rows, wait
 from titanmoe.comm.host import ToHost
+from titanmoe.comm.recomputation import cached
 
 
 class Counts:
@@ -30,14 +31,15 @@ class Counts:
         """
         self.send_Ge, self.group, self.on_gpu = send_Ge, group, on_gpu
         each = [1] * group.size
-        self.flying = send_rows(send_Ge, each, each, group) if group.size > 1 else None
+        self.flying = cached(lambda: send_rows(send_Ge, each, each, group)) if group.size > 1 else None
 
     def read(self) -> tuple[Tensor, list[int], list[int]]:
-        """Return the counts that arrive, and how many rows go to each rank and come from it. The host waits for them.
+        """Return the counts that arrive, and how many rows go to each rank and come from it. The host waits."""
+        return cached(self._wait)
 
-        In a pair the other side has a turn first. On a GPU the copy to the host is launched even before that: behind
-        the other side's kernels the host would wait for these too.
-        """
+    def _wait(self) -> tuple[Tensor, list[int], list[int]]:
+        # In a pair the other side has a turn first. On a GPU the copy to the host is launched even before that: behind
+        # the other side's kernels the host would wait for these too.
         if not self.on_gpu:
             turns.give_up()
         receive_Ge = self.send_Ge if self.flying is None else wait(self.flying, self.group)

@@ -1,21 +1,21 @@
-"""Numbers that the host waits for."""
+"""Numbers that the host waits for: once, also where backward recomputes a region (titanmoe.comm.recomputation)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from titanmoe.comm.recomputation import cached
 
 
 class ToHost:
     """Numbers on their way from the device. What is launched between this and `read` runs while the host waits."""
 
     def __init__(self, x: Tensor):
-        self.numbers, self.event = x.to("cpu", non_blocking=True), None
-        if x.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.numbers, self.event = cached(partial(_copy, x))
 
     def tensor(self) -> Tensor:
         if self.event is not None:
@@ -23,4 +23,18 @@ class ToHost:
         return self.numbers
 
     def read(self) -> Any:
-        return self.tensor().tolist()
+        """Return the numbers as Python's. Waits for them."""
+        return cached(lambda: self.tensor().tolist())
+
+
+def read(x: Tensor) -> Any:
+    """Return the numbers of x as Python's. Waits for them."""
+    return cached(x.tolist)
+
+
+def _copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    numbers, event = x.to("cpu", non_blocking=True), None
+    if x.is_cuda:
+        event = torch.cuda.Event()
+        event.record()
+    return numbers, event

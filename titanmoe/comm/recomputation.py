@@ -1,23 +1,21 @@
-"""What a part of a block that backward computes again keeps of its forward: whatever was sent for, and what the host
-waited for. So while it is computed again, it need neither send nor wait for
+"""What regions that backward recomputes do not repeat: messages that tell sizes and places, and waits of the host.
 
-    numbers of rows, where each row goes, and the routing weights of rows that arrived      always
-    the rows that arrived                                                                  if the mode keeps rows
+titanmoe.parallel.recompute makes the regions, with `torch.utils.checkpoint`, which saves a region's inputs and
+recomputes it up to the last tensor that autograd saved in it. Two things are saved besides:
 
-Each call of such a part has a store of its own, because forwards of other microbatches may lie between a forward and
-its backward, and schedules that split backward compute the part again each time. Autograd's graph owns the store.
+    cached(make)    what was received or read by the host; the collectives, counts and host reads of this room call it
+    saved()         small tensors that autograd saves inside, such as places: so a region need not be recomputed to them
 
-torch computes such a part again up to the last tensor that autograd saved in it, one of the inputs of the experts' down
-projection: what dispatchers save, which are small integers, is kept (`keep_saved`). So what comes after this product is
-not computed again.
+Each call of a region has a cache of its own, because forwards of other microbatches may lie between its forward and its
+backward, and schedules that split backward recompute it twice. Autograd's graph owns the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,33 +23,14 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
-class _Store:
-    """What one call keeps."""
-
-    def __init__(self, with_rows: bool):
-        self.with_rows = with_rows
-        self.values: dict[str, list[Any]] = {}
-        """By name and in order."""
-
-
-class _Numbers(NamedTuple):
-    """A tensor without its graph, which owns the store."""
-
-    x: Tensor
-    requires_grad: bool
-
-    def tensor(self) -> Tensor:
-        return self.x.detach().requires_grad_(self.requires_grad)
-
-
 class _Pass(AbstractContextManager[None]):
-    """Forward, or one of the times that backward computes it again."""
+    """The forward of one call of a region, or a recomputation of it."""
 
-    def __init__(self, store: _Store, again: bool):
-        self.store, self.again = store, again
+    def __init__(self, cache: list[Any], recomputes: bool):
+        self.cache, self.recomputes = cache, recomputes
 
     def __enter__(self) -> None:
-        self.unread: dict[str, Iterator[Any]] = {name: iter(values) for name, values in self.store.values.items()}
+        self.unread = iter(self.cache)
         self.token: Token[_Pass | None] = _running.set(self)
 
     def __exit__(self, *_: Any) -> None:
@@ -62,66 +41,78 @@ _running: ContextVar[_Pass | None] = ContextVar("_running", default=None)
 """A context variable, because of two microbatches that take turns each has its own, and so have autograd's threads."""
 
 
-def contexts(with_rows: bool = False) -> tuple[_Pass, _Pass]:
-    """For `torch.utils.checkpoint`: the contexts of a forward and of computing it again. with_rows: keep these too."""
-    store = _Store(with_rows)
-    return _Pass(store, again=False), _Pass(store, again=True)
+def contexts() -> tuple[_Pass, _Pass]:
+    """Return the contexts of a region's forward and of its recomputation, for `torch.utils.checkpoint`."""
+    cache: list[Any] = []
+    return _Pass(cache, recomputes=False), _Pass(cache, recomputes=True)
 
 
-def _pass() -> _Pass | None:
-    """None also where nothing is differentiated, as in a dispatcher that a rehearsal runs for another rank."""
-    return None if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _running.get()
+def in_region() -> bool:
+    """Return whether this runs in a region, in its forward or while backward recomputes it."""
+    return not torch.compiler.is_compiling() and _running.get() is not None
 
 
-def again() -> bool:
-    """Whether this runs for the sake of what autograd saves, and nothing else of it is used."""
-    running = _pass()
-    return running is not None and running.again
+def recomputing() -> bool:
+    """Return whether backward recomputes a region: only what autograd saves in it is used, no output."""
+    return in_region() and _running.get().recomputes
 
 
-def keep(name: str, make: Callable[[], Value]) -> Value:
-    """What `make` returns, without gradients; in a part that is computed again, what it returned in forward."""
-    running = _pass()
-    if running is None:
+def cached(make: Callable[[], Value]) -> Value:
+    """Return what `make` returns; while a region is recomputed, what it returned in forward.
+
+    Recomputation must make the same calls of this function in the same order, up to where it ends. What `make` itself
+    calls is not cached. Not differentiable.
+    """
+    if not in_region():
         return make()
-    if running.again:
-        return next(running.unread[name])
-    value = make()
-    running.store.values.setdefault(name, []).append(value)
+    region = _running.get()
+    if region.recomputes:
+        return next(region.unread)
+    with _no_region():
+        value = make()
+    region.cache.append(value)
     return value
 
 
-def keep_tensor(name: str, make: Callable[[], Tensor]) -> Tensor:
-    """The same for a tensor that may have a gradient."""
-    if again():
-        return keep(name, make).tensor()
-    x = make()
-    keep(name, lambda: _Numbers(x.detach(), x.requires_grad))
+def cached_tensor(make: Callable[[], Tensor]) -> Tensor:
+    """Return what `make` returns, a tensor with its graph; while a region is recomputed, its values.
+
+    So `make` is no part of the region: what it saves for backward is saved.
+    """
+    if not in_region():
+        return make()
+    if recomputing():
+        x, requires_grad = cached(make)
+        return x.detach().requires_grad_(requires_grad)
+    with outside():
+        x = make()
+    cached(lambda: (x.detach(), x.requires_grad))  # the graph owns the cache, so the cache must not own the graph
     return x
 
 
-def keep_saved() -> AbstractContextManager[Any]:
-    """Inside, what autograd saves is kept. Of nested hooks for saved tensors torch calls the innermost ones alone."""
-    return nullcontext() if _pass() is None else torch.autograd.graph.saved_tensors_hooks(_same, _same)
+@contextmanager
+def outside() -> Iterator[None]:
+    """Leave the region that is running: inside, tensors are saved for backward and nothing is cached."""
+    with _no_region(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        yield
+
+
+def saved() -> AbstractContextManager[Any]:
+    """Save what autograd saves inside as it is, for tensors that are small.
+
+    Of nested hooks for saved tensors torch calls the innermost ones alone, and so not those of the region.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same) if in_region() else nullcontext()
+
+
+@contextmanager
+def _no_region() -> Iterator[None]:
+    token = _running.set(None)
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def _same(x: Tensor) -> Tensor:
     return x
-
-
-def keep_rows(wait: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Return the rows that `wait` waits for, with all that belongs to them; in a part that is computed again, those of
-    its forward, if the mode keeps rows."""
-    running = _pass()
-    if running is None or not running.store.with_rows:
-        return wait()
-    if running.again:
-        return tuple(numbers.tensor() for numbers in next(running.unread["rows"]))
-    rows = wait()
-    keep("rows", lambda: tuple(_Numbers(x.detach(), x.requires_grad) for x in rows))
-    return rows
-
-
-def has_kept_rows() -> bool:
-    """Return whether this is computed again from rows that were kept, so that none need be sent."""
-    return again() and _pass().store.with_rows

@@ -15,22 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titanmoe.comm.recomputation import again, keep
+from titanmoe.comm.recomputation import recomputing
 from titanmoe.moe.grouped import Groups, even_product, grouped_gradient, grouped_loop, grouped_product, loop_gradient
 from titanmoe.moe.swiglu import activation, gate_and_up, plain_swiglu
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
-
-
-def groups_of_call(count_e: Tensor) -> Groups:
-    """Return the groups of a call of the experts. While backward recomputes the call, they are those of its forward, so
-    that the host waits for their sizes once."""
-    return keep("groups", partial(Groups, count_e))
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,7 +55,7 @@ class ExpertProducts:
         Args:
             add: adds the gradient of the first of the weights to a sum, if autograd does not get it.
         """
-        return _Down.apply(self, add, again(), len(hidden), *hidden, weight_R1, *map(with_own_node, weights))
+        return _Down.apply(self, add, recomputing(), len(hidden), *hidden, weight_R1, *map(with_own_node, weights))
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
@@ -138,17 +131,17 @@ class _Down(torch.autograd.Function):
     """The down projection that saves only its inputs: 2F numbers per row instead of the formula's 5F. Backward
     recomputes the activation.
 
-    Where backward recomputes all this, nothing uses the first product, the experts' output: its memory is not written.
+    While backward recomputes it, nothing uses the first product, the experts' output: its memory is not written.
     """
 
     @staticmethod
-    def forward(ctx, how, add, again, parts, *tensors):
+    def forward(ctx, how, add, recomputes, parts, *tensors):
         # tensors: the parts of hidden, weight_R1, weights
         (gate_RF, up_RF), weight_R1, weights = gate_and_up(tensors[:parts]), tensors[parts], tensors[parts + 1 :]
         ctx.save_for_backward(*tensors)
         ctx.how, ctx.add, ctx.parts = how, add, parts
         make, _ = activation(gate_RF, how.clamped, how.kernels)
-        unused = [gate_RF.new_empty(gate_RF.shape[0], weights[0].shape[1])] if again else []
+        unused = [gate_RF.new_empty(gate_RF.shape[0], weights[0].shape[1])] if recomputes else []
         needed = list(enumerate(weights))[len(unused) :]
         rows = how.rows(make(gate_RF, up_RF, weight_R1)) if needed else None
         return *unused, *(how.product(rows, how.weight(f"down {i}", w)) for i, w in needed)

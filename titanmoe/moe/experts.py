@@ -5,21 +5,18 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.comm.collectives import local
-from titanmoe.comm.recomputation import again
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
-from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProducts, groups_of_call
+from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProducts
 from titanmoe.moe.fp8 import EightBitProducts, Rounded
-from titanmoe.moe.grouped import can_group
+from titanmoe.moe.grouped import Groups, can_group
 from titanmoe.observe import named
 
 
@@ -45,8 +42,6 @@ class Experts(nn.Module):
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
         self.rounded = Rounded(self.kernels)
-        self.graph: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        """The compiled `products`, if they are compiled (`titanmoe.parallel.compiled`)."""
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
@@ -56,9 +51,8 @@ class Experts(nn.Module):
     @named("experts")
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         """Return the output of each routed token's expert, times its routing weight."""
-        y_RD = (self.graph or self.products)(x_RD, weight_R1, count_e)
-        if not again():
-            observe.products(self, (x_RD, weight_R1), y_RD)
+        y_RD = self.products(x_RD, weight_R1, count_e)
+        observe.products(self, (x_RD, weight_R1), y_RD)
         return y_RD
 
     def hidden_weights(self) -> dict[str, Tensor]:
@@ -71,6 +65,7 @@ class Experts(nn.Module):
         """Whether these rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
+    # A method so that compilation and recomputation can wrap it.
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         products = self.choose_products(x_RD, count_e)
         hidden = self.gate_and_up(products, x_RD)
@@ -88,7 +83,7 @@ class Experts(nn.Module):
             # torch's grouped product can only be traced in bfloat16, the loop not at all.
             even = self.even_rows and not (grouped and x_RD.dtype == torch.bfloat16)
             return TracedProducts(groups=count_e, grouped=grouped, even=even, **common)
-        groups = groups_of_call(count_e)
+        groups = Groups(count_e)
         if self.dtype == "compute":
             return ExpertProducts(groups=groups, grouped=grouped, **common)
         emulated = self.dtype == "fp8_emulated"

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from titanmoe.comm import host
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
 
@@ -30,7 +31,7 @@ class Groups:
 
     @cached_property
     def sizes(self) -> list[int]:
-        return self.count_e.tolist()  # on GPUs the host waits for it
+        return host.read(self.count_e)  # on GPUs the host waits
 
 
 def groups_of(count: Tensor | Groups) -> Groups:

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titanmoe.comm.recomputation import keep_saved, keep_tensor
-from titanmoe.moe.dispatchers.protocol import dispatch
 from titanmoe.moe.experts import Experts
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -53,22 +51,21 @@ def feed_halves(
         moe: the block's layer, without capacity.
         norm: the block's, before the layer.
         first_hsD: the hidden states of the first half, after attention.
-        attend: gives those of the second. Backward does not compute it again along with the rest.
+        attend: gives those of the second.
         tokens: of both halves.
     """
     first, second = tokens.halves()
     with region("MoE layer"):
         x_hsD = norm(first_hsD)
         logits_tE, scores_tE, weights_tK, chosen_tK, count_hE = moe.router(x_hsD.flatten(0, 1), first)
-        exchanges = [dispatch(moe.dispatcher, x_hsD.flatten(0, 1), weights_tK, chosen_tK)]
+        exchanges = [moe.dispatcher.dispatch(x_hsD.flatten(0, 1), weights_tK, chosen_tK, 0)]
 
-        with keep_saved():
-            second_hsD = keep_tensor("second half", attend)
+        second_hsD = attend()
         z_hsD = norm(second_hsD)
         *seen, weights_tK, chosen_tK, count = moe.router(z_hsD.flatten(0, 1), second)
         both = zip((logits_tE, scores_tE, count_hE), (*seen, count), strict=True)
         weights_tK = moe.balance(weights_tK, *map(torch.cat, both), tokens)  # the losses of both halves
-        exchanges.append(dispatch(moe.dispatcher, z_hsD.flatten(0, 1), weights_tK, chosen_tK))
+        exchanges.append(moe.dispatcher.dispatch(z_hsD.flatten(0, 1), weights_tK, chosen_tK, 0))
 
         shared = [moe.run_shared(x) for x in (x_hsD, z_hsD)]
         back = moe.experts(*[exchange.relay() for exchange in exchanges])

@@ -11,12 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.recomputation import keep
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatchers.protocol import dispatch
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.halves import take_halves
@@ -59,7 +57,7 @@ class MoE(nn.Module):
         """Return each token's sum over its experts (B, s, D), with the shared expert's output."""
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
-        exchange = dispatch(self.dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
+        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         shared_BsD = self.run_shared(x_BsD)  # while routed tokens are in flight
         y_RD = self.experts(*exchange.rows())  # of (R, D), weights (R, 1) and counts (e,)
         y_BsD = exchange.combine(y_RD).view_as(x_BsD)
@@ -73,7 +71,7 @@ class MoE(nn.Module):
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        within_TK = keep("choices within capacity", lambda: self.capacity(chosen_TK, weights_TK, tokens, samples))
+        within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
         self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 

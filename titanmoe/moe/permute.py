@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.comm.recomputation import saved
 from titanmoe.ops.kernels import fused
 
 
@@ -79,12 +80,14 @@ class _ToWeightedRows(torch.autograd.Function):
 
 def to_rows(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Row r is a copy of token source_R[r]."""
-    return _ToRows.apply(x_TD, source_R, slot_TJ, kernels)
+    with saved():
+        return _ToRows.apply(x_TD, source_R, slot_TJ, kernels)
 
 
 def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Token t is the sum of the rows slot_TJ[t]."""
-    return _ToTokens.apply(y_RD, source_R, slot_TJ, kernels)
+    with saved():
+        return _ToTokens.apply(y_RD, source_R, slot_TJ, kernels)
 
 
 def to_weighted_rows(
@@ -93,7 +96,8 @@ def to_weighted_rows(
     """Row r is a copy of token entry_R[r] // K. Also returns its weight, number entry_R[r] % K of that token, (R,
     1)."""
     if fused(kernels, x_TD):
-        return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+        with saved():
+            return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
     K = weights_TK.shape[1]
     weights_R1 = to_rows(
         weights_TK.reshape(-1, 1), entry_R, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
@@ -142,12 +146,14 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
 
 def to_packed_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor) -> Tensor:
     """`to_weighted_rows` in one tensor, each row with its weight (titanmoe.ops.kernels.rows)."""
-    return _ToPackedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+    with saved():
+        return _ToPackedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
 
 
 def reorder_packed(packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows and their weights, of dtype `wide`, reordered and apart again."""
-    return _Unpack.apply(packed_RP, order_R, inverse_R, wide)
+    with saved():
+        return _Unpack.apply(packed_RP, order_R, inverse_R, wide)
 
 
 class _Reorder(torch.autograd.Function):
@@ -169,7 +175,8 @@ def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
 
 def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto") -> Tensor:
     """x[order], for a permutation whose inverse is known."""
-    return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
+    with saved():
+        return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
 
 
 def reorder_weighted(
@@ -177,7 +184,8 @@ def reorder_weighted(
 ) -> tuple[Tensor, Tensor]:
     """Reorders rows and their weights."""
     if fused(kernels, x_RD):
-        return _ToWeightedRows.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
+        with saved():
+            return _ToWeightedRows.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
     return reorder(x_RD, order_R, inverse_R, kernels), reorder(weights_R1, order_R, inverse_R, kernels)
 
 

@@ -20,7 +20,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.attend import context_parallel
-from titanmoe.parallel.compiled import compile_parts
+from titanmoe.parallel.compiled import compile_parts, why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.flex import flex
@@ -59,9 +59,9 @@ def build(
 ) -> list[Transformer]:
     """This rank's stages of the model, ready to train: a transformer each.
 
-    Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank; recomputation
-    goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
-    allocated last, so that no rank ever allocates more than its shards.
+    Tensor, context and expert parallelism come first, because FSDP shards what they leave on a rank; compilation and
+    recomputation go inside FSDP, so that the hooks that gather weights stay outside; memory is allocated last, so that
+    no rank ever allocates more than its shards.
 
     materialize: allocates and fills a stage. flex: as in `titanmoe.parallel.flex`. output: of the last stage's head.
     """
@@ -78,8 +78,8 @@ def build(
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)
-        recompute(model, config.activation_checkpoint)
         compile_parts(model, config.compile, config.moe, compute, splits)
+        recompute(model, config.activation_checkpoint, config.compile.enable and not why_in_parts(config.moe, splits))
         shard_data(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
         stages.append(model)

@@ -111,7 +111,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
             experts = block.moe.experts
             # Only the products: rows may be in flight in forward. torch's grouped product only traces in bfloat16.
             if compute == torch.bfloat16 and experts.dtype == "compute":
-                experts.graph = compile_products(experts, options.backend, block.moe.pad)
+                experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.

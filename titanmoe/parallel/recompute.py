@@ -1,15 +1,28 @@
-"""Activation recomputation: what is dropped after forward and computed again in backward.
+"""Activation recomputation: what is dropped after forward and recomputed in backward.
 
-full            whole blocks, in two parts
-full_but_rows   the same, but the rows that experts got are kept, and none is sent again
-moe             the MoE part of a block: router, dispatch and experts, which have most of the activations
-selective       what is cheap for its size: the activation up to the input of each down projection, and the queries,
-                keys and values of all heads that latent attention computes from its latents, or linear attention by
-                its convolution. Norms only keep their input. Recomputation stops before the down projection and does
-                not include attention itself, so no collective runs twice, and the only matrix products that do are
-                those of the latents.
+A region is a call of which torch.utils.checkpoint saves the inputs alone; backward recomputes it up to the last tensor
+that autograd saved in it. These methods of a block are regions:
 
-Recomputation of the MoE part sends rows a second time at most, and nothing else: titanmoe.comm.recomputation.
+    mode                attend    feed      products of the experts
+    moe                           region
+    full                region    region
+    full_but_rows       region    region    region, its inputs saved outside of feed
+
+`feed` has norm, router, dispatch, the experts and combine. What dispatch and combine save is small and saved outside of
+it. So the last that it saves is gate and up, and recomputation ends there: routed tokens are sent a second time, but
+neither multiplied by the down projection nor sent back. Where products are a region of their own, whose inputs, the
+routed tokens that arrived, are saved outside of `feed`, the last that `feed` saves is the router's or the shared
+expert's, and nothing is dispatched again. No other message is sent twice, and the host never waits a second time:
+titanmoe.comm.recomputation.
+
+A layer that is compiled as one graph is recomputed as one, messages included, in `moe` and `full`. In `full_but_rows`
+the products are a region inside the graph, and `feed` is none: no message is sent again.
+
+    selective           what is cheap for its size: the activation up to the input of each down projection, and the
+                        queries, keys and values of all heads that latent attention computes from its latents, or linear
+                        attention by its convolution. Norms only save their input. No collective runs twice, and the
+                        only matrix products that do are those of the latents.
+
 Every mode recomputes the activation of routed experts: `titanmoe.moe.expert_products`.
 """
 
@@ -23,31 +36,97 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from titanmoe.comm.recomputation import contexts
+from titanmoe.comm.recomputation import cached_tensor, contexts, outside, recomputing
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.transformer import Block, Transformer
+from titanmoe.moe.layer import MoE
+from titanmoe.observe import region
+from titanmoe.tokens import Tokens
+
+# Randomness is counted, so there is no generator state to restore.
+_region = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
-def _checkpointed(owner: nn.Module, name: str, **more: Any) -> None:
-    # Randomness is counted, so there is no generator state to restore.
-    function = getattr(owner, name)
-    setattr(owner, name, partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False, **more))
+def _make_region(owner: nn.Module, name: str) -> None:
+    """Let backward recompute a method of this module, messages included."""
+    setattr(owner, name, partial(_region, getattr(owner, name)))
 
 
-def _feed_again(block: Block, with_rows: bool = False) -> None:
-    _checkpointed(block, "feed", context_fn=partial(contexts, with_rows))
+def _make_feed_a_region(block: Block) -> None:
+    plain = block.feed
+
+    def run(x_BsD: Tensor, tokens: Tokens, attend: Callable[[], Tensor] | None = None) -> Tensor:
+        if attend is not None:  # attention of a second half is no part of it
+            attend = partial(cached_tensor, attend)
+        return _region(plain, x_BsD, tokens, attend, context_fn=contexts)
+
+    block.feed = run
+
+
+def _make_products_a_region(moe: MoE) -> None:
+    plain = moe.experts.products
+
+    def run(*routed: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return _region(plain, *routed)
+        with outside():
+            return _region(plain, *routed, context_fn=contexts)
+
+    moe.experts.products = run
+
+
+def _dispatch_once(moe: MoE) -> None:
+    """Let dispatch be no part of the region that contains it."""
+    plain = moe.dispatcher.dispatch
+
+    def run(*given: Any) -> Any:
+        if recomputing():
+            return _NotDispatched()
+        with outside():
+            return plain(*given)
+
+    moe.dispatcher.dispatch = run
+
+
+class _NotDispatched:
+    """Stands for the exchange of a layer that is recomputed up to its dispatch."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(_TOO_FAR)
+
+
+def _end_at_products(moe: MoE) -> None:
+    """Let recomputation of a layer end at the last tensors that products save, and send nothing back before."""
+    experts, plain = moe.experts, moe.experts.forward
+
+    def run(*given: Any) -> Any:
+        if not recomputing():
+            return plain(*given)
+        with region("experts"):
+            # Of a microbatch in halves the experts take two exchanges (titanmoe.moe.halves).
+            for routed in [given] if isinstance(given[0], Tensor) else (exchange.rows() for exchange in given):
+                experts.products(*routed)
+        raise RuntimeError(_TOO_FAR)
+
+    experts.forward = run
+
+
+_TOO_FAR = (
+    "backward would recompute a layer past its experts: what a dispatcher saves for backward has to be saved inside "
+    "titanmoe.comm.recomputation.saved()"
+)
 
 
 class _Recomputed:
-    """Tensors that autograd does not keep. Of each tensor that it saves in their storages, only the shape and strides
-    are kept; backward computes the values again and drops them after the last use.
+    """Tensors that autograd does not save. Of each tensor that it would save in their storages, only the shape and
+    strides are saved; backward recomputes the values and drops them after the last use.
     """
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):
         self.make = make
         self.index_of = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
         self.uses = self.uses_left = 0
-        self.again: tuple[Tensor, ...] = ()
+        self.recomputed: tuple[Tensor, ...] = ()
 
     def pack(self, x: Tensor) -> Tensor | tuple:
         i = self.index_of.get(x.untyped_storage()._cdata)
@@ -61,12 +140,12 @@ class _Recomputed:
             return packed
         if not self.uses_left:
             with torch.no_grad():
-                self.again, self.uses_left = self.make(), self.uses
+                self.recomputed, self.uses_left = self.make(), self.uses
         i, *strided = packed
-        view = self.again[i].as_strided(*strided)
+        view = self.recomputed[i].as_strided(*strided)
         self.uses_left -= 1
         if not self.uses_left:
-            self.again = ()
+            self.recomputed = ()
         return view
 
 
@@ -82,19 +161,38 @@ def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Ten
 def _selective(block: Block) -> None:
     for module in block.modules():
         for name in getattr(module, "cheap", ()):
-            _checkpointed(module, name)
+            _make_region(module, name)
         if hasattr(module, "make_and_use"):
             module.make_and_use = _use_and_drop
 
 
-def recompute(model: Transformer, options: ActivationCheckpoint) -> None:
+def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
+    """Wrap the methods of blocks that backward recomputes. Called after compilation has wrapped those that it compiles.
+
+    Args:
+        in_one_graph: whether a MoE layer is compiled as one graph.
+    """
     for number, block in model.blocks().items():
-        if options.mode == "none" or number % options.every:
+        mode, moe = options.mode, block.moe
+        if mode == "none" or number % options.every:
             continue
-        if options.mode == "selective":
+        if mode == "selective":
             _selective(block)
-        elif options.mode in ("full", "full_but_rows"):
-            _checkpointed(block, "attend")
-            _feed_again(block, options.mode == "full_but_rows")
-        elif block.moe is not None:
-            _feed_again(block)
+        if mode in ("full", "full_but_rows"):
+            _make_region(block, "attend")
+        if mode in ("full", "full_but_rows") and moe is None:
+            _make_feed_a_region(block)
+        if mode in ("moe", "full", "full_but_rows") and moe is not None:
+            _recompute_layer(block, moe, mode == "full_but_rows", in_one_graph)
+
+
+def _recompute_layer(block: Block, moe: MoE, rows_saved: bool, in_one_graph: bool) -> None:
+    if rows_saved:
+        _make_products_a_region(moe)
+        if not in_one_graph:
+            _make_feed_a_region(block)
+            _dispatch_once(moe)
+    else:
+        _make_feed_a_region(block)
+        if not in_one_graph:
+            _end_at_products(moe)

@@ -133,10 +133,10 @@ def _router(s: Widths, trained: bool) -> int:
     return product + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def _kept_for_again(s: Widths, with_rows: bool) -> int:
-    """What a MoE layer keeps if it is computed again: where rows go, the weights that arrived, and perhaps the rows."""
+def _saved_of_recomputed(s: Widths, with_rows: bool) -> int:
+    """Return what a recomputed MoE layer saves: where rows go; perhaps also the rows that arrived, with weights."""
     order = (2 if s.fold.ep * s.fold.etp > 1 else 0) * 8
-    return s.T * s.model.top_k * s.fold.etp * 3 * 8 + s.R * (order + s.W + with_rows * s.model.dim * s.w)
+    return s.T * s.model.top_k * s.fold.etp * 2 * 8 + s.R * (order + with_rows * (s.model.dim * s.w + s.W))
 
 
 def mode_of(config: Config, layer: int) -> str:
@@ -175,7 +175,7 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
     if mode in ("full", "full_but_rows", "moe"):
         with_rows = mode == "full_but_rows" and experts
-        kept = (T * D * w + (_kept_for_again(s, with_rows) if experts else 0)) * flow.out_of_ffn
+        kept = (T * D * w + (_saved_of_recomputed(s, with_rows) if experts else 0)) * flow.out_of_ffn
         recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
         return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)
     return KeptBytes(attention, ffn, rows, 0)

@@ -162,6 +162,6 @@ class CodeSites(Observer):
         if stored is not None:
             if not number:
                 file, number = stored[0], int(stored[1])
-            if phase != "recomputed":  # recomputation enters its regions again
+            if phase != "recomputed" or not layer:  # a recomputed method of a block enters its regions again
                 layer, region = layer or stored[2], region or stored[3]
         return CodeSite(file, number, layer, region, phase)

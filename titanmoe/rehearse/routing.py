@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.comm.recomputation import outside
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import group_of
@@ -207,7 +208,7 @@ class IntegerMessages:
         if key not in self._sent_cache:
             run = _DispatcherRun(n, lambda i: self.received_integers(rank, microbatch, layer, i))
             try:
-                with run, torch.no_grad():
+                with run, torch.no_grad(), outside():
                     for exchange in self._exchanges(rank, microbatch, layer):
                         exchange.relay()
             except _Stop:
@@ -219,7 +220,7 @@ class IntegerMessages:
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """The all-to-alls of a forward pass, to the experts and back."""
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
-        with run, torch.no_grad():
+        with run, torch.no_grad(), outside():
             for exchange in self._exchanges(rank, microbatch, layer):
                 exchange.combine(exchange.rows()[0])
         return run.all_to_alls

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_reduce
-from titanmoe.comm.recomputation import keep
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
@@ -26,8 +25,7 @@ class AuxLossGlobal(BalanceLoss):
 
     def forward(self, routed: Routed) -> Tensor:
         m = routed.tokens.microbatch.view(1)
-        choices_1E = routed.choices().sum(0, keepdim=True)
-        count_1E = keep("choices of data ranks", lambda: all_reduce(choices_1E, routed.data))
+        count_1E = all_reduce(routed.choices().sum(0, keepdim=True), routed.data)
         self.count_ME.index_copy_(0, m, count_1E.to(torch.int64))
         so_far_1E = self.count_ME.cumsum(0).index_select(0, m)
         choices = so_far_1E.sum(dtype=torch.float64).clamp(min=1)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import Group, all_reduce
-from titanmoe.comm.recomputation import keep
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens
@@ -60,9 +59,7 @@ class Routed:
         """(B, E): the counts of whole samples, in float64, without a gradient. Summed over the ranks once, for all
         losses."""
         if self._choices_BE is None:
-            self._choices_BE = keep(
-                "choices of samples", lambda: all_reduce(self.count_BE.to(torch.float64), self.sequence)
-            )
+            self._choices_BE = all_reduce(self.count_BE.to(torch.float64), self.sequence)
         return self._choices_BE
 
     def shares(self) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
-from titanmoe.comm.recomputation import keep, keep_tensor
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.protocol import Dispatcher
 from titanmoe.moe.permute import to_tokens
@@ -27,16 +26,12 @@ class AllGather(Dispatcher):
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> GatheredRows:
         bin_rows *= self.group.size
-        chosen_NK, order, count_e, number = keep("choices", lambda: self.sort_choices(chosen_TK, bin_rows))
+        chosen_NK, order, count_e, number = self.sort_choices(chosen_TK, bin_rows)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
         x_ND = gather(x_TD, 0, self.group)
-        weights_NK = keep_tensor("weights", lambda: gather(weights_TK, 0, self.group))
-
-        def assign() -> tuple[Tensor, Tensor]:
-            rows = self.local_experts * bin_rows if number is None else number.read()  # the layer's only host sync
-            return assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
-
-        entry_R, slot = keep("places", assign)
+        weights_NK = gather(weights_TK, 0, self.group, small=True)
+        rows = self.local_experts * bin_rows if number is None else number.read()  # the layer's only host sync
+        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
         return GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels)

@@ -5,7 +5,6 @@ Shapes as in titanmoe.moe.dispatchers.protocol.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, send_back, start
 from titanmoe.comm.counts import Counts
-from titanmoe.comm.recomputation import again, keep, keep_tensor
 from titanmoe.moe.assign import (
     Route,
     assign_all_rows,
@@ -46,7 +44,7 @@ class AllToAll(Dispatcher):
         host_waits = device.way(x_TD, True, cpu=False, compiled=True)
         if G == 1 and not bin_rows and self.allows_unused_rows and host_waits:
             return self.dispatch_to_itself(x_TD, weights_TK, chosen_TK)
-        entry_R, slot, count_E, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
+        entry_R, slot, count_E, counts = self.assign(chosen_TK, bin_rows)
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels, packed)
@@ -55,20 +53,13 @@ class AllToAll(Dispatcher):
             arriving, count_Ge = G * e * bin_rows, count_E.new_full((G, e), bin_rows)
         else:
             turns.give_up_in_backward(x_RD)
-            count_Ge, send, receive = keep("counts", counts.read)  # the layer's only host sync
+            count_Ge, send, receive = counts.read()  # the layer's only host sync
             arriving, leaving = sum(receive), sum(send)
             x_RD, route = first_rows(x_RD, leaving), cut(route, leaving)
             weights_R1 = None if packed else first_rows(weights_R1, leaving)
         x_flight = start(x_RD, self.group, send, receive)
-        if packed:
-            weights = weights_TK.dtype
-        elif again():  # those that arrived have been kept
-            weights = InFlight(weights_R1, None)
-        else:
-            weights = start(weights_R1, self.group, send, receive)
-        regroup = None
-        if G > 1 and e > 1:
-            regroup = keep("order", partial(by_expert, count_Ge, arriving, self.kernels))
+        weights = weights_TK.dtype if packed else start(weights_R1, self.group, send, receive, small=True)
+        regroup = by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
         return AllToAllExchange(x_flight, weights, count_e, regroup, route, self.kernels)
 
@@ -77,9 +68,7 @@ class AllToAll(Dispatcher):
         need not know their number. What experts make of unused rows, which come last, is undefined and reaches no
         token.
         """
-        entry_R, slot, count_e = keep(
-            "places", lambda: assign_all_rows(chosen_TK, self.num_experts, 1, 1, self.kernels)
-        )
+        entry_R, slot, count_e = assign_all_rows(chosen_TK, self.num_experts, 1, 1, self.kernels)
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         return AllToAllExchange(InFlight(x_RD, None), InFlight(weights_R1, None), count_e, None, route, self.kernels)
 
@@ -121,7 +110,7 @@ class AllToAllExchange(NamedTuple):
         x_RD = arrive(self.x_RD)
         if isinstance(self.weights_R1, torch.dtype):
             return *reorder_packed(x_RD, *self.regroup, self.weights_R1), self.count_e
-        weights_R1 = keep_tensor("weights", lambda: arrive(self.weights_R1))
+        weights_R1 = arrive(self.weights_R1)
         if self.regroup is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.regroup, self.kernels)
         return x_RD, weights_R1, self.count_e

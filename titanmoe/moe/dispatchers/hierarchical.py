@@ -20,7 +20,6 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, start
 from titanmoe.comm.counts import Counts
-from titanmoe.comm.recomputation import again, keep, keep_tensor
 from titanmoe.moe.assign import Route, assign_rows, cut, first_rows, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
@@ -43,20 +42,21 @@ class Hierarchical(Dispatcher):
         T, N = x_TD.shape[0], across.size
         if N == 1:
             return self.inner.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-        entry_R, slot, counts = keep("places", lambda: self.assign(chosen_TK, bin_rows))
+        entry_R, slot, counts = self.assign(chosen_TK, bin_rows)
         route = Route(entry_R // N, slot.view(T, N))
-        rows = [to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels)]
-        if not again():  # else the others, which are small, have been kept
-            choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
-            rows += [to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels), choices_RK.to(torch.int32)]
+        x_RD, weights_RK = (to_rows(x, route.source_R, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
+        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         if counts is None:
             send = receive = [T] * N
         else:
-            turns.give_up_in_backward(rows[0])
-            _, send, receive = keep("counts", counts.read)  # the first of two host syncs
+            turns.give_up_in_backward(x_RD)
+            _, send, receive = counts.read()  # the first of two host syncs
             route = cut(route, sum(send))
-        x_VD, *others = (start(first_rows(row, sum(send)), across, send, receive) for row in rows)
-        return HierarchicalExchange(self, x_VD, others, bin_rows * N, route, send, receive)
+        x_VD, weights_VK, choices_VK = (
+            start(first_rows(rows, sum(send)), across, send, receive, small)
+            for rows, small in ((x_RD, False), (weights_RK, True), (choices_RK.to(torch.int32), True))
+        )
+        return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, bin_rows * N, route, send, receive)
 
     def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Counts | None]:
         """The visit of each row and the row of each visit, numbered token * N + node; and the counts on their way."""
@@ -79,8 +79,8 @@ class HierarchicalExchange:
 
     dispatcher: Hierarchical
     x_VD: InFlight
-    others: list[InFlight]
-    """Routing weights (V, K) and choices (V, K); none in a layer that is computed again."""
+    weights_VK: InFlight
+    choices_VK: InFlight
     bin_rows: int
     route: Route
     leaving: list[int]
@@ -91,9 +91,8 @@ class HierarchicalExchange:
     @named("dispatch")
     def relay(self) -> AllToAllExchange:
         """Wait for the tokens that cross to this rank, and dispatch them inside the node."""
-        x_VD = arrive(self.x_VD)
-        weights_VK = keep_tensor("weights across", lambda: arrive(self.others[0]))
-        chosen_VK = keep("choices across", lambda: self.choices_here(arrive(self.others[1])))
+        x_VD, weights_VK = arrive(self.x_VD), arrive(self.weights_VK)
+        chosen_VK = self.choices_here(arrive(self.choices_VK))
         self.inside = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.bin_rows)
         return self.inside
 

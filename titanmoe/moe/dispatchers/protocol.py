@@ -5,9 +5,9 @@
     y = experts(*exchange.rows())                                   waits for the routed tokens of this rank's experts
     y = exchange.combine(y)                                         sends outputs back, and sums those of each token
 
-Backward may compute a layer again (titanmoe.comm.recomputation): up to the experts, or from rows that were kept. So
-what a dispatcher sends or waits for to learn sizes and places, it wraps in `keep`; and what autograd saves in it is
-kept, so that it had better be small.
+Backward may recompute a layer, up to what its experts got (titanmoe.parallel.recompute). What a dispatcher sends by
+titanmoe.comm to learn sizes and places is not sent a second time then, nor what it sends as `small`. What `combine`
+saves for backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
 
 A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, a class with the methods of
 `Exchange`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
@@ -22,13 +22,12 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group
-from titanmoe.comm.recomputation import again, has_kept_rows, keep_rows, keep_saved
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 
@@ -159,57 +158,3 @@ class Dispatcher:
         tokens: how many a rank owns in a microbatch. dtype: that of the rows that are sent.
         """
         return None
-
-
-class RecomputableExchange(NamedTuple):
-    """An exchange in a block that backward may recompute (titanmoe.comm.recomputation)."""
-
-    exchange: Exchange | None
-    """None while the block is computed again from routed tokens that were kept: then nothing is sent."""
-    tokens: int
-    """T."""
-
-    def relay(self) -> RecomputableExchange:
-        if self.exchange is None:
-            return self
-        with keep_saved():
-            return self._replace(exchange=self.exchange.relay())
-
-    def rows(self) -> tuple[Tensor, ...]:
-        def wait() -> tuple[Tensor, ...]:
-            with keep_saved():
-                return self.exchange.rows()
-
-        return keep_rows(wait)
-
-    def combine(self, y_RD: Tensor) -> Tensor:
-        if again():
-            return self._unused(y_RD)
-        with keep_saved():
-            return self.exchange.combine(y_RD)
-
-    def send_back(self, y_RD: Tensor) -> Any:
-        if again():
-            return y_RD
-        with keep_saved():
-            return self.exchange.send_back(y_RD)
-
-    def receive(self, back: Any) -> Tensor:
-        if again():
-            return self._unused(back)
-        with keep_saved():
-            return self.exchange.receive(back)
-
-    def _unused(self, y_RD: Tensor) -> Tensor:
-        """Return what stands for the output where only what autograd saves before it is wanted."""
-        return y_RD.new_empty(self.tokens, y_RD.shape[1])
-
-
-def dispatch(
-    dispatcher: Dispatcher, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int = 0
-) -> RecomputableExchange:
-    """Send each token to its experts; nothing is sent where the routed tokens of an earlier forward were kept."""
-    if has_kept_rows():
-        return RecomputableExchange(None, len(x_TD))
-    with keep_saved():
-        return RecomputableExchange(dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows), len(x_TD))

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titanmoe.comm.collectives import NO_GROUP, all_gather
-from titanmoe.comm.recomputation import keep
+from titanmoe.comm.recomputation import saved
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -284,12 +284,11 @@ class Symmetric(Dispatcher):
         if memory is None or self.group == NO_GROUP:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         rows = chosen_TK.numel() * self.etp
-        where = (chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
-        entry_H, slot, count_E = keep("places", lambda: assign_all_rows(*where))
-        to_H, from_A, bin_e, fits, _ = keep("places in buffers", lambda: self.places_of(count_E, memory, rows))
+        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        to_H, from_A, bin_e, fits, _ = self.places_of(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
-        x_AD, weights_A1 = _Exchange.apply(memory, to_H, from_A, x_HD, weights_H1)
+        x_AD, weights_A1 = _exchange(memory, to_H, from_A, x_HD, weights_H1)
         return SymmetricExchange(x_AD, weights_A1, bin_e, memory, to_H, from_A, route, self.kernels)
 
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
@@ -316,8 +315,13 @@ class SymmetricExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_AD: Tensor) -> Tensor:
-        (y_HD,) = _Exchange.apply(self.memory, self.from_A, self.to_H, y_AD)
+        (y_HD,) = _exchange(self.memory, self.from_A, self.to_H, y_AD)
         return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
+
+
+def _exchange(memory: SymmetricBuffers, to_N: Tensor, from_M: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    with saved():
+        return _Exchange.apply(memory, to_N, from_M, *rows)
 
 
 class _Exchange(torch.autograd.Function):
