@@ -115,6 +115,7 @@ ARROWS |= {"replace": set(), "tokens": {"mask"}, "comm": {"observe"}, "ops": {"o
 ARROWS["fold"] = {"config", "comm"}
 ARROWS["moe"] = {"config", "tokens", "observe", "comm", "ops", "fold"}
 ARROWS["models"] = ARROWS["moe"] | {"moe", "mask"}
+ARROWS["experiments"] = ARROWS["moe"] | {"moe"}
 ARROWS["data"] = {"config", "mask", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
@@ -154,18 +155,37 @@ def test_arrows_go_down() -> None:
     assert up == []
 
 
-def test_nothing_is_imported_upwards_by_its_name() -> None:
-    """A string such as "titanmoe.room.module:NAME" is an import of a later hour."""
-    up = []
+@functools.cache
+def imports_by_name() -> list[tuple[str, str]]:
+    """Modules and what their strings name: "titanmoe.room.module:NAME" is an import of a later hour."""
+    found = []
     for path in (ROOT / "titanmoe").rglob("*.py"):
-        if (own := room(".".join(path.relative_to(ROOT).with_suffix("").parts))) not in ARROWS:
-            continue
         nodes = list(ast.walk(ast.parse(path.read_text())))
         prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         strings = [str(n.value) for n in nodes if isinstance(n, ast.Constant) and id(n) not in prose]
-        named = re.findall(r"\btitanmoe\.[a-z]\w*(?:\.\w+)*", " ".join(strings))
-        up += [f"{path} names {to}" for to in named if room(to) not in ARROWS[own] | {own}]
+        own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found += [(own, to) for to in re.findall(r"\btitanmoe\.[a-z]\w*(?:\.\w+)*", " ".join(strings))]
+    return found
+
+
+def test_nothing_is_imported_upwards_by_its_name() -> None:
+    up = [
+        f"{name} names {to}"
+        for name, to in imports_by_name()
+        if room(name) in ARROWS and room(to) not in ARROWS[room(name)] | {room(name), "experiments"}
+    ]
     assert up == []
+
+
+def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
+    """An entry is the component's rules, without torch: all that the planner and the rehearsal know of it."""
+    assert [name for name, to in imports() if to.startswith("titanmoe.experiments") and room(name) != room(to)] == []
+    named = [to for name, to in imports_by_name() if room(to) == "experiments" and room(name) != "experiments"]
+    entries = [str(entry) for kind in PARTS.kinds for entry in kind.table.values()]
+    entries = [entry.partition(":")[0] for entry in entries if entry.startswith("titanmoe.experiments.")]
+    assert entries and sorted(entries) == sorted(named)
+    code = f"import sys, {', '.join(entries)}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_only_the_meshes_of_fold_know_torch() -> None:

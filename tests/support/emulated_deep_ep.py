@@ -1,4 +1,4 @@
-"""The package `deep_ep` as far as titanmoe.moe.dispatchers.deepep calls it, emulated on CPUs over gloo by its
+"""The package `deep_ep` as far as titanmoe.experiments.deepep calls it, emulated on CPUs over gloo by its
 documented contract.
 
 Importing this makes it importable. What the real kernels assert is asserted here, but any dtype is sent in place of
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.moe.dispatchers import deepep
+from titanmoe.experiments import deepep
 
 calls: list[str] = []
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)

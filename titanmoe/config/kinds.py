@@ -72,7 +72,7 @@ class Kind:
     field: str
     """The field of a recipe that names one."""
     table: Mapping[str, Rules | str]
-    """Parts by name. "module:NAME" stands for a part in one file: it is imported when it is chosen."""
+    """Parts by name. "module:NAME" stands for a part in one file, or its rules, imported when they are looked up."""
     rules: type[Rules] = Rules
     members: tuple[str, ...] = ()
     """What an implementation has to have."""

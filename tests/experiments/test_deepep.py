@@ -17,9 +17,9 @@ from tests.support import emulated_deep_ep
 from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
-from titanmoe.moe.dispatchers.deepep import DeepEP
+from titanmoe.experiments.deepep import DeepEP
+from titanmoe.experiments.deepep_rules import DeepEPRules
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
-from titanmoe.moe.dispatchers.rules import DeepEPRules
 from titanmoe.parts import PARTS
 from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch
