@@ -188,6 +188,15 @@ def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_the_map_says_of_every_room_what_it_is() -> None:
+    drawing = re.search(r"```text\n(.*?)```", (ROOT / "docs/architecture.md").read_text(), re.DOTALL)[1]
+    kinds = {word.strip(","): line.split()[0] for line in drawing.splitlines() for word in line.split()[1:]}
+    rooms = {path.parent.name for path in (ROOT / "titanmoe").glob("*/*.py")}
+    assert {kinds.get(name) for name in rooms} == {"core", "tools", "experiments"}
+    core = {name for name in rooms if kinds[name] == "core"}
+    assert {room(to) for name, to in imports() if to.startswith("titanmoe.") and room(name) in core} & rooms == core
+
+
 def test_only_the_meshes_of_fold_know_torch() -> None:
     torch_ones = {name for name, to in imports() if room(name) in ("fold", "config") and to.split(".")[0] == "torch"}
     assert torch_ones == {"titanmoe.fold.meshes"}
