@@ -25,7 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.moe.balance_losses.rules import switched_on
+from titanmoe.moe.balance_losses.balance_rules import switched_on
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import counter_rng
 from titanmoe.tokens import IGNORE

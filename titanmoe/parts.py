@@ -10,8 +10,8 @@ from titanmoe.data import data_laws
 from titanmoe.data.formats import FORMATS
 from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
-from titanmoe.moe.balance_losses import rules as balance_rules
-from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES
+from titanmoe.moe.balance_losses import balance_rules
+from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 from titanmoe.train.objectives.objective_rules import OBJECTIVES

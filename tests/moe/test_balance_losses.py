@@ -13,8 +13,8 @@ from tests.moe import test_balance as four
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.moe.balance import Balance
-from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
-from titanmoe.moe.balance_losses.rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parts import PARTS
 from titanmoe.train.alarms import unbalanced

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests import parity, world
 from titanmoe.config.schema import MoE
 from titanmoe.moe import layer_statistics
-from titanmoe.moe.balance_losses.protocol import Routed
+from titanmoe.moe.balance_losses.balance_loss import Routed
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, Statistic, StepCounts, step_metrics
 
 

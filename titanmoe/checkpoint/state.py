@@ -26,7 +26,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.families import family_of
 from titanmoe.models.families.family import attention
 from titanmoe.models.tensors import stored_name
-from titanmoe.moe.balance_losses.rules import switched_on
+from titanmoe.moe.balance_losses.balance_rules import switched_on
 from titanmoe.parallel.materialize import piece
 
 Targets = dict[str, tuple[str, Piece]]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance_losses.protocol import Routed
-from titanmoe.moe.balance_losses.rules import switched_on
+from titanmoe.moe.balance_losses.balance_loss import Routed
+from titanmoe.moe.balance_losses.balance_rules import switched_on
 from titanmoe.ops.kernels import fused
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.balance_losses.rules import switched_on
+from titanmoe.moe.balance_losses.balance_rules import switched_on
 
 WINDOW = 64
 ENOUGH = 16

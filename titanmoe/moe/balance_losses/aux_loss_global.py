@@ -8,7 +8,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
 
 
 class AuxLossGlobal(BalanceLoss):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titanmoe.moe.balance_losses.protocol import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
 
 
 class ZLoss(BalanceLoss):
