@@ -102,7 +102,9 @@ class GroupedQuery(MixerRules):
         inner = 0
         if model.qk_norm == "head":
             inner = X * (query + key) * w + X * (heads + kv_heads) * max(4, w) * (not selective)
-        elif model.qk_norm == "full":
+        elif model.qk_norm == "full" and share.tp == 1:
+            inner = X * (query + key) * w + X * 2 * max(4, w) * (not selective)
+        elif model.qk_norm == "full":  # the kernel does not sum over tp
             inner = 2 * X * (query + key) * max(4, w)
         output = attention_output_bytes(heads, model.head_dim, share, model.attention_sinks)
         gate = 2 * X * query * w * model.attention_gate  # its sigmoid, and what that lets through
