@@ -298,8 +298,8 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "_Recomputed.unpack",
             "of several tensors that were dropped, backward gets the first",
-            "self.again[i]",
-            "self.again[0]",
+            "self.recomputed[i]",
+            "self.recomputed[0]",
         ),
     ],
     "tests/parallel/test_norm.py": [
