@@ -234,6 +234,8 @@ class _Wire:
 
 
 class _Start(torch.autograd.Function):
+    """Send rows, and in backward, which is the other way round, wait for their gradients."""
+
     @staticmethod
     def forward(ctx, x, wire):
         ctx.wire = wire
@@ -247,6 +249,8 @@ class _Start(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
+    """Wait for the rows that `_Start` sent, and in backward send their gradients back."""
+
     @staticmethod
     def forward(ctx, mark, wire):
         ctx.wire = wire
@@ -272,6 +276,8 @@ class _Depart(torch.autograd.Function):
 
 
 class _Land(torch.autograd.Function):
+    """`_Arrive` while it is traced."""
+
     @staticmethod
     def forward(ctx, mark, send, receive, group):
         ctx.send, ctx.receive, ctx.group = send, receive, group

@@ -159,6 +159,8 @@ def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Ten
 
 
 def _selective(block: Block) -> None:
+    """Recompute what modules say is cheap: the methods that they list in `cheap`, and what they make and use at once by
+    `make_and_use` (titanmoe.models.layers, latent_attention, linear_attention)."""
     for module in block.modules():
         for name in getattr(module, "cheap", ()):
             _make_region(module, name)
