@@ -50,7 +50,7 @@ TOLERANCE = 1e-4
 SMALL, LARGE = 1 << 16, 1 << 26  # bytes of a message
 BASE: dict[str, Any] = {
     "data.source": "synthetic", "model.num_layers": 4, "model.num_heads": 8, "model.num_kv_heads": 8,
-    "training.seq_len": 128, "training.local_batch_size": 1, "training.steps": 10, "training.dtype": "float32",
+    "training.seq_len": 128, "training.local_batch_size": 2, "training.steps": 10, "training.dtype": "float32",
     "training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "float32",
     "parallelism.tp": 1, "parallelism.experts.ep": 1, "metrics.tensorboard": False,
     "checkpoint.enable": False,
@@ -79,7 +79,7 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
         "pipeline, DualPipeV": pairs | {"pipeline.schedule": "DualPipeV"},
         "pipeline, DualPipeV in pairs": pairs | {"pipeline.schedule": "DualPipeV", "moe.overlap": "pairs"},
         "dispatcher alltoall": everywhere,
-        "dispatcher alltoall, in halves": everywhere | {"moe.overlap": "halves", "training.local_batch_size": 2},
+        "dispatcher alltoall, in halves": everywhere | {"moe.overlap": "halves"},
         "dispatcher allgather": everywhere | {"moe.dispatcher": "allgather"},
         "dispatcher hierarchical": everywhere | nodes | {"moe.dispatcher": "hierarchical"},
         "dispatcher symm_mem": everywhere | {"moe.dispatcher": "symm_mem", "moe.symm_mem_factor": 2.0},
@@ -96,7 +96,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
     """The same for the whole world and for a single rank, so that both see the same samples."""
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
-        "training.global_batch_size": 2 * world,
+        "training.global_batch_size": 4 * world,
         "training.device": device,
     }
     argv = ["--config", "debug"]
