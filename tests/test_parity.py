@@ -348,7 +348,7 @@ NASTY = {
 
 ON_8_RANKS = (
     "one token per rank",
-    "more chunks than rows",
+    "a token of each sample on a rank",
     "four nodes, slices of experts on each, beside a shared expert",
     "key heads on two ranks of tp each, with biases and sinks, in halves of a sequence",
 )
