@@ -63,8 +63,9 @@ def names(run: Run, kind: str, *words: str) -> None:
 
 
 def ends(run: Run) -> None:
-    """All ranks end by themselves, in time, after a report; then the run goes on: torchrun starts the ranks again,
-    `titanmoe train` is given again.
+    """Raise Wrong unless all ranks end by themselves in time, after a report that names the rank.
+
+    Then the run goes on: torchrun starts the ranks again by itself, `titanmoe train` is given again.
     """
     is_named(run)
     if run.launcher != "torchrun":
@@ -72,8 +73,10 @@ def ends(run: Run) -> None:
 
 
 def is_named(run: Run, restarted: bool | None = None) -> None:
-    """All ranks end by themselves, in time, and the last thing said is a report that names the rank and no other.
-    restarted: whether the launcher starts the ranks again; by default, if it is torchrun.
+    """Raise Wrong unless all ranks end by themselves in time and the last message is a report that names only the rank.
+
+    Args:
+        restarted: whether the launcher starts the ranks again; by default, if it is torchrun.
     """
     restarted = run.launcher == "torchrun" if restarted is None else restarted
     run.wait(lambda: not any(map(alive, run.pids)), "the end of all ranks", None)

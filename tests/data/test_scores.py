@@ -185,7 +185,7 @@ def test_all_is_on_the_disk_before_the_folder_has_its_name(
 
 
 def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocuments) -> None:
-    """Their log-probabilities are NaN in the file, and no class of them has any probability in a batch."""
+    """The file has NaN as log-probabilities of such labels, and a batch gives no class of them any probability."""
     classes = Classes(2, 1.0, 16)
     writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
     writer.put(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))

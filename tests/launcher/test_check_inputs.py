@@ -1,4 +1,5 @@
-"""What a run reads, and the room it needs, are checked before any rank is started, and by rank 0 under torchrun."""
+"""Checks before a start: the files that a run reads and the disk space that it needs, before any rank is started, and
+by rank 0 under torchrun."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def files(*paths: str, **fields: Any) -> list[str]:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
-    """What is printed of a start that is refused before there is a rank, and leaves nothing behind."""
+    """Return the message of a start that is refused before any rank exists; check that it leaves no file behind."""
     before = sorted(Path().rglob("*"))
     assert main([command, *WORDS, "--ranks=2", *words]) == 2
     assert sorted(Path().rglob("*")) == before, "no logs, no cache, no run"

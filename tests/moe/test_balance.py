@@ -39,7 +39,7 @@ def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, about: Tokens) -
 
 
 def counted(one: Balance) -> LayerStatistics:
-    """What the microbatches so far add up to."""
+    """Return the sums over the microbatches that the layer has seen so far."""
     return one.counts.layout.read(one.counts.counts_MX.sum(0).tolist())
 
 

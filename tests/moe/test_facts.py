@@ -99,8 +99,8 @@ def sends_across(name: str) -> bool:
 
 
 def seen_by_hooks(name: str) -> tuple[int, int, int]:
-    """How many tensors with gradients, and how many plain numbers, torch finds in a half's exchange, as hooks on a
-    module do; and the former in what it sends back."""
+    """Return what torch's hooks on a module find in a half's exchange: the number of tensors with gradients, the number
+    of plain numbers, and the number of tensors with gradients in what it sends back."""
     x_TD, weights_TK, chosen_TK = inputs("random", dist.get_rank())
     exchange = on_four_ranks(name).dispatch(x_TD.requires_grad_(), weights_TK.requires_grad_(), chosen_TK, 0).relay()
     leaves = tree_leaves(exchange)

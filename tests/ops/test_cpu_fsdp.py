@@ -1,4 +1,4 @@
-"""What FSDP sends between CPUs: pieces straight to their place, and no endless wait."""
+"""FSDP over gloo: shards are gathered straight into their place, and a wait has a time-out."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_or_those_of_hardware_that_is_not_there():
 
 
 def compute() -> None:
-    """What has a way of its own on CPUs, forward and backward, without numbers."""
+    """Run the block of attention, the computation that CPUs have an implementation of their own for, on fake tensors."""
     with FakeTensorMode():
         x = torch.empty(1, 2, 16, 16)
         out, lse = block(x, x, x, None, True)

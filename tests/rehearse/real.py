@@ -66,7 +66,7 @@ def recorded_choices(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
 
 
 FIRST_CONTACT = {14: "_warmup_p2p", 15: "_initialize_pipeline_distributed_state"}
-"""By minor version of torch: how the stages of a pipeline exchange a few numbers before the first step."""
+"""Methods by which the stages of a pipeline exchange a few numbers before the first step, by torch's minor version."""
 
 
 @contextmanager

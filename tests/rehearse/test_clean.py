@@ -120,13 +120,14 @@ def test_recipes(recipe: Path) -> None:
 
 
 CORNERS = [recipe for recipe in PLANNED if recipe.stem != "qwen2_57b_a14b"]
-"""Of that one the data ranks of a stage differ: they reduce 71,680 and 14,336 bytes over tp, as the verdict says."""
+"""Recipes whose corners are rehearsed. The data ranks of qwen2_57b_a14b's stages differ: they reduce 71,680 and 14,336
+bytes over tp, as the verdict says."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", CORNERS, ids=lambda recipe: recipe.stem)
 def test_recipes_at_their_corners(recipe: Path) -> None:
-    """All ranks of debug recipes, of others those at the corners, with four pipeline ranks at most: more take long."""
+    """Rehearse all ranks of debug recipes, and the corners of others with at most four pipeline ranks (time)."""
     config, world = shortened(recipe, most=4, microbatches=2)
     assert check_ranks(rehearse_ranks(config, world, "h100")).text == HOST_ORDER
 
