@@ -74,7 +74,7 @@ def test_or_those_of_hardware_that_is_not_there():
 
 
 def compute() -> None:
-    """Run the block of attention, the computation that CPUs have an implementation of their own for, on fake tensors."""
+    """Run a block of attention on fake tensors: CPUs have an implementation of their own for it."""
     with FakeTensorMode():
         x = torch.empty(1, 2, 16, 16)
         out, lse = block(x, x, x, None, True)
