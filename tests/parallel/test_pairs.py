@@ -210,12 +210,12 @@ class Broken(RuntimeError):
 def breaks(side: int) -> None:
     depart, sends = collectives._Wire.depart, []
 
-    def failing(self: collectives._Wire, *args: Any) -> None:
+    def failing(self: collectives._Wire, *args: Any) -> torch.Tensor:
         if turns._running is not None and turns._running.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
-        depart(self, *args)
+        return depart(self, *args)
 
     collectives._Wire.depart = failing  # type: ignore[method-assign]
     parity.measure(V | {"parallelism.experts.ep": 2, "moe.overlap": "pairs"}, steps=1)

@@ -204,133 +204,6 @@ class _SumOver(torch.autograd.Function):
         return _all_reduce(grad, ctx.group), None
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _all_to_all(x, send, receive, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-class _Wire:
-    """One all-to-all between two computations: what is in flight, forward or, later, backward."""
-
-    def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
-        """is_cached: whether recomputation uses what arrived in forward, and sends nothing."""
-        self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
-        self.flying: Tensor | None = None
-
-    def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
-        self.flying = send_rows(x, send, receive, self.group)
-        turns.mark_sent()
-
-    def land(self) -> Tensor:
-        turns.hand_over()  # meanwhile another microbatch may compute
-        flying, self.flying = self.flying, None
-        return wait(flying, self.group)
-
-
-class _Start(torch.autograd.Function):
-    """Send rows, and in backward, which is the other way round, wait for their gradients."""
-
-    @staticmethod
-    def forward(ctx, x, wire):
-        ctx.wire = wire
-        if not (wire.is_cached and recomputing()):
-            wire.depart(x, wire.send, wire.receive)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx, mark):
-        return ctx.wire.land(), None
-
-
-class _Arrive(torch.autograd.Function):
-    """Wait for the rows that `_Start` sent, and in backward send their gradients back."""
-
-    @staticmethod
-    def forward(ctx, mark, wire):
-        ctx.wire = wire
-        return cached(wire.land).detach() if wire.is_cached else wire.land()
-
-    @staticmethod
-    def backward(ctx, grad):
-        wire = ctx.wire
-        wire.depart(grad, wire.receive, wire.send)
-        return grad.new_empty(0), None
-
-
-class _Depart(torch.autograd.Function):
-    """`_Start` while it is traced, when nothing is in flight yet and mark can be the rows."""
-
-    @staticmethod
-    def forward(ctx, x, send, receive, group):
-        return send_rows(x, send, receive, group)
-
-    @staticmethod
-    def backward(ctx, mark):
-        return _ops.wait_tensor(mark), None, None, None
-
-
-class _Land(torch.autograd.Function):
-    """`_Arrive` while it is traced."""
-
-    @staticmethod
-    def forward(ctx, mark, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _ops.wait_tensor(mark)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
-
-
-class InFlight(NamedTuple):
-    """Rows in flight, for `arrive` alone. `mark` stands for them in the graph: empty, but with a gradient to pass on.
-
-    So autograd knows the order, and so do the hooks of a module that takes them. On a group of one, mark is the rows.
-    """
-
-    mark: Tensor
-    wire: _Wire | None
-
-
-def start(
-    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
-) -> InFlight:
-    """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps with it, in backward too.
-
-    Autograd runs the newest ready node first. So it reaches `arrive`, which sends the gradients, then everything that
-    was computed in between, and finally this, which waits for them.
-
-    small: x is so small that where backward recomputes this, what arrived is cached and nothing is sent again.
-    """
-    if group.size == 1:
-        return InFlight(x, None)
-    wire = _Wire(*_splits(x, group, send, receive), group, small and in_region())
-    if torch.compiler.is_compiling():
-        return InFlight(_Depart.apply(x, wire.send, wire.receive, group), wire)
-    return InFlight(_Start.apply(x, wire), wire)
-
-
-def send_back(x: Tensor, flight: InFlight) -> InFlight:
-    """`start` of as many rows as arrived by `flight`, each to the rank that sent it."""
-    wire = flight.wire
-    return InFlight(x, None) if wire is None else start(x, wire.group, wire.receive, wire.send)
-
-
-def arrive(flight: InFlight) -> Tensor:
-    """The rows that `start` sent here. Once for each start."""
-    if flight.wire is None:
-        return flight.mark
-    if torch.compiler.is_compiling():
-        return _Land.apply(flight.mark, flight.wire.send, flight.wire.receive, flight.wire.group)
-    return _Arrive.apply(*flight)
-
-
 def gather(x: Tensor, dim: int, group: Group, small: bool = False) -> Tensor:
     """Every rank's piece along dim -> the whole on every rank. Backward sums the ranks' gradients of each piece.
 
@@ -349,8 +222,56 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _SumOver.apply(x, group)
 
 
+# ---- all-to-all: at once, or in two calls between which something else is computed
+#
+#                 forward                 backward
+#   all_to_all    sends and waits         sends the gradients and waits
+#   start         sends                   waits for the gradients
+#   arrive        waits                   sends the gradients
+
+
+class InFlight(NamedTuple):
+    """Rows in flight, from `start` to `arrive`. `mark` stands for them in the graph: empty, but with a gradient to pass
+    on.
+
+    So autograd knows the order, and so do the hooks of a module that takes them. On a group of one, mark is the rows.
+    """
+
+    mark: Tensor
+    wire: _Wire | None
+
+
+def start(
+    x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None, small: bool = False
+) -> InFlight:
+    """Send rows as `all_to_all` does, without waiting. What is computed between this and `arrive` overlaps with it, in
+    backward too.
+
+    Autograd runs the newest ready node first. So it reaches `arrive`, which sends the gradients, then everything that
+    was computed in between, and finally this, which waits for them.
+
+    Args:
+        small: x is so small that where backward recomputes this, what arrived is cached and nothing is sent again.
+    """
+    if group.size == 1:
+        return InFlight(x, None)
+    wire = _Wire(*_splits(x, group, send, receive), group, small and in_region())
+    return InFlight(_Start.apply(x, wire), wire)
+
+
+def arrive(flight: InFlight) -> Tensor:
+    """Wait for the rows that `start` sent to this rank, and return them. Called once for each start."""
+    return flight.mark if flight.wire is None else _Arrive.apply(*flight)
+
+
+def send_back(x: Tensor, flight: InFlight) -> InFlight:
+    """Start to send as many rows as arrived by `flight`, each to the rank that sent it."""
+    wire = flight.wire
+    return InFlight(x, None) if wire is None else start(x, wire.group, wire.receive, wire.send)
+
+
 def all_to_all(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-    """Rows of x to the group's ranks, send[r] of them to rank r; equal pieces if no sizes are given."""
+    """Send rows of x to the group's ranks, send[r] of them to rank r; equal pieces if no sizes are given."""
     if group.size == 1:
         return x
     return _AllToAll.apply(x, *_splits(x, group, send, receive), group)
@@ -360,3 +281,67 @@ def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] 
     if send is None or receive is None:
         send = receive = [x.shape[0] // group.size] * group.size
     return send, receive
+
+
+class _Wire:
+    """The sizes of an all-to-all in two calls, and what is in flight: rows in forward, their gradients in backward.
+
+    Code that is traced has nothing in flight, so its mark can be the rows, and the compiler sees who waits for them.
+    """
+
+    def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
+        """is_cached: whether recomputation uses what arrived in forward, and sends nothing."""
+        self.send, self.receive, self.group, self.is_cached = send, receive, group, is_cached
+        self.flying: Tensor | None = None
+
+    def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Send rows, and return their mark."""
+        if torch.compiler.is_compiling():
+            return send_rows(x, send, receive, self.group)
+        self.flying = send_rows(x, send, receive, self.group)
+        turns.mark_sent()
+        return x.new_empty(0)
+
+    def land(self, mark: Tensor) -> Tensor:
+        """Wait for rows, and return them."""
+        if torch.compiler.is_compiling():
+            return _ops.wait_tensor(mark)
+        turns.hand_over()  # meanwhile another microbatch may compute
+        flying, self.flying = self.flying, None
+        return wait(flying, self.group)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wire):
+        ctx.wire = wire
+        if wire.is_cached and recomputing():
+            return x.new_empty(0)
+        return wire.depart(x, wire.send, wire.receive)
+
+    @staticmethod
+    def backward(ctx, mark):
+        return ctx.wire.land(mark), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mark, wire):
+        ctx.wire = wire
+        return cached(lambda: wire.land(mark)).detach() if wire.is_cached else wire.land(mark)
+
+    @staticmethod
+    def backward(ctx, grad):
+        wire = ctx.wire
+        return wire.depart(grad, wire.receive, wire.send), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
