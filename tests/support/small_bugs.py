@@ -296,7 +296,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/parallel/test_recompute.py": [
         (
-            "_Recomputed.unpack",
+            "_UnsavedTensors.unpack",
             "of several tensors that were dropped, backward gets the first",
             "self.recomputed[i]",
             "self.recomputed[0]",

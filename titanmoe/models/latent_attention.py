@@ -19,8 +19,6 @@ m = n + v.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -28,15 +26,11 @@ from titanmoe.comm.collectives import NO_GROUP, gather, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
 from titanmoe.models.attention import causal_attention
-from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
+from titanmoe.models.layers import Linear, RMSNorm, rotate, use_recomputable, yarn_mscale
 from titanmoe.ops.kernels import fused
 
 LATENT_EPS = 1e-6
 """The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
-
-
-def make_and_use(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    return use(*make())
 
 
 class LatentAttention(nn.Module):
@@ -64,8 +58,7 @@ class LatentAttention(nn.Module):
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
         self.kernels, self.tp = kernels, NO_GROUP
         self.attend = causal_attention
-        # Recomputation replaces it with a function that does not keep the tensors in between.
-        self.make_and_use = make_and_use
+        self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
@@ -84,12 +77,12 @@ class LatentAttention(nn.Module):
         self, source_BSr: Tensor, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor], mask: Mask
     ) -> Tensor:
         if self.wq is None:
-            return self.make_and_use(
+            return self.use_recomputable(
                 lambda: (self.queries(source_BSr, rope), *self.keys_and_values(latent_BSr, key_BSp, rope)),
                 lambda q, k, v: self.attend(q, k, v, mask),
             )
         q_BSHh = self.queries(source_BSr, rope)  # a product of the full width: not recomputed
-        return self.make_and_use(
+        return self.use_recomputable(
             lambda: self.keys_and_values(latent_BSr, key_BSp, rope),
             lambda k, v: self.attend(q_BSHh, k, v, mask),
         )

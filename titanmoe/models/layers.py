@@ -2,13 +2,14 @@
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
 A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width;
-`tp_dims` says which dim of which of its parameters is split, `cheap` which of its methods take little time for the
-memory of what they keep: selective recomputation runs them again.
+`tp_dims` says which dim of which of its parameters is split. `recomputable_methods` are those that take little time for
+the memory of what they save: with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,15 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 def promote(x: Tensor) -> Tensor:
     """At least float32: for norms, RoPE, softmax and loss. It never narrows."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def use_recomputable(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+    """Return what `use` returns for the tensors that `compute` returns.
+
+    A module calls it as its attribute `use_recomputable`. Selective recomputation replaces this by a function that does
+    not save the tensors, but computes them a second time in backward.
+    """
+    return use(*compute())
 
 
 class _ProductAndInput(torch.autograd.Function):
@@ -149,7 +159,7 @@ class FeedForward(nn.Module):
     """SwiGLU."""
 
     tp_dims = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
-    cheap = ("down",)
+    recomputable_methods = ("down",)
 
     def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):
         super().__init__()

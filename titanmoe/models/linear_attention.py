@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.mask import Mask
-from titanmoe.models.latent_attention import make_and_use
-from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu
+from titanmoe.models.layers import Linear, RMSNorm, promote, swiglu, use_recomputable
 from titanmoe.models.mixers.gated_delta import GLA_RANK, Heads
 from titanmoe.models.runs import Runs
 from titanmoe.ops import counter_rng, gated_delta_rule
@@ -73,7 +72,7 @@ def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Te
 class GatedDelta(nn.Module):
     tp_dims = {f"{w}.weight": 0 for w in ("wq", "wk", "wv", "wz", "wb", "wa", "wg_b")} | {"wo.weight": 1}
     tp_dims |= dict.fromkeys(("wg_b.bias", "conv_q", "conv_k", "conv_v", "dt_bias", "A_log"), 0)
-    cheap = ("convolve", "down")
+    recomputable_methods = ("convolve", "down")
     initial = {"dt_bias": ones, "A_log": log_of_uniform}
 
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
@@ -95,8 +94,7 @@ class GatedDelta(nn.Module):
             self.dt_bias, self.A_log = (nn.Parameter(torch.empty(heads.values, dtype=dtype)) for _ in range(2))
         self.heads, self.kernels, self.tp = heads, kernels, NO_GROUP
         self.runs = Runs()
-        # Recomputation replaces it with a function that does not keep the tensors in between.
-        self.make_and_use = make_and_use
+        self.use_recomputable = use_recomputable
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         qkv, z, decay, beta = self.project(self.runs.split(gather(x_BsD, 1, self.tp)))
@@ -108,7 +106,7 @@ class GatedDelta(nn.Module):
         last = self.heads.conv_width - 1
         before = self.runs.inputs_before(qkv, last)
         until = None if mask.until_BL is None else self.runs.cut(mask.until_BL, max(1, last))
-        return self.make_and_use(
+        return self.use_recomputable(
             lambda: self.convolve(qkv, before, until), lambda q, k, v: self.recur(q, k, v, decay, beta_RcH, until)
         )
 

@@ -7,6 +7,7 @@ that autograd saved in it. These methods of a block are regions:
     moe                           region
     full                region    region
     full_but_rows       region    region    region, its inputs saved outside of feed
+    selective           none, but parts of them: below
 
 `feed` has norm, router, dispatch, the experts and combine. What dispatch and combine save is small and saved outside of
 it. So the last that it saves is gate and up, and recomputation ends there: routed tokens are sent a second time, but
@@ -18,10 +19,15 @@ shared expert, and the host never waits a second time: titanmoe.comm.recomputati
 A layer that is compiled as one graph is recomputed as one, messages included, in `moe` and `full`. In `full_but_rows`
 the products are a region inside the graph, and `feed` is none: no message is sent again.
 
-    selective           what is cheap for its size: the activation up to the input of each down projection, and the
-                        queries, keys and values of all heads that latent attention computes from its latents, or linear
-                        attention by its convolution. Norms only save their input. No collective runs twice, and the
-                        only matrix products that do are those of the latents.
+`selective` recomputes what takes little time for its memory. The modules say what that is (titanmoe.models.layers):
+
+    FeedForward         of dense layers and shared experts: `down` is a region, of the activation, which is the input of
+                        the down projection
+    LatentAttention     by `use_recomputable`: queries, keys and values of all heads, from the latents
+    GatedDelta          by `use_recomputable`: queries, keys and values, by the convolution; `convolve` and `down` are
+                        regions, of what the convolution saves, and of the gated norm before the last projection
+
+Norms only save their input. No collective runs twice, and the only matrix products that do are those of the latents.
 
 Every mode recomputes the activation of routed experts: `titanmoe.moe.expert_products`.
 """
@@ -117,13 +123,13 @@ _TOO_FAR = (
 )
 
 
-class _Recomputed:
+class _UnsavedTensors:
     """Tensors that autograd does not save. Of each tensor that it would save in their storages, only the shape and
     strides are saved; backward recomputes the values and drops them after the last use.
     """
 
-    def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):
-        self.make = make
+    def __init__(self, compute: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]):
+        self.compute = compute
         self.index_of = {x.untyped_storage()._cdata: i for i, x in enumerate(tensors)}
         self.uses = self.uses_left = 0
         self.recomputed: tuple[Tensor, ...] = ()
@@ -140,7 +146,7 @@ class _Recomputed:
             return packed
         if not self.uses_left:
             with torch.no_grad():
-                self.recomputed, self.uses_left = self.make(), self.uses
+                self.recomputed, self.uses_left = self.compute(), self.uses
         i, *strided = packed
         view = self.recomputed[i].as_strided(*strided)
         self.uses_left -= 1
@@ -149,23 +155,23 @@ class _Recomputed:
         return view
 
 
-def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
-    tensors = make()
+def _use_unsaved(compute: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+    """Return what `use` returns for the tensors that `compute` returns, which backward recomputes."""
+    tensors = compute()
     if torch.compiler.is_compiling():  # the compiler chooses what to save
         return use(*tensors)
-    recomputed = _Recomputed(make, tensors)
-    with torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack):
+    unsaved = _UnsavedTensors(compute, tensors)
+    with torch.autograd.graph.saved_tensors_hooks(unsaved.pack, unsaved.unpack):
         return use(*tensors)
 
 
-def _selective(block: Block) -> None:
-    """Recompute what modules say is cheap: the methods that they list in `cheap`, and what they make and use at once by
-    `make_and_use` (titanmoe.models.layers, latent_attention, linear_attention)."""
+def _recompute_selected(block: Block) -> None:
+    """Let backward recompute what a block's modules say is worth it, as the table at the top of this file lists."""
     for module in block.modules():
-        for name in getattr(module, "cheap", ()):
+        for name in getattr(module, "recomputable_methods", ()):
             _make_region(module, name)
-        if hasattr(module, "make_and_use"):
-            module.make_and_use = _use_and_drop
+        if hasattr(module, "use_recomputable"):
+            module.use_recomputable = _use_unsaved
 
 
 def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: bool = False) -> None:
@@ -179,7 +185,7 @@ def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: b
         if mode == "none" or number % options.every:
             continue
         if mode == "selective":
-            _selective(block)
+            _recompute_selected(block)
         if mode in ("full", "full_but_rows"):
             _make_region(block, "attend")
         if mode in ("full", "full_but_rows") and moe is None:
