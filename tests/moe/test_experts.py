@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
+from titanmoe.moe.expert_products import clamped_swiglu
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import can_group, grouped_gradient, grouped_loop, grouped_product
-from titanmoe.moe.swiglu import clamped_swiglu
 from titanmoe.ops.device import Hardware, as_on
 
 D, HIDDEN = 16, 24

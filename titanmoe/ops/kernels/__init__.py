@@ -5,7 +5,7 @@ rows             tokens to routed rows and back   titanmoe.moe.permute
 rotate           rotary positions                 titanmoe.models.layers
 rms_norm         norms of rows                    titanmoe.models.layers
 latent_heads     queries and keys of latents      titanmoe.models.latent_attention
-weighted_swiglu  the experts' activation          titanmoe.moe.swiglu.plain_swiglu
+weighted_swiglu  the experts' activation          titanmoe.moe.expert_products.plain_swiglu
 score_spread     how evenly scores are spread     titanmoe.moe.layer_statistics.entropy_and_count
 route            scores, choice, weights, counts  titanmoe.moe.router
 bfloat16_parts   float32 as bfloat16 parts        titanmoe.moe.router_product

@@ -1,7 +1,8 @@
 """The input of the experts' down projection in one pass: activation, product and routing weight; and its gradients.
 
-Reference: `titanmoe.moe.swiglu.plain_swiglu`, which rounds after each operation; here all is float32 (or float64)
-until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and weight w:
+Reference: `titanmoe.moe.expert_products.plain_swiglu`, which rounds after each operation; here all is float32 (or
+float64) until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and
+weight w:
 
     h = a * u * w     dw = sum_F dh * a * u     dup = dh * w * a     dgate = dh * w * u * act'(gate)
 
