@@ -100,7 +100,7 @@ def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
             (meshes.tp, "blocking", "attention", ("tp",)),
             (meshes.data, "blocking", "attention", ("dp",)),
             (meshes.sequence, "blocking", "attention", ("cp", "tp")),
-            (meshes.dispatch, "rows", "experts", ("ep", "etp")),
+            (meshes.expert_group, "rows", "experts", ("ep", "etp")),
         ):
             ranks = group_of(fold, view, axes, rank)
             assert (group.size, group.rank) == (len(ranks), ranks.index(rank))

@@ -101,11 +101,11 @@ class Meshes:
     tp: Group
     data: Group  # dp_replicate x dp_shard: ranks with different samples
     sequence: Group  # cp x tp: ranks that own tokens of the same samples
-    dispatch: Group  # ep x etp, etp innermost: ranks among which routed rows travel
+    expert_group: Group  # ep x etp, etp innermost: ranks that send each other routed tokens
     world: Group
-    within: Group  # of dispatch, those on this rank's node
+    within: Group  # of expert_group, those on this rank's node
     etp: Group  # where gradients are summed over it: with adapters
-    across: Group  # of dispatch, those with this rank's place on the group's other nodes
+    across: Group  # of expert_group, those with this rank's place on the group's other nodes
 
 
 def build_meshes(
@@ -118,7 +118,7 @@ def build_meshes(
 ) -> Meshes:
     """Collective over the world.
 
-    node: how many ranks a node has, if dispatch is to be split at nodes; else -1.
+    node: how many ranks a node has, if the dispatcher works node by node; else -1.
     timeout: for the groups made here; by default torch's own.
     etp: whether gradients are summed over it.
     trains: False if weights are whole on every data rank and nothing is trained, so that FSDP sends nothing.
@@ -148,7 +148,7 @@ def build_meshes(
                 device_mesh._dim_group_names[i] = SILENT
         return device_mesh
 
-    dispatch, within, across = _dispatch(fold, lanes, node)
+    expert_group, within, across = _expert_groups(fold, lanes, node)
     dense = mesh(
         "attention",
         dp_replicate=("replicas", ("dp_replicate",)),
@@ -174,7 +174,7 @@ def build_meshes(
         tp=Group.of(group_over("blocking", "attention", "tp")),
         data=Group.of(group_over("blocking", "attention", "dp")),
         sequence=Group.of(group_over("blocking", "attention", "cp", "tp")),
-        dispatch=dispatch,
+        expert_group=expert_group,
         world=Group.of(dist.group.WORLD),
         etp=Group.of(group_over("blocking", "experts", "etp")) if etp else NO_GROUP,
         within=within,
@@ -182,8 +182,11 @@ def build_meshes(
     )
 
 
-def _dispatch(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]:
-    """ep x etp, and its ranks within and across nodes. If it is split at nodes, nothing is sent to the whole of it."""
+def _expert_groups(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]:
+    """Return the group ep x etp, and its ranks within and across nodes. Collective over the world.
+
+    If it is split at nodes, nothing is sent to the whole of it.
+    """
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:
         whole = Group.of(lanes.group("rows", groups(fold, "experts", axes)))

@@ -228,7 +228,7 @@ def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
         "cp": (meshes.cp, ("all-gather",)),
-        "ep x etp": (meshes.dispatch, ("all-to-all",)),
+        "ep x etp": (meshes.expert_group, ("all-to-all",)),
         "FSDP of attention": (_data(meshes.dense_data), ("all-gather", "reduce-scatter")),
         "FSDP of experts": (_data(meshes.expert_data), ("all-gather", "reduce-scatter")),
     }

@@ -28,15 +28,15 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence
-        if meshes.dispatch.size > 1:
-            moe.experts.set_etp_rank(meshes.dispatch.rank % meshes.fold.etp)
+        if meshes.expert_group.size > 1:
+            moe.experts.set_etp_rank(meshes.expert_group.rank % meshes.fold.etp)
             for name, _ in list(moe.experts.named_parameters()):
                 over_etp = Shard(ETP_DIM[name]) if name in ETP_DIM else Replicate()
                 put_on_mesh(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), over_etp])
 
 
 def expert_ranks(meshes: Meshes) -> ExpertRanks:
-    return ExpertRanks(meshes.dispatch, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
+    return ExpertRanks(meshes.expert_group, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
 
 
 def reserve_buffers(
