@@ -100,7 +100,7 @@ def memory_of_copies(changes: dict[str, Any]) -> tuple[int, int]:
     """In bytes, between steps and in the middle of one."""
     trainer = parity.make_trainer(MIXED | changes, loader=parity.samples())
     (stage,) = trainer.training.stages
-    copies = trainer.training.gradients.engine.experts.by_computed
+    copies = trainer.training.gradients.engine.unsharded_experts.by_computed
     in_step = []
     stage.layers["1"].register_forward_hook(
         lambda *_: in_step.append(sum(x.untyped_storage().nbytes() for x in copies))

@@ -65,7 +65,7 @@ def steps(changes: dict[str, Any], cold: bool) -> dict[str, Any]:
     parts = trainer.training
     engine = parts.gradients.engine
     engine.cold = cold
-    copies = {computed for stage in engine.stages for computed in stage.experts.by_computed}
+    copies = {computed for stage in engine.stages for computed in stage.unsharded_experts.by_computed}
     passes: Counter[int] = Counter()
     for i, stage in enumerate(parts.stages):
         stage.register_forward_pre_hook(lambda *_, i=i: passes.update([i]))

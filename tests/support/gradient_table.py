@@ -114,7 +114,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.training.fold, dist.get_rank(), trainer.training.loader.next_step()
     engine = trainer.training.gradients.engine
-    own = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.experts.weights]
+    own = [w.computed for stage in getattr(engine, "stages", [engine]) for w in stage.unsharded_experts.weights]
     with probed((module for part in trainer.training.stages for module in part.modules()), own, float(BASE**rank)):
         trainer.training.gradients.forward_backward(
             trainer.training.slicer.slices(batches), trainer.training.slicer.count(batches), None

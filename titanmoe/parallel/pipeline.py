@@ -70,11 +70,12 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
 
 # ---- running
 
-Objective = Callable[[Tensor, Slice], Tensor]
-"""From the head's scores (N, B, S) of a microbatch's labels, and the microbatch, this rank's sum of the loss."""
+LossSum = Callable[[Tensor, Slice], Tensor]
+"""Returns this rank's sum of the loss over a microbatch, from the head's scores (N, B, S) of its labels: an objective
+of titanmoe.train.objectives."""
 
 
-class Chunks:
+class Announcer:
     """Announces the forward and backward of each microbatch, and that a rank waits for other stages in between."""
 
     def __init__(self, group: Group):
@@ -92,7 +93,7 @@ class Chunks:
     def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
         if not self.inside:
             observe.arrived()
-        self.inside += 1  # two chunks may take turns
+        self.inside += 1  # a forward and a backward may take turns
         observe.active.microbatch(stage, microbatch, backward)
         try:
             yield
@@ -118,8 +119,8 @@ def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> di
 class Stage(PipelineStage):
     """torch's stage, with fixes that torch 2.11 lacks or that no version has yet."""
 
-    chunk: Chunks
-    experts: UnshardedExperts
+    announce: Announcer
+    unsharded_experts: UnshardedExperts
     group_between: dict[tuple[int, int], ProcessGroup]
     """As `message_groups` returns them. What stages say before the first step goes through the pipeline's own group."""
 
@@ -156,15 +157,15 @@ class Stage(PipelineStage):
             self.has_backward = before
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.chunk(self.stage_index, fwd_chunk_id, False):
+        with self.announce(self.stage_index, fwd_chunk_id, False):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.chunk(self.stage_index, bwd_chunk_id, True):
+        with self.announce(self.stage_index, bwd_chunk_id, True):
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.chunk(self.stage_index, bwd_chunk_id, True):
+        with self.announce(self.stage_index, bwd_chunk_id, True):
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
@@ -173,7 +174,7 @@ class Stage(PipelineStage):
         they are of our own functions. The second part gives a node's first output the sum of all outputs' gradients.
         """
         if backward_type == "weight":
-            add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"], self.experts.add)
+            add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"], self.unsharded_experts.add)
             bwd_kwargs = bwd_kwargs | {"param_groups": []}
         if backward_type != "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, **kwargs)
@@ -187,7 +188,7 @@ class Stage(PipelineStage):
         return grads, groups
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        self.experts.sum_over_replicas()
+        self.unsharded_experts.sum_over_replicas()
         super().perform_reduce_grad(grad_scale_factor)
 
 
@@ -227,20 +228,20 @@ class WithoutPipeline:
     bubble = 0.0
     pairs = None
 
-    def __init__(self, models: list[Transformer], experts: list[UnshardedExperts], reduce_once: bool):
-        (self.model,), (self.experts,), self.reduce_once = models, experts, reduce_once
+    def __init__(self, models: list[Transformer], unsharded_experts: list[UnshardedExperts], reduce_once: bool):
+        (self.model,), (self.unsharded_experts,), self.reduce_once = models, unsharded_experts, reduce_once
 
-    def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
+    def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
-        with torch.set_grad_enabled(backward), self.experts.in_place(adding=backward):
+        with torch.set_grad_enabled(backward), self.unsharded_experts.in_place(adding=backward):
             for m, piece in enumerate(slices):
-                self.experts.is_last = m == len(slices) - 1
+                self.unsharded_experts.is_last = m == len(slices) - 1
                 if self.reduce_once:
                     self.model.set_requires_gradient_sync(m == len(slices) - 1)
                 observe.active.microbatch(0, m, False)
                 scores_NBS = self.model(piece.ids_BS, piece.tokens, piece.labels_BS, piece.kept_BSK)
                 with region("head and loss"):
-                    loss = objective(scores_NBS, piece) / divisor
+                    loss = loss_sum(scores_NBS, piece) / divisor
                 if backward:
                     observe.active.microbatch(0, m, True)
                     loss.backward()
@@ -254,7 +255,7 @@ class Pipeline:
     def __init__(
         self,
         models: list[Transformer],
-        experts: list[UnshardedExperts],
+        unsharded_experts: list[UnshardedExperts],
         options: Options,
         training: Training,
         meshes: Meshes,
@@ -287,12 +288,12 @@ class Pipeline:
             )
             for model, stage in zip(models, own_stages, strict=True)
         ]
-        self.device, self.chunks = device, Chunks(pp)
+        self.device, self.announcer = device, Announcer(pp)
         self.cold = device.type == "cuda"
         """Whether kernels have still to be loaded. A CPU has none that wait for each other."""
         between = message_groups(ranks, meshes, device)
-        for stage, stage.experts in zip(self.stages, experts, strict=True):
-            stage.chunk, stage.group_between = self.chunks, between
+        for stage, stage.unsharded_experts in zip(self.stages, unsharded_experts, strict=True):
+            stage.announce, stage.group_between = self.announcer, between
         # GPipe and 1F1B too: torch's own put sends and receives in one batch, which only one group can run.
         from_rows = options.schedule_csv or options.schedule in SINGLE
         name = "_PipelineScheduleRuntime" if from_rows else f"Schedule{options.schedule}"
@@ -315,7 +316,7 @@ class Pipeline:
 
     def _scaled(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         with region("head and loss"):
-            return self.objective(scores_NBS, piece) / self.divisor
+            return self.loss_sum(scores_NBS, piece) / self.divisor
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
@@ -331,11 +332,11 @@ class Pipeline:
         finally:
             self.schedule.pipeline_order_with_comms = table
 
-    def run(self, slices: list[Slice], objective: Objective, divisor: Tensor, backward: bool = True) -> Tensor:
-        self.objective, self.divisor, losses = objective, divisor, []
+    def run(self, slices: list[Slice], loss_sum: LossSum, divisor: Tensor, backward: bool = True) -> Tensor:
+        self.loss_sum, self.divisor, losses = loss_sum, divisor, []
         if self.cold:
             for stage in self.stages:
-                with observe.unheard(), stage.experts.in_place(adding=False):
+                with observe.unheard(), stage.unsharded_experts.in_place(adding=False):
                     warm_up(stage.submod, self.hidden, slices[0], self.device, self._scaled)
             self.cold = False
         self.schedule._has_backward = backward
@@ -345,10 +346,10 @@ class Pipeline:
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(backward))
             for stage in self.stages:
-                stack.enter_context(stage.experts.in_place(adding=backward))
+                stack.enter_context(stage.unsharded_experts.in_place(adding=backward))
             if not backward:
                 stack.enter_context(self._forward_only())
-            stack.enter_context(self.chunks.waiting())
+            stack.enter_context(self.announcer.waiting())
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS, "kept_BSK": s.kept_BSK} for s in slices],
