@@ -13,7 +13,7 @@ from tests import parity
 from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import Symmetric
 from titanmoe.moe.experts import Experts
 from titanmoe.ops.kernels import installed

@@ -12,7 +12,7 @@ from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.balance_losses import balance_rules
 from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 from titanmoe.train.objectives.objective_rules import OBJECTIVES
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS

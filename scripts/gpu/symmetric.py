@@ -32,7 +32,7 @@ from rows import Rows, elapsed, median_seconds  # noqa: E402
 from titanmoe.comm import collectives  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks  # noqa: E402
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks  # noqa: E402
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
 from titanmoe.train.runtime import grow_segments, segments  # noqa: E402

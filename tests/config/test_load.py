@@ -20,7 +20,7 @@ from titanmoe.config.kinds import Kind, PartError, Parts, Rules
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": "head"}}

@@ -6,7 +6,7 @@ from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.fields import build
 from titanmoe.config.kinds import Kind, Parts, Rules
 from titanmoe.config.model_file import ModelFile
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 
 FIXED = {
     "model.family": "mixtral",

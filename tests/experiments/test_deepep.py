@@ -19,7 +19,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.experiments.deepep import DeepEP
 from titanmoe.experiments.deepep_rules import DeepEPRules
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.parts import PARTS
 from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch

@@ -25,8 +25,8 @@ from titanmoe.comm.turns import Turns
 from titanmoe.moe import permute
 from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
 from titanmoe.ops.device import HARDWARE, as_on
 
 RANKS = 2

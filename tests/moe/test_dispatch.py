@@ -29,8 +29,8 @@ from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_exper
 from titanmoe.moe.dispatchers import alltoall
 from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.layer import MoE as MoELayer
 from titanmoe.moe.permute import to_tokens
 from titanmoe.ops.device import Hardware, as_on

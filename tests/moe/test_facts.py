@@ -17,8 +17,8 @@ from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
 from tests.support.dispatched import dispatched
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
-from titanmoe.moe.dispatchers.rules import DISPATCHERS, DispatcherRules, overlapping
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS, DispatcherRules, overlapping
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
 

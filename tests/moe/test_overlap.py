@@ -21,7 +21,7 @@ from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models.attention import Attention
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.ops.cpu.fsdp import ReduceScatter

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import exchange_steps, places
 
 LIMIT, ROWS, ROOM = 40, 4, 32

@@ -26,7 +26,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers
 
 ROOT = Path(__file__).resolve().parents[2]

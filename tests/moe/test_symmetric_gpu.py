@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config
-from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, missing
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.grouped import can_group

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from titanmoe.moe.dispatchers.protocol import Dispatcher
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 
 
 def dispatched(

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests import parity, world
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.protocol import SharedBuffers
-from titanmoe.moe.dispatchers.rules import AllToAllRules
+from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher_rules import AllToAllRules
 from titanmoe.train import gradients
 from titanmoe.train.gradients import sum_together, to_host
 

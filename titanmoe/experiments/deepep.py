@@ -4,7 +4,7 @@ A token goes once to every rank that has any of its experts, along with the numb
 Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
 `combine` is also the backward of `dispatch`, and vice versa.
 
-Shapes as in titanmoe.moe.dispatchers.protocol, and: J = K * etp choices of a token, N tokens that arrive here, each
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: J = K * etp choices of a token, N tokens that arrive here, each
 once.
 """
 
@@ -20,7 +20,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices

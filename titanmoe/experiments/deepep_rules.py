@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
-from titanmoe.moe.dispatchers.rules import DispatcherRules, ExchangeCosts
+from titanmoe.moe.dispatchers.dispatcher_rules import DispatcherRules, ExchangeCosts
 
 
 class DeepEPRules(DispatcherRules):

@@ -14,8 +14,8 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.lora_spec import with_adapters
 from titanmoe.models.tensors import EXPERT_SPLITS
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.protocol import ExpertRanks, SharedBuffers
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher import ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.parallel.tensor import put_on_mesh
 
 # The dim that etp splits: the hidden one, but of w2_bias the model dim, because otherwise every etp rank would add it.

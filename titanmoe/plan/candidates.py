@@ -16,7 +16,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legality import divided_fields
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer

@@ -7,7 +7,7 @@ from math import comb
 from typing import NamedTuple
 
 from titanmoe.config.schema import Model
-from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links

@@ -4,7 +4,7 @@
 it. The dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and
 the integers that it sends are delivered here.
 
-Shapes as in titanmoe.moe.dispatchers.protocol.
+Shapes as in titanmoe.moe.dispatchers.dispatcher.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanmoe.comm.recomputation import outside
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import group_of
-from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
 

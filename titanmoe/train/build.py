@@ -24,7 +24,7 @@ from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.moe.balance_losses.balance_rules import switched_on
-from titanmoe.moe.dispatchers.protocol import SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.context import placement

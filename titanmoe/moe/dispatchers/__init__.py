@@ -1,1 +1,1 @@
-"""Ways to send rows to their experts' ranks and back, one per file; `protocol` is what they have in common."""
+"""Dispatchers, a file each; `dispatcher` is what they have in common."""

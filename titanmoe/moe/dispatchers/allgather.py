@@ -4,7 +4,7 @@ back.
 Per rank and direction: T * (G - 1) rows of D elements for any top_k, as many for each rank. Useful for a group of
 about two, or if top_k is near ep.
 
-Shapes as in titanmoe.moe.dispatchers.protocol, and: N = T * G tokens of the group.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
-from titanmoe.moe.dispatchers.protocol import Dispatcher
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 

@@ -1,6 +1,6 @@
 """Each token travels only to the ranks of its experts: one all-to-all there, one back.
 
-Shapes as in titanmoe.moe.dispatchers.protocol.
+Shapes as in titanmoe.moe.dispatchers.dispatcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titanmoe.moe.assign import (
     first_rows,
     sort_by_expert,
 )
-from titanmoe.moe.dispatchers.protocol import Dispatcher
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher
 from titanmoe.moe.permute import can_pack, reorder, reorder_packed, reorder_weighted, to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device

@@ -6,7 +6,7 @@ rank and direction: between nodes, one row for each token and each other node th
 for each expert there that a token arriving at this rank has chosen. With a group inside one node nothing crosses, and
 this is AllToAll.
 
-Shapes as in titanmoe.moe.dispatchers.protocol, and: N nodes of the group, V tokens that arrive here from all of them.
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N nodes of the group, V tokens that arrive here from all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titanmoe.comm.collectives import InFlight, arrive, start
 from titanmoe.comm.counts import Counts
 from titanmoe.moe.assign import Route, assign_rows, cut, first_rows, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
-from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device

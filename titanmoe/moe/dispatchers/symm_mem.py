@@ -12,7 +12,7 @@ no rank sends anything and a flag is set: the step is then repeated without the 
 A rank alone has no group and allocates nothing. A group of one that has a name, such as the world's in a single
 process, sends its rows to itself through its own buffer: so the whole path can be tested on one GPU.
 
-Shapes as in titanmoe.moe.dispatchers.protocol, and: H rows of the send buffer, T * K * etp, the unused ones last; A
+Shapes as in titanmoe.moe.dispatchers.dispatcher, and: H rows of the send buffer, T * K * etp, the unused ones last; A
 rows that a rank has room for: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all
 bins unused. N rows that leave and M that arrive, either way. A place is rank * limit + row, and -1 is nowhere.
 """
@@ -36,7 +36,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices

@@ -1,1 +1,1 @@
-"""Ways to turn gradients into updates of the weights, a file each; `protocol` is what they have in common."""
+"""Optimizers, a file each; `optimizer` is what they have in common."""

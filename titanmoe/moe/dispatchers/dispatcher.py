@@ -10,7 +10,7 @@ titanmoe.comm to learn sizes and places is not sent a second time then, nor what
 saves for backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
 
 A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, a class with the methods of
-`Exchange`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest.
+`Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_rules.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
 etp innermost), R routed tokens that this rank's experts work on. Expert number E stands for "no expert".
