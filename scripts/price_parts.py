@@ -24,9 +24,9 @@ from titanmoe.fold.degrees import Fold  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.cost import Cost  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402
+from titanmoe.plan.dispatch_costs import DispatchChoice  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
-from titanmoe.plan.rows_on_their_way import RowsWay  # noqa: E402
 from titanmoe.plan.search import evaluate, search  # noqa: E402
 
 RECIPES = {
@@ -98,8 +98,10 @@ class TorchTitan(Pricer):
         super().__init__(config, H100, Factors())
         self.moved, self.kernels = TIMES_AS_MUCH[recipe]
 
-    def attention_and_ffn(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
-        both = super().attention_and_ffn(fold, samples, layer, way)
+    def attention_and_ffn(
+        self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
+    ) -> tuple[tuple[Cost, Cost], ...]:
+        both = super().attention_and_ffn(fold, samples, layer, choice)
         return tuple(
             tuple(
                 cost._replace(memory=cost.memory * moved, host=cost.host * self.kernels)

@@ -21,9 +21,9 @@ from titanmoe.models.mixers.mixer_rules import MixerWork
 from titanmoe.plan.block_costs import RESIDUAL, ROPE
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device, read_device
+from titanmoe.plan.dispatch_costs import PROFILED, DispatchChoice
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.rows_on_their_way import PROFILED, RowsWay
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, units_of_stage
 from titanmoe.plan.weight_copies import WeightCopies
@@ -319,9 +319,9 @@ class RunPricer(Pricer):
         return Cost(cp=self.links.exposed(message_seconds * (2 if part else 1), attention * passes / group.size))
 
     def _experts(
-        self, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay, *more: Any
+        self, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice, *more: Any
     ) -> tuple[Cost, Cost]:
-        both = super()._experts(share, samples, tp, ep, etp, way, *more)
+        both = super()._experts(share, samples, tp, ep, etp, choice, *more)
         if not self.model.expert_biases:
             return both
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
@@ -347,9 +347,9 @@ class RunPricer(Pricer):
             return max(1.0, self.model.top_k * parts / self.model.num_experts)
         return super().visits(parts)
 
-    def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
-        attention, ffn = self.attention_and_ffn(fold, samples, layer, way)
-        total = super().block(fold, samples, layer, way._replace(hidden=PROFILED * self.run.hides_rows), "none")
+    def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
+        attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
+        total = super().block(fold, samples, layer, choice._replace(hidden=PROFILED * self.run.hides_rows), "none")
         return total + self._again(attention[0], ffn[0], has_experts(self.model, layer))
 
     def _again(self, attention: Cost, ffn: Cost, experts: bool) -> Cost:

@@ -202,15 +202,15 @@ def device_seconds(config: Any, world: int) -> float:
     """Of the last layer and a microbatch, forward and backward, by the planner."""
     from titanmoe.fold.degrees import derive
     from titanmoe.plan.devices import read_device
+    from titanmoe.plan.dispatch_costs import DispatchChoice
     from titanmoe.plan.links import Factors
     from titanmoe.plan.price import Pricer
-    from titanmoe.plan.rows_on_their_way import RowsWay
 
     fold, samples = derive(world, config.parallelism), config.training.local_batch_size
     costs = Pricer(config, read_device(HARDWARE), Factors())
     mode = config.activation_checkpoint.mode
-    way = RowsWay(config.moe.dispatcher)
-    cost = costs.block(fold, samples, config.model.num_layers - 1, way, mode)
+    choice = DispatchChoice(config.moe.dispatcher)
+    cost = costs.block(fold, samples, config.model.num_layers - 1, choice, mode)
     return cost.matrix + cost.attention + cost.memory
 
 

@@ -12,8 +12,8 @@ from titanmoe.config.schema import Config
 from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
+from titanmoe.plan.dispatch_costs import DispatchChoice
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.rows_on_their_way import RowsWay
 from titanmoe.plan.search import PricedMapping, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -129,7 +129,7 @@ def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forwa
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
     config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
-    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, RowsWay("alltoall"))
+    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, DispatchChoice("alltoall"))
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
     for part, kilobytes in enumerate((forward, backward)):
         bytes_moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
@@ -188,7 +188,8 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
         assert mine.matrix - plain.matrix == pytest.approx(factor * narrow, rel=1e-6)
         assert mine.memory - plain.memory == pytest.approx(moved[part] / speed, rel=1e-6)
     experts, none = (
-        costs.experts(2, 1, 2, 1, 2, RowsWay("alltoall"), costs.backward[1].ffn)[0] for costs in (priced, without)
+        costs.experts(2, 1, 2, 1, 2, DispatchChoice("alltoall"), costs.backward[1].ffn)[0]
+        for costs in (priced, without)
     )
     assert experts.matrix > none.matrix and experts.memory > none.memory
 

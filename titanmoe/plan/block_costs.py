@@ -22,8 +22,8 @@ from titanmoe.models.mixers.mixer_rules import MixerWork
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
+from titanmoe.plan.dispatch_costs import BLOCK_KERNELS, DispatchChoice, DispatchCosts
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.rows_on_their_way import BLOCK_KERNELS, RowCosts, RowsWay
 from titanmoe.plan.sizes import ADDED, KERNELS, Adapter, adapters_of
 
 BACKWARD = 2.0
@@ -75,7 +75,7 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
-class BlockCosts(RowCosts):
+class BlockCosts(DispatchCosts):
     """The costs for one model and batch. What several mappings share is priced once."""
 
     head_recompute = 4 / 3
@@ -121,7 +121,7 @@ class BlockCosts(RowCosts):
         return self.move_seconds(elements * SWIGLU[part])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
-        """Seconds to copy rows on their way to experts and back."""
+        """Seconds to copy routed tokens before they are sent, and back."""
         regrouped = 2 * arrived * REGROUP[part] * exchanged
         return self.move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
@@ -259,7 +259,7 @@ class BlockCosts(RowCosts):
         tp: int,
         ep: int,
         etp: int,
-        way: RowsWay,
+        choice: DispatchChoice,
         backward: float = BACKWARD,
         between: tuple[float, float] = (0.0, 0.0),
     ) -> tuple[Cost, Cost]:
@@ -268,7 +268,7 @@ class BlockCosts(RowCosts):
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
-        parts, exchanged = way.parts, ep * etp > 1
+        parts, exchanged = choice.parts, ep * etp > 1
         router = parts * self._router_product(T / parts)
         products = self.expert_products(R / parts, ep, etp)
         rows, groups = self._grouped_rows(R, model.num_experts / ep)
@@ -286,11 +286,11 @@ class BlockCosts(RowCosts):
             times = (1.0, min(backward, self.most))[part]
             host = parts * self.factors.block * 2 / 9 * factor
             cost = Cost((parts * products + router) * times, 0.0, memory, host) + adapted[part]
-            if way.halves:
+            if choice.halves:
                 cost = cost + self.cost_of_halves(self.expert_weights(ep, etp), T, part, times)
             shared_cost = Cost() if shared_expert is None else shared_expert[part]
             covering = self.covering(shared_cost.matrix)
-            messages = self.rows(way, T * self.imbalance, ep, etp, products * times, covering, between[part])
+            messages = self.rows(choice, T * self.imbalance, ep, etp, products * times, covering, between[part])
             cost = cost._replace(rows=messages)
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
@@ -320,51 +320,54 @@ class BlockCosts(RowCosts):
         return max(products, local_experts * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory))
 
     def experts_again(
-        self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay
+        self, forward: Cost, mode: str, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
     ) -> Cost:
         """What backward computes again of the experts' part: all but the down product, a third of the products. Rows
         are sent there at most, not back."""
-        parts = way.parts if ep * etp > 1 else 1
+        parts = choice.parts if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         down = parts * self.expert_products(R / parts, ep, etp) / 3
         rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
-        if rows and way.halves:  # of the first half nothing hides, because attention of the second is not repeated here
+        # Of the first half nothing hides, because attention of the second is not repeated here.
+        if rows and choice.halves:
             T = R / self.model.top_k / etp
-            rows = self.exchange(way.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_share)
+            rows = self.exchange(choice.dispatcher, T, ep, etp) / 4 * (1 + self.links.message_share)
         return forward._replace(matrix=forward.matrix - down, rows=rows)
 
     # ---- a block under recomputation
 
-    def attention_and_ffn(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+    def attention_and_ffn(
+        self, fold: Fold, samples: int, layer: int, choice: DispatchChoice
+    ) -> tuple[tuple[Cost, Cost], ...]:
         """Attention, and the feed-forward network or experts."""
         model = self.model
-        if has_experts(model, layer) and way.halves:
-            return self._in_halves(fold, samples, layer, way)
+        if has_experts(model, layer) and choice.halves:
+            return self._in_halves(fold, samples, layer, choice)
         attention = self.attention(fold.tp, fold.cp, samples, self.like[layer])
         if has_experts(model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return attention, self.experts(*degrees, way, self.backward[layer].ffn)
+            return attention, self.experts(*degrees, choice, self.backward[layer].ffn)
         return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden, self.backward[layer].ffn)
 
-    def _in_halves(self, fold: Fold, samples: int, layer: int, way: RowsWay) -> tuple[tuple[Cost, Cost], ...]:
+    def _in_halves(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice) -> tuple[tuple[Cost, Cost], ...]:
         """Of a block with experts. While rows of the first half travel, attention of the second is computed."""
         half = self.attention(fold.tp, fold.cp, samples / 2, self.like[layer])
         between = tuple(cost.matrix + cost.attention + cost.memory for cost in half)
         degrees, backward = (fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp), self.backward[layer]
         weights = sum(p.outputs * p.inputs for p in self.mixers[layer].work(self.model, fold.tp).products)
         attention = half[0].times(2), half[1].times(2) + self.cost_of_halves(weights, 0.0, 1, backward.products)
-        return attention, self.experts(*degrees, way, backward.ffn, between)
+        return attention, self.experts(*degrees, choice, backward.ffn, between)
 
-    def block(self, fold: Fold, samples: int, layer: int, way: RowsWay, mode: str) -> Cost:
-        attention, ffn = self.attention_and_ffn(fold, samples, layer, way)
+    def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
+        attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
-        if way.hidden:
-            hidden = min(way.hidden * total.rows, total.matrix + total.attention)
+        if choice.hidden:
+            hidden = min(choice.hidden * total.rows, total.matrix + total.attention)
             total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
         again = Cost() if mode == "moe" else attention[0]
         if mode in ("moe", "full", "full_but_rows") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
-            return total + again + self.experts_again(ffn[0], mode, *degrees, way)
+            return total + again + self.experts_again(ffn[0], mode, *degrees, choice)
         if mode in ("full", "full_but_rows"):
             return total + again + ffn[0]
         if mode == "selective":

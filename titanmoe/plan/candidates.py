@@ -18,9 +18,9 @@ from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
 from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.plan.devices import Device
+from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
 from titanmoe.plan.kept_bytes import Widths, kept_bytes
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.rows_on_their_way import NEAR, RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import backward_loads, schedule_cost
 from titanmoe.plan.totals_by_mode import MODES, expert_seconds, non_expert_seconds, row_seconds, seconds_in_halves
 
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
     schedule: str
     stages: int
     """Per rank."""
-    way: RowsWay
+    dispatch_choice: DispatchChoice
 
     @property
     def key(self) -> MappingKey:
@@ -118,20 +118,22 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                             continue
                         if experts_key not in experts:
                             experts[experts_key] = [
-                                (way, expert_seconds(pricer, *experts_key, way), row_seconds(pricer, *experts_key, way))
-                                for way in map(RowsWay, dispatchers)
+                                (choice, *(f(pricer, *experts_key, choice) for f in (expert_seconds, row_seconds)))
+                                for choice in map(DispatchChoice, dispatchers)
                             ]
                         for plain, by_mode, travel in experts[experts_key]:
-                            way, more, dispatcher = plain, by_mode[i], plain.dispatcher
+                            choice, more, dispatcher = plain, by_mode[i], plain.dispatcher
                             if name == "DualPipeV":
-                                way, more = pricer.in_pairs(way, more, travel, hidden_by_pairs(pp, m, moe / pp / v))
+                                hidden = hidden_by_pairs(pp, m, moe / pp / v)
+                                choice, more = pricer.in_pairs(choice, more, travel, hidden)
                             halves_key = tp, cp, samples, ep, etp, dispatcher
                             if halves_key not in halves:
                                 halves[halves_key] = seconds_in_halves(batch_config, pricer, dispatcher, fold)
                             if NEAR * halves[halves_key][i] < seconds[i] + more:
-                                way, more = RowsWay(dispatcher, halves=True), halves[halves_key][i] - seconds[i]
+                                choice = DispatchChoice(dispatcher, halves=True)
+                                more = halves[halves_key][i] - seconds[i]
                             bound = (seconds[i] + more) / pp * (m + idle) + hop * v
-                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, way)
+                            yield Candidate(bound, least_bytes, fold, samples, mode, name, v, choice)
 
 
 def _loads_of_equal_stages(schedule: str, pp: int, stages: int, microbatches: int) -> list[tuple[float, float]]:

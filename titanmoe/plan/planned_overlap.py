@@ -9,9 +9,9 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import Device
+from titanmoe.plan.dispatch_costs import NEAR
 from titanmoe.plan.links import Factors
 from titanmoe.plan.price import Pricer
-from titanmoe.plan.rows_on_their_way import NEAR
 
 TEXTS = {"none": "", "halves": "in two halves", "pairs": "in pairs"}
 ON_CPUS = 'none, because moe.overlap = "auto" plans for GPUs alone'

@@ -17,10 +17,10 @@ from titanmoe.models.tensors import Tuning
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
+from titanmoe.plan.dispatch_costs import DispatchChoice, hidden_by_pairs
 from titanmoe.plan.links import Factors, LinkGroup
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
-from titanmoe.plan.rows_on_their_way import RowsWay, hidden_by_pairs
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
@@ -179,9 +179,9 @@ class Pricer(BlockCosts):
         options = config.activation_checkpoint
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
-        way = self.rows_way(config, fold, m, len(owners))
+        choice = self.dispatch_choice(config, fold, m, len(owners))
         blocks = {
-            kind: self.block(fold, samples, layer, way, options.mode if kind.recomputed else "none")
+            kind: self.block(fold, samples, layer, choice, options.mode if kind.recomputed else "none")
             for kind, layer in layers.items()
         }
         how = self.weight_copies(config, fold, m)
@@ -237,11 +237,11 @@ class Pricer(BlockCosts):
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
-    def rows_way(self, config: Config, fold: Fold, m: int, stages: int) -> RowsWay:
+    def dispatch_choice(self, config: Config, fold: Fold, m: int, stages: int) -> DispatchChoice:
         hidden = 0.0
         if config.moe.overlap == "pairs" and fold.pp > 1 and not config.pipeline.schedule_csv:
             hidden = hidden_by_pairs(fold.pp, m, moe_layers(self.model) / stages)
-        return RowsWay(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
+        return DispatchChoice(config.moe.dispatcher, config.moe.overlap == "halves", hidden)
 
     def matrices(self, config: Config, fold: Fold) -> float:
         """Seconds of an update that works on whole matrices, apart from moving numbers."""

@@ -188,6 +188,7 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
 def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str) -> Config:
     """The recipe with the candidate's mapping. reshard: parallelism.reshard_after_forward."""
     table, single = config.parallelism, SCHEDULES[candidate.schedule].stages_per_rank == 1
+    choice = candidate.dispatch_choice
     experts = replace(table.experts, ep=fold.ep, etp=fold.etp, edp=-1, edp_replicate=-1)
     axes = dict(pp=fold.pp, dp_replicate=fold.dp_replicate, dp_shard=-1, cp=fold.cp, tp=fold.tp)
     pipeline = replace(
@@ -202,7 +203,7 @@ def with_mapping(config: Config, fold: Fold, candidate: Candidate, reshard: str)
         training=replace(config.training, local_batch_size=candidate.samples),
         parallelism=replace(table, **axes, experts=experts, reshard_after_forward=reshard),
         pipeline=pipeline,
-        moe=replace(config.moe, dispatcher=candidate.way.dispatcher, overlap=candidate.way.overlap),
+        moe=replace(config.moe, dispatcher=choice.dispatcher, overlap=choice.overlap),
         activation_checkpoint=ActivationCheckpoint(candidate.mode),
     )
 

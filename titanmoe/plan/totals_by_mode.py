@@ -12,7 +12,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS, against_halves
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
-from titanmoe.plan.rows_on_their_way import RowsWay
+from titanmoe.plan.dispatch_costs import DispatchChoice
 
 MODES = ("none", "selective", "moe", "full_but_rows", "full")
 SecondsByMode = tuple[float, ...]
@@ -42,7 +42,7 @@ def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> Sec
 
 
 def expert_seconds(
-    costs: BlockCosts, share: int, samples: int, tp: int, ep: int, etp: int, way: RowsWay
+    costs: BlockCosts, share: int, samples: int, tp: int, ep: int, etp: int, choice: DispatchChoice
 ) -> SecondsByMode:
     """Of all experts. share: ranks that share a sample, tp x cp."""
     counts: Counter[float] = Counter()
@@ -51,8 +51,8 @@ def expert_seconds(
     totals, degrees = [0.0] * len(MODES), (share, samples, tp, ep, etp)
     for factor, count in counts.items():
         if count:
-            forward, backward = costs.experts(*degrees, way, factor)
-            again = {mode: costs.experts_again(forward, mode, *degrees, way) for mode in ("moe", *MODES[3:])}
+            forward, backward = costs.experts(*degrees, choice, factor)
+            again = {mode: costs.experts_again(forward, mode, *degrees, choice) for mode in ("moe", *MODES[3:])}
             totals = _add(totals, count, forward, backward, again)
     return tuple(totals)
 
@@ -69,9 +69,10 @@ def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: 
     if fold.ep * fold.etp == 1 or any(against_halves(config, DISPATCHERS.look_up(dispatcher))):
         return (inf,) * len(MODES)
     samples = config.training.local_batch_size
-    way, head = RowsWay(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))
+    choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))
     examples = {(has_experts(costs.model, i), costs.like[i]): i for i in range(costs.model.num_layers)}
     return tuple(
-        head + sum(n * costs.block(fold, samples, examples[kind], way, mode).seconds for kind, n in costs.kinds.items())
+        head
+        + sum(n * costs.block(fold, samples, examples[kind], choice, mode).seconds for kind, n in costs.kinds.items())
         for mode in MODES
     )

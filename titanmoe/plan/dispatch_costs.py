@@ -1,4 +1,7 @@
-"""How a layer's rows get to their experts and back, and how long they take where something is computed meanwhile."""
+"""What a layer's dispatch and combine cost: seconds of the messages of routed tokens, less what is computed meanwhile.
+
+BlockCosts (titanmoe.plan.block_costs) adds the work of a block to them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,14 @@ HALVES, HALVES_WEIGHTS = 4, 6
 join their outputs, and backward the gradients of their inputs; and per element of weights, to sum both gradients."""
 
 
-class RowsWay(NamedTuple):
+class DispatchChoice(NamedTuple):
+    """A dispatcher, and what is computed while its messages are in flight."""
+
     dispatcher: str
     halves: bool = False
     """Whether moe.overlap is "halves"."""
     hidden: float = 0.0
-    """Share of the messages' time in which another microbatch is computed: above 0 if moe.overlap is "pairs"."""
+    """Fraction of the messages' time in which another microbatch is computed: above 0 if moe.overlap is "pairs"."""
 
     @property
     def parts(self) -> int:
@@ -75,15 +80,17 @@ def seconds_in_parts(
 
 
 def hidden_by_pairs(pp: int, microbatches: int, layers: float) -> float:
-    """Share of the rows' messages that travel while the other half of a pair computes, under DualPipeV on the first
-    rank, which has the fewest pairs. Of a pair's messages, four a layer, those of both ends have nothing beside them
-    (docs/overlap.md has what was measured)."""
+    """Return the fraction of the routed tokens' messages that are in flight while the other half of a pair computes.
+
+    It is that of DualPipeV's first rank, which has the fewest pairs. Of a pair's messages, four a layer, those of both
+    ends have nothing beside them (docs/overlap.md has what was measured).
+    """
     unpaired = min(1.0, (3 * pp - 1) / (2 * microbatches))
     return min(PROFILED, (1 - unpaired) * (1 - 1 / (2 * max(layers, 1.0))))
 
 
-class RowCosts:
-    """The messages of rows and what halves add, of one model on one device."""
+class DispatchCosts:
+    """Seconds of the messages of routed tokens, and of what halves add, for one model on one device."""
 
     model: Model
     device: Device
@@ -96,18 +103,30 @@ class RowCosts:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def rows(
-        self, way: RowsWay, T: float, ep: int, etp: int, products: float, covering: float, between: float = 0.0
+        self,
+        choice: DispatchChoice,
+        T: float,
+        ep: int,
+        etp: int,
+        products: float,
+        covering: float,
+        between: float = 0.0,
     ) -> float:
-        """Seconds that the rows' messages add. products: those of a part. covering: of the shared expert's, in which
-        rows travel too. between: as for `seconds_in_parts`."""
+        """Return the seconds that the messages of T routed tokens add to a forward.
+
+        Args:
+            products: seconds of the experts' products of one part.
+            covering: seconds of the shared expert's products, while which messages are in flight too.
+            between: as for `seconds_in_parts`.
+        """
         if ep * etp == 1:
             return 0.0
-        parts = way.parts
-        one_piece = DISPATCHERS.look_up(way.dispatcher).seconds_in_one_piece
+        parts = choice.parts
+        one_piece = DISPATCHERS.look_up(choice.dispatcher).seconds_in_one_piece
         whole = one_piece(self, T, ep, etp) / 2
-        part = (self.exchange(way.dispatcher, T / parts, ep, etp) - one_piece(self, T / parts, ep, etp)) / 2
+        part = (self.exchange(choice.dispatcher, T / parts, ep, etp) - one_piece(self, T / parts, ep, etp)) / 2
         all_messages = 2 * (whole + parts * part)
-        hop = min(whole / 2, between) if way.halves else 0.0  # of the first half, the only hop beside something
+        hop = min(whole / 2, between) if choice.halves else 0.0  # of the first half, the only hop beside something
         between = 0.0 if whole else between
         end = seconds_in_parts(part, products, part, parts, max(0.0, covering - whole), between)
         exposed = 2 * whole - hop + end - covering - (parts - 1) * between - parts * products
@@ -117,43 +136,50 @@ class RowCosts:
         return 3 * self.model.num_experts / ep * self.model.dim * self.model.expert_hidden / etp
 
     def cost_of_halves(self, weights: float, T: float, part: int, times: float) -> Cost:
-        """What two halves of a microbatch add, apart from kernels: the sum of their gradients of so many weights, and
-        of T tokens their outputs, or the gradients of their inputs, as one tensor."""
+        """Return what two halves of a microbatch add, apart from kernels: the sum of their gradients of so many
+        weights, and of T tokens their outputs, or the gradients of their inputs, as one tensor."""
         return Cost(
             memory=self.move_seconds(T * self.model.dim * HALVES),
             copies=self.move_seconds(weights * HALVES_WEIGHTS) * part * (times > 1),
         )
 
-    def in_pairs(self, way: RowsWay, seconds: float, travel: float, hidden: float) -> tuple[RowsWay, float]:
-        """The way with pairs that take turns if that pays, and the least seconds of all experts then. travel: seconds
-        of messages among them."""
-        rules, saved = DISPATCHERS.look_up(way.dispatcher), hidden * (1 - self.links.message_share) * travel
-        pays = not way.halves and not rules.whole and NEAR * (seconds - saved) < seconds
-        return (way._replace(hidden=hidden), seconds - saved) if pays else (way, seconds)
+    def in_pairs(
+        self, choice: DispatchChoice, seconds: float, travel: float, hidden: float
+    ) -> tuple[DispatchChoice, float]:
+        """Return the choice, with pairs that take turns if that pays, and the seconds of all experts then.
+
+        Args:
+            seconds: of all experts without pairs.
+            travel: seconds of messages among them.
+            hidden: fraction of these that pairs would hide.
+        """
+        rules, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * travel
+        pays = not choice.halves and not rules.whole and NEAR * (seconds - saved) < seconds
+        return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
     def covering(self, matrix: float) -> float:
-        """Seconds of the shared expert's products in which rows travel."""
+        """Return the seconds of the shared expert's products while which routed tokens are in flight."""
         return matrix
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
+        """Return the seconds to send tokens to their experts and back in forward. Backward sends as much."""
         return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
 
     def expert_group(self, ep: int, etp: int) -> LinkGroup:
         return LinkGroup(ep * etp, 1)
 
     def domains(self, ep: int, etp: int) -> int:
-        """Into how many domains of fast links the ranks of a group of experts fall."""
+        """Return how many domains of fast links the ranks of a group of experts are in."""
         return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
-        """Within a domain, and one rank of each."""
+        """Return the ranks within a domain, and one rank of each domain."""
         near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
         return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 
     @cache  # noqa: B019  (few values, as long as the pricer)
     def visits(self, parts: int) -> float:
-        """If the experts are split into `parts` equal parts, the average number of parts in which a token has any."""
+        """Return in how many of so many equal parts of the experts a token has any, on average."""
         model = self.model
         K, groups = model.top_k, model.num_groups
         if groups <= 1:

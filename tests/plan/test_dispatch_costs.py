@@ -18,9 +18,9 @@ from titanmoe.fold.legality import violations
 from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.devices import Device, device_like, read_device
+from titanmoe.plan.dispatch_costs import HALVES, HALVES_WEIGHTS, DispatchChoice, hidden_by_pairs, seconds_in_parts
 from titanmoe.plan.links import Factors
 from titanmoe.plan.planned_overlap import ON_CPUS, planned_overlap, with_overlap
-from titanmoe.plan.rows_on_their_way import HALVES, HALVES_WEIGHTS, RowsWay, hidden_by_pairs, seconds_in_parts
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.plan.search import evaluate, search
 from titanmoe.rehearse.code_site import GATHER, REDUCE
@@ -183,7 +183,7 @@ def test_a_device_is_found_by_the_name_of_a_gpu() -> None:
 def test_the_hop_across_nodes_stays_in_one_piece() -> None:
     priced = BlockCosts(recipe("deepseek_671b"), SLOW, Factors())
     whole, halves = (
-        priced.experts(4, 1, 4, 16, 1, RowsWay("hierarchical", in_halves))[0].rows for in_halves in (False, True)
+        priced.experts(4, 1, 4, 16, 1, DispatchChoice("hierarchical", in_halves))[0].rows for in_halves in (False, True)
     )
     across = priced.exchange("hierarchical", 1024, 16, 1) - priced.exchange("alltoall", 1024, 8, 1)
     assert whole > halves > (1 - H100.message_share) * across
