@@ -17,7 +17,7 @@ from titanmoe.cli import main
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.balance_losses.aux_loss import AuxLoss
+from titanmoe.moe.balance_losses.aux_losses import AuxLoss
 from titanmoe.moe.balance_losses.balance_loss import Routed
 from titanmoe.parts import PARTS
 from titanmoe.tokens import Tokens

@@ -2,7 +2,7 @@
 
 A new loss is a subclass of `BalanceLoss` with its own `forward` and its `rules`, and a line in
 `titanmoe/moe/balance_losses/balance_rules.py`; outside the package it needs no line. `z_loss.py` is the shortest;
-`aux_loss_global.py` keeps state between microbatches.
+`AuxLossGlobal` in `aux_losses.py` keeps state between microbatches.
 
 Shapes: B samples of a microbatch, T tokens this rank owns, E experts.
 """

@@ -40,18 +40,18 @@ class BalanceRules(Rules):
 
 class SequenceRules(BalanceRules):
     help = "aux_loss_sequence evens out loads within each sample."
-    implementation = "titanmoe.moe.balance_losses.aux_loss_sequence:AuxLossSequence"
+    implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLossSequence"
 
 
 class MicrobatchRules(BalanceRules):
     help = "aux_loss evens out loads within each microbatch."
-    implementation = "titanmoe.moe.balance_losses.aux_loss:AuxLoss"
+    implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLoss"
     by_microbatch = True
 
 
 class GlobalRules(BalanceRules):
     help = "aux_loss_global evens out loads over the whole step."
-    implementation = "titanmoe.moe.balance_losses.aux_loss_global:AuxLossGlobal"
+    implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLossGlobal"
     by_microbatch = True
 
 

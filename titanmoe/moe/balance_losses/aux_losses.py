@@ -1,4 +1,8 @@
-"""Even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873)."""
+"""Load-balancing losses: even loads within each sample, each microbatch, or the whole step.
+
+Each is the mean of E * sum over experts of f * P: f is the fraction of choices that fall on an expert, counted over the
+loss's scope and constant in backward, and P the mean score of tokens for it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,30 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
 
 
+class AuxLossSequence(BalanceLoss):
+    """Even loads within each sample (DeepSeek-V3, arXiv 2412.19437): the mean over samples of sum f * mean p."""
+
+    def forward(self, routed: Routed) -> Tensor:
+        choices_BE = routed.choices()
+        choices_B1 = choices_BE.sum(1, keepdim=True).clamp(min=1)
+        constant_BE = choices_BE / choices_B1.square() * (self.model.num_experts * self.model.top_k)
+        return (routed.shares() * (constant_BE / routed.step_samples)).sum()
+
+
+class AuxLoss(BalanceLoss):
+    """Even loads within each microbatch of a data rank (Switch, arXiv 2101.03961)."""
+
+    def forward(self, routed: Routed) -> Tensor:
+        count_E = routed.choices().sum(0)
+        constant_E = count_E / count_E.sum().clamp(min=1) * self.model.num_experts
+        return (routed.shares() * (constant_E / routed.step_tokens)).sum()
+
+
 class AuxLossGlobal(BalanceLoss):
-    """M: microbatches of a step."""
+    """Even loads over all data ranks and the step's microbatches so far (arXiv 2501.11873).
+
+    M: microbatches of a step.
+    """
 
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__(model, options, microbatches)
