@@ -10,7 +10,8 @@ once.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,10 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.assign import assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.dispatchers.allgather import SummedExchange
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
-from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
 
@@ -101,7 +102,8 @@ class DeepEP(Dispatcher):
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
         entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
-        return DeepEPExchange(x_RD, weights_R1, count_e, route, self.memory, handle, self.kernels)
+        return_sums = partial(_Combine.apply, self.memory, handle)
+        return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
         """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
@@ -111,26 +113,6 @@ class DeepEP(Dispatcher):
         copy = torch.arange(self.etp, device=chosen_TK.device)
         number = (rank_TK1 * self.etp + copy) * self.local_experts + place_TK1
         return number.where(rank_TK1 < self.ep, -1).flatten(1)
-
-
-class DeepEPExchange(NamedTuple):
-    """The routed tokens of this rank's experts, and the way back."""
-
-    x_RD: Tensor
-    weights_R1: Tensor
-    count_e: Tensor
-    route: Route
-    memory: Kernels
-    handle: Any
-    kernels: str
-
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.x_RD, self.weights_R1, self.count_e
-
-    @named("combine")
-    def combine(self, y_RD: Tensor) -> Tensor:
-        y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
-        return _Combine.apply(y_ND.contiguous(), self.memory, self.handle)
 
 
 class _Dispatch(torch.autograd.Function):
@@ -151,10 +133,10 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_ND, kernels, handle):
+    def forward(ctx, kernels, handle, y_ND):
         ctx.kernels, ctx.handle = kernels, handle
-        return kernels.buffer.combine(y_ND, handle)[0]
+        return kernels.buffer.combine(y_ND.contiguous(), handle)[0]
 
     @staticmethod
     def backward(ctx, grad_TD):
-        return ctx.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)[0], None, None
+        return None, None, ctx.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)[0]

@@ -9,12 +9,14 @@ Shapes as in titanmoe.moe.dispatchers.dispatcher, and: N = T * G tokens of the g
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
+from titanmoe.comm.collectives import all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher
@@ -24,7 +26,7 @@ from titanmoe.observe import named
 
 class AllGather(Dispatcher):
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> GatheredRows:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> SummedExchange:
         bin_rows *= self.group.size
         chosen_NK, order, count_e, number = self.sort_choices(chosen_TK, bin_rows)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
@@ -34,7 +36,8 @@ class AllGather(Dispatcher):
         entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
-        return GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels)
+        return_sums = partial(scatter_sum, dim=0, group=self.group)
+        return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def sort_choices(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
         """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
@@ -46,14 +49,16 @@ class AllGather(Dispatcher):
         return chosen_NK, order, count_e, None if bin_rows else ToHost(count_e.sum())
 
 
-class GatheredRows(NamedTuple):
-    """The routed tokens of this rank's experts, and the way back."""
+class SummedExchange(NamedTuple):
+    """Routed tokens of tokens that arrived once for all experts of this rank, whose outputs it sums for each."""
 
     x_RD: Tensor
     weights_R1: Tensor
     count_e: Tensor
     route: Route
-    group: Group
+    return_sums: Callable[[Tensor], Tensor]
+    """Sends the sum of each token that arrived (N, D) to the token's rank; returns the sums of its own tokens over all
+    ranks (T, D)."""
     kernels: str
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,5 +66,4 @@ class GatheredRows(NamedTuple):
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
-        return scatter_sum(y_ND, 0, self.group)
+        return self.return_sums(to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))
