@@ -124,7 +124,7 @@ def test_facts_are_true(name: str) -> None:
     if not rules.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, can_wait, name) == [name in overlapping()] * RANKS
-    assert world.run(RANKS, sends_across, name) == [rules.nodes] * RANKS
+    assert world.run(RANKS, sends_across, name) == [rules.works_by_node] * RANKS
     assert rules.asks_machine == (DISPATCHERS.implementation(name).missing is not Dispatcher.missing)
 
 

@@ -15,7 +15,7 @@ class DeepEPRules(DispatcherRules):
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
     )
     implementation = "titanmoe.experiments.deepep:DeepEP"
-    whole = "sends a token once for all its experts on a rank"
+    cannot_overlap = "sends a token once for all its experts on a rank"
     asks_machine = True
     own_buffers = True
     no_bins = 'and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false'

@@ -43,7 +43,7 @@ def make_meshes(
     adapters: bool = False,
 ) -> Meshes:
     """The process groups and meshes of a run. Collective over the world."""
-    node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).nodes else -1
+    node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).works_by_node else -1
     timeout = timedelta(seconds=training.first_step_timeout_s)
     return build_meshes(fold, device.type, node, timeout, etp=adapters)
 

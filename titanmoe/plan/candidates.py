@@ -160,4 +160,8 @@ def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
     if not DISPATCHERS.look_up(dispatcher).search_tries:
         return [dispatcher]
     tried = {name: DISPATCHERS.look_up(name) for name in DISPATCHERS.table}
-    return [name for name, rules in tried.items() if rules.search_tries and (group > device.domain or not rules.nodes)]
+    return [
+        name
+        for name, rules in tried.items()
+        if rules.search_tries and (group > device.domain or not rules.works_by_node)
+    ]

@@ -30,7 +30,7 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
     if fold.pp > 1:
         several = max(channels(stage_ranks(config.pipeline, fold.pp)).values())
         lane_groups |= {(f"stages {n}" if n else "stages", LinkGroup(fold.pp, fold.stage)) for n in range(several + 1)}
-    if DISPATCHERS.look_up(config.moe.dispatcher).nodes and inner > domain:
+    if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node and inner > domain:
         lane_groups |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
     else:
         lane_groups.add(("rows", LinkGroup(inner, 1)))

@@ -154,7 +154,7 @@ class DispatchCosts:
             hidden: fraction of these that pairs would hide.
         """
         rules, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * travel
-        pays = not choice.halves and not rules.whole and NEAR * (seconds - saved) < seconds
+        pays = not choice.halves and not rules.cannot_overlap and NEAR * (seconds - saved) < seconds
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
     def covering(self, matrix: float) -> float:

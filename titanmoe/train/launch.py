@@ -45,7 +45,7 @@ def resolve(
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
-    if DISPATCHERS.look_up(config.moe.dispatcher).nodes:
+    if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node:
         parallelism = replace(parallelism, node=ranks_of_a_node(config))
     training = config.training
     if training.global_batch_size == -1:

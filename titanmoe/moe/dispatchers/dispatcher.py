@@ -80,7 +80,7 @@ class ExpertRanks:
     ep: int = 1
     etp: int = 1
     within: Group = NO_GROUP
-    """The group's ranks on this node, if it spans nodes and the dispatcher's rules say `nodes = True`."""
+    """The group's ranks on this node, if it spans nodes and the dispatcher's rules say `works_by_node`."""
     across: Group = NO_GROUP
     """The rank with this rank's position on each node of the group; only this rank if the group does not span nodes."""
 

@@ -49,10 +49,10 @@ class DispatcherRules(Rules):
 
     host_syncs = 1
     """How often the host waits in a layer's forward to learn how many rows go where. With padded bins it never does."""
-    whole = ""
+    cannot_overlap = ""
     """Why nothing else is computed between sending routed tokens and waiting for them, as the end of "moe.overlap =
     "halves" computes between the two, and this dispatcher ..."; "" if its exchanges are `SplitExchange`s."""
-    nodes = False
+    works_by_node = False
     """Whether it needs to know which ranks of its group share a node."""
     unused_rows = False
     """Whether experts get unused rows after the last one that is theirs, for which they may compute NaN."""
@@ -77,13 +77,13 @@ class DispatcherRules(Rules):
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
-        if config.moe.overlap == "pairs" and self.whole and degrees.get("pp", 1) > 1:
+        if config.moe.overlap == "pairs" and self.cannot_overlap and degrees.get("pp", 1) > 1:
             yield (
                 'moe.overlap = "pairs" computes where the host would wait for routed tokens, and moe.dispatcher = '
                 f'"{config.moe.dispatcher}" has no such place: use dispatcher = {overlapping_quoted()}, or '
                 'overlap = "none"'
             )
-        if self.nodes and {"pp", "stage", "ep", "etp"} <= degrees.keys():
+        if self.works_by_node and {"pp", "stage", "ep", "etp"} <= degrees.keys():
             yield from self._nodes(config, degrees)
         ep, etp = degrees.get("ep", 1), degrees.get("etp", 1)
         if {"ep", "etp"} <= degrees.keys() and ep * etp > 1:  # a group of one sends nothing
@@ -126,7 +126,7 @@ class AllToAllRules(DispatcherRules):
 class AllGatherRules(DispatcherRules):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
     implementation = "titanmoe.moe.dispatchers.allgather:AllGather"
-    whole = "sends and waits at once"
+    cannot_overlap = "sends and waits at once"
     own_buffers = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
@@ -140,7 +140,7 @@ class HierarchicalRules(DispatcherRules):
     )
     implementation = "titanmoe.moe.dispatchers.hierarchical:Hierarchical"
     host_syncs = 2
-    nodes = True
+    works_by_node = True
     search_tries = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
@@ -166,7 +166,7 @@ class SymmetricMemoryRules(DispatcherRules):
     )
     implementation = "titanmoe.moe.dispatchers.symm_mem:Symmetric"
     host_syncs = 0
-    whole = "leaves its counts on the device"
+    cannot_overlap = "leaves its counts on the device"
     unused_rows = True
     asks_machine = True
     own_buffers = True
@@ -200,11 +200,11 @@ def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation
             ("moe.overlap", "training.local_batch_size"),
             f"{halves} halves the samples of a microbatch, and training.local_batch_size = 1: use 2 or more, {off}",
         )
-    if rules.whole:
+    if rules.cannot_overlap:
         yield Violation(
             ("moe.overlap", "moe.dispatcher"),
             f"{halves} computes between sending tokens and waiting for them, and moe.dispatcher = "
-            f'"{moe.dispatcher}" {rules.whole}: use dispatcher = {overlapping_quoted()}, {off}',
+            f'"{moe.dispatcher}" {rules.cannot_overlap}: use dispatcher = {overlapping_quoted()}, {off}',
         )
     if moe.capacity_factor:
         yield Violation(
@@ -230,7 +230,7 @@ DISPATCHERS = Kind(
 
 def overlapping() -> list[str]:
     """Return the names of the dispatchers whose tokens can be in flight while something else is computed."""
-    return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).whole]
+    return [name for name in DISPATCHERS.table if not DISPATCHERS.look_up(name).cannot_overlap]
 
 
 def overlapping_quoted() -> str:
