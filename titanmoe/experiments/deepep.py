@@ -11,7 +11,6 @@ once.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ NEEDS = "cuda"
 INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 
 
-class Kernels(SharedBuffers):
+class DeepEPBuffers(SharedBuffers):
     """DeepEP's buffer, which all layers of a rank share. Collective over the group."""
 
     def __init__(self, dim: int, group: Group, device: torch.device):
@@ -46,25 +45,11 @@ class Kernels(SharedBuffers):
             max(option.get_rdma_buffer_size_hint(width, ranks) for option in options),
         )
 
-    def dispatch(self, x_TD: Tensor, weights_TJ: Tensor, chosen_TJ: Tensor, experts: int) -> tuple[Any, ...]:
-        """The tokens that arrive, their weights and choices here (-1: elsewhere), rows per expert, and the handle."""
-        per_rank, per_node, per_expert, visits_TG, _ = self.buffer.get_dispatch_layout(chosen_TJ, experts)
-        x_ND, chosen_NJ, weights_NJ, counts, handle, _ = self.buffer.dispatch(
-            x_TD,
-            topk_idx=chosen_TJ,
-            topk_weights=weights_TJ,
-            num_tokens_per_rank=per_rank,
-            num_tokens_per_rdma_rank=per_node,
-            is_token_in_rank=visits_TG,
-            num_tokens_per_expert=per_expert,
-        )
-        return x_ND, weights_NJ, chosen_NJ, counts, handle
-
 
 class DeepEP(Dispatcher):
     """Uses DeepEP's kernels during a training step; outside one, and in a group of one rank, it is AllToAll."""
 
-    memory: Kernels | None
+    memory: DeepEPBuffers | None
 
     @staticmethod
     def missing(device: str) -> str:
@@ -81,8 +66,8 @@ class DeepEP(Dispatcher):
     @staticmethod
     def reserve(
         model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Kernels | None:
-        return Kernels(model.dim, ranks.group, device) if ranks.group.size > 1 else None
+    ) -> DeepEPBuffers | None:
+        return DeepEPBuffers(model.dim, ranks.group, device) if ranks.group.size > 1 else None
 
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
@@ -96,13 +81,13 @@ class DeepEP(Dispatcher):
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
         chosen_TJ = self.for_each_rank(chosen_TK)
         x_ND, weights_NJ, chosen_NJ, counts, handle = _Dispatch.apply(
-            x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory, self.num_experts * self.etp
+            x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory.buffer, self.num_experts * self.etp
         )
         chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
         entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
-        return_sums = partial(_Combine.apply, self.memory, handle)
+        return_sums = partial(_Combine.apply, self.memory.buffer, handle)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
@@ -116,27 +101,37 @@ class DeepEP(Dispatcher):
 
 
 class _Dispatch(torch.autograd.Function):
+    """Returns the tokens that arrive (N, D); their weights and choices here (N, J), a choice elsewhere being -1; how
+    many chose each local expert; and the handle for sending them back."""
+
     @staticmethod
-    def forward(ctx, x_TD, weights_TJ, chosen_TJ, kernels, experts):
-        x_ND, weights_NJ, chosen_NJ, counts, handle = kernels.dispatch(x_TD, weights_TJ, chosen_TJ, experts)
-        ctx.kernels, ctx.handle = kernels, handle
+    def forward(ctx, x_TD, weights_TJ, chosen_TJ, buffer, experts):
+        per_rank, per_node, per_expert, visits_TG, _ = buffer.get_dispatch_layout(chosen_TJ, experts)
+        x_ND, chosen_NJ, weights_NJ, counts, handle, _ = buffer.dispatch(
+            x_TD,
+            topk_idx=chosen_TJ,
+            topk_weights=weights_TJ,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=visits_TG,
+            num_tokens_per_expert=per_expert,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
         ctx.mark_non_differentiable(chosen_NJ)
         return x_ND, weights_NJ, chosen_NJ, counts, handle
 
     @staticmethod
     def backward(ctx, grad_ND, grad_NJ, *_):
-        grad_TD, grad_TJ, _ = ctx.kernels.buffer.combine(
-            grad_ND.contiguous(), ctx.handle, topk_weights=grad_NJ.contiguous()
-        )
+        grad_TD, grad_TJ, _ = ctx.buffer.combine(grad_ND.contiguous(), ctx.handle, topk_weights=grad_NJ.contiguous())
         return grad_TD, grad_TJ, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kernels, handle, y_ND):
-        ctx.kernels, ctx.handle = kernels, handle
-        return kernels.buffer.combine(y_ND.contiguous(), handle)[0]
+    def forward(ctx, buffer, handle, y_ND):
+        ctx.buffer, ctx.handle = buffer, handle
+        return buffer.combine(y_ND.contiguous(), handle)[0]
 
     @staticmethod
     def backward(ctx, grad_TD):
-        return None, None, ctx.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)[0]
+        return None, None, ctx.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)[0]
