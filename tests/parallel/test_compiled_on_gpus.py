@@ -97,6 +97,8 @@ def hopper() -> Iterator[None]:
         stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", lambda: True))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(mock.patch.object(driver, "_active", Hopper()))
+        # The method begins with a device guard, which a torch without CUDA refuses; the operation has none.
+        stack.enter_context(mock.patch.object(Tensor, "copy_", lambda x, source: torch.ops.aten.copy_(x, source)))
         yield
 
 
@@ -237,7 +239,6 @@ def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
     fit(sources)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="fake CUDA tensors are copied, which takes a torch with CUDA")
 @pytest.mark.parametrize("recipe", ["deepseek_671b", "qwen3_30b_a3b"])
 def test_a_padded_layer_is_one_graph_whose_kernels_compile(recipe: str) -> None:
     backend, config = Backend(), cut(recipe_of(RECIPES[0].with_name(f"{recipe}.toml"))[0])
