@@ -77,7 +77,8 @@ def test_float64(recipe: str) -> None:
 
 @pytest.mark.slow
 def test_the_table_in_the_docs() -> None:
-    used = registers([kernel for recipe in RECIPES for kernel in kernels_of(recipe)])
+    for_gpus = [recipe for recipe in RECIPES if "debug" not in recipe.stem]
+    used = registers([kernel for recipe in for_gpus for kernel in kernels_of(recipe)])
     files = {path.stem for path in (ROOT / "titanmoe/ops/kernels").glob("*.py") if "@triton.jit" in path.read_text()}
     assert {name.partition(".")[0] for name in used} == files
     page = (ROOT / "docs/kernels.md").read_text()
