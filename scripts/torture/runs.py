@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -215,6 +216,9 @@ def launch(argv: list[str], log: Path, faults: tuple[dict[str, Any], ...], space
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    # A fork of pytest has streams and a fault handler that write elsewhere.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    faulthandler.disable()
     os.chdir(ROOT)
     os.environ |= {"PYTHONUNBUFFERED": "1", "FAULTS": json.dumps(faults)}
     if spaces:
