@@ -57,6 +57,12 @@ PRIVATE = (
         "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
     ),
     Private(
+        "torch.distributed.checkpoint.filesystem",
+        ("_StorageInfo",),
+        "checkpoint/dcp_metadata.py",
+        "where a block is, in .metadata",
+    ),
+    Private(
         "torch.cuda.memory",
         ("_snapshot",),
         "train/runtime.py",

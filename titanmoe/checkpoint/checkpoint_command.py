@@ -1,4 +1,4 @@
-"""`titanmoe checkpoint`: looking at a run's checkpoints."""
+"""`titanmoe checkpoint`: looking at a run's checkpoints, and letting tools of PyTorch do so."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
 def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "checkpoint",
-        help="ls, inspect, verify or diff: a run's checkpoints",
-        description="Look at a run's checkpoints.",
+        help="ls, inspect, verify or diff: a run's checkpoints; dcp: for tools of PyTorch",
+        description="Look at a run's checkpoints, or let tools of PyTorch do so.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
@@ -48,6 +48,12 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     diff = add("diff", _diff, "what differs between two checkpoints", {"A": f"{WHERE}: the latest", "B": "the same"})
     diff.add_argument("--match", metavar="GLOB", default="*", help="only tensors with matching names")
     diff.add_argument("--all", action="store_true", help="also name tensors that are equal")
+    add(
+        "dcp",
+        _add_metadata,
+        "add .metadata, which tools of torch.distributed.checkpoint need",
+        {"RUN": f"{WHERE}: the latest"},
+    )
 
 
 def _run_or_error(run: Any, args: argparse.Namespace) -> int:
@@ -178,6 +184,15 @@ def _diff(args: argparse.Namespace) -> int:
         _print(rows)
     print(f"{equal} of {len(names)} tensors are equal")
     return 1 if differ or equal < len(names) else 0
+
+
+def _add_metadata(args: argparse.Namespace) -> int:
+    from titanmoe.checkpoint.dcp_metadata import write_dcp_metadata
+
+    path = latest_checkpoint(args.RUN)
+    count = write_dcp_metadata(path)
+    print(f"{path / layout.DCP_METADATA}: {count} tensors, for torch.distributed.checkpoint and its tools")
+    return 0
 
 
 def _kind(tensor: tuple[tuple[int, ...], Any]) -> str:

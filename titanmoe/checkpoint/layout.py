@@ -7,6 +7,7 @@
             tensors.json          shape and dtype of each tensor, and where its blocks are
             *.distcp              blocks of tensors, as torch.distributed.checkpoint spreads them over the ranks
             hf/                   the tokenizer, and the config.json of the Hugging Face model it came from, if any
+            .metadata             for tools of PyTorch, if `titanmoe checkpoint dcp` was asked for it; never read
         step-00000180.writing/    being written; the next writer gives it its name if it is complete, else removes it
         step-00000060.removing/   being removed; never read
         step-00000150.passed-over/    could not be read when the run resumed from another; never removed
@@ -30,7 +31,7 @@ from titanmoe.checkpoint import manifest, safe_files
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries, write_error
 
-MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
+MANIFEST, LATEST, CARRIED, DCP_METADATA = "manifest.json", "latest", "hf", ".metadata"
 CARRIED_BYTES = 1 << 30
 """Of one file that is copied along."""
 WRITING, REMOVING, PASSED_OVER = ".writing", ".removing", ".passed-over"
@@ -59,7 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
 def _explain_absent(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder"
-    if (folder / ".metadata").exists():
+    if (folder / DCP_METADATA).exists():
         return f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it"
     if folder.name.endswith((WRITING, REMOVING)):
         return f"{folder} was left by a writer that was interrupted: it is not complete"

@@ -1,0 +1,61 @@
+"""`titanmoe checkpoint dcp`: adds to a checkpoint what torch.distributed.checkpoint and its tools need to read it.
+
+They open a folder by its .metadata, a pickle of where the blocks of tensors are. This file makes one from tensors.json,
+and is the only one that pickles. Nothing here reads a .metadata: a stranger's runs the stranger's code in such tools.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+from titanmoe.checkpoint.safe_files import CheckpointError, write_error
+
+
+def write_dcp_metadata(path: Path) -> int:
+    """Write a checkpoint's .metadata, all of it or nothing, and return how many tensors it lists.
+
+    Raises:
+        CheckpointError: if files of the checkpoint are missing or have another size, or it cannot be written.
+    """
+    if broken := layout.damage(path, contents=False):
+        raise CheckpointError("; ".join(broken))
+    stored, size = open_checkpoint(path).stored, torch.Size
+    tensors = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=tensor.dtype),
+            size(tensor.shape),
+            [ChunkStorageMetadata(size(block.offset), size(block.shape)) for block in tensor.blocks],
+        )
+        for name, tensor in stored.items()
+    }
+    places = {
+        MetadataIndex(name, size(block.offset)): _StorageInfo(block.file, block.start, block.bytes)
+        for name, tensor in stored.items()
+        for block in tensor.blocks
+    }
+    data, new_file = pickle.dumps(Metadata(tensors, storage_data=places)), path / f"{layout.DCP_METADATA}.new"
+    try:
+        with open(safe_files.open_in(path, new_file.name, safe_files.WRITE), "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new_file, path / layout.DCP_METADATA)
+        layout.sync(path)
+    except OSError as error:
+        layout.erase(new_file)
+        raise CheckpointError(write_error(new_file, error, len(data))) from None
+    return len(stored)
