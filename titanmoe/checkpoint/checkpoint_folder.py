@@ -98,26 +98,15 @@ def _check_visible(unfinished: Path) -> None:
 # ---- reading
 
 
-class Checkpoint:
-    """A complete checkpoint, open for reading: any block of any tensor."""
+class StoredTensors:
+    """A folder of files with blocks of tensors: any block of any tensor can be read."""
+
+    stored: Mapping[str, StoredTensor]
 
     def __init__(self, path: Path):
         self.path = path
-        self.manifest = layout.read_manifest(path)
-        self.record = self.manifest.record
         self._numbers: dict[Extent, Numbers] = {}
         """Of the blocks that have been read from."""
-
-    @cached_property
-    def stored(self) -> dict[str, StoredTensor]:
-        files = self.manifest.files
-        if TENSORS not in files:
-            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSORS}")
-        data = layout.content(self.path, TENSORS, files[TENSORS])
-        try:
-            return from_json(data, files)
-        except Exception as error:  # files that are not ours can raise anything
-            raise safe_files.read_error(self.path / TENSORS, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -165,6 +154,26 @@ class Checkpoint:
                 for _, piece in blocks[block]:
                     offset, sizes = overlap(block, piece.offset, piece.sizes)
                     fill_in_blocks(piece.tensor.detach()[within(offset, sizes, piece.offset)], offset, read)
+
+
+class Checkpoint(StoredTensors):
+    """A complete checkpoint, open for reading."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.manifest = layout.read_manifest(path)
+        self.record = self.manifest.record
+
+    @cached_property
+    def stored(self) -> dict[str, StoredTensor]:
+        files = self.manifest.files
+        if TENSORS not in files:
+            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSORS}")
+        data = layout.content(self.path, TENSORS, files[TENSORS])
+        try:
+            return from_json(data, files)
+        except Exception as error:  # files that are not ours can raise anything
+            raise safe_files.read_error(self.path / TENSORS, error) from None
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:

@@ -61,7 +61,10 @@ def _explain_absent(folder: Path) -> str:
     if not folder.is_dir():
         return f"{folder}: no such folder"
     if (folder / DCP_METADATA).exists():
-        return f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it"
+        return (
+            f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it, and "
+            "titanmoe convert --from-dcp reads TorchTitan's"
+        )
     if folder.name.endswith((WRITING, REMOVING)):
         return f"{folder} was left by a writer that was interrupted: it is not complete"
     return f"{folder} contains no checkpoint: it has no {MANIFEST}"

@@ -10,12 +10,13 @@ by one, as far as such calls need them, and must have described exactly this.
 
 from __future__ import annotations
 
-import pickletools
 import struct
 import zipfile
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+
+from titanmoe.checkpoint.follow_pickle import CALLS, VALUES, Called, Global, StorageRef, follow
 
 Sizes = tuple[int, ...]
 MOST_BYTES = 1 << 17
@@ -35,8 +36,8 @@ STORAGES = {
     "ComplexDouble": torch.complex128,
 }
 """Dtypes by the name of their storage, which _rebuild_tensor_v2 has; other dtypes have _rebuild_tensor_v3."""
-VALUES = ("BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE")
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+OPERATIONS = VALUES | CALLS | {"NEWFALSE", "BINPERSID"}
+"""What torch.save needs to describe one tensor: nothing of it is used twice."""
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
@@ -48,23 +49,6 @@ class SavedTensor(NamedTuple):
     """The first byte of its first number in the file."""
     end: int
     """After the last byte of the numbers."""
-
-
-class _Global(NamedTuple):
-    """A function or class that the pickle names."""
-
-    name: str
-
-
-class _Stored(NamedTuple):
-    """A storage that the pickle refers to."""
-
-    key: Any
-
-
-class _Called(NamedTuple):
-    function: Any
-    arguments: Any
 
 
 def read_saved_tensor(file: BinaryIO) -> SavedTensor:
@@ -85,7 +69,7 @@ def read_saved_tensor(file: BinaryIO) -> SavedTensor:
     if end - start > MOST_BYTES:
         raise ValueError(f"its description of the tensor has {end - start:,} bytes")
     file.seek(start)
-    dtype, offset, shape, strides = _described(_follow(file.read(end - start)))
+    dtype, offset, shape, strides = _described(follow(file.read(end - start), OPERATIONS, "one tensor"))
     if "data/0" not in entries:
         raise ValueError("it has no numbers")
     start, end = _place(file, entries["data/0"])
@@ -102,58 +86,25 @@ def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
     return start, start + entry.file_size
 
 
-def _follow(pickled: bytes) -> Any:
-    """Return what a pickle describes, with calls as values that nobody makes."""
-    stack: list[Any] = []
-    marks: list[int] = []
-    for operation, argument, _ in pickletools.genops(pickled):
-        name = operation.name
-        if name in VALUES:
-            stack.append(argument)
-        elif name == "GLOBAL":
-            stack.append(_Global(argument))
-        elif name == "NEWFALSE":
-            stack.append(False)
-        elif name == "EMPTY_TUPLE":
-            stack.append(())
-        elif name == "MARK":
-            marks.append(len(stack))
-        elif name == "TUPLE" and marks:
-            mark = marks.pop()
-            stack[mark:] = [tuple(stack[mark:])]
-        elif name in TUPLES and len(stack) >= TUPLES[name]:
-            stack[-TUPLES[name] :] = [tuple(stack[-TUPLES[name] :])]
-        elif name == "BINPERSID" and stack:
-            stack.append(_Stored(stack.pop()))
-        elif name == "REDUCE" and len(stack) > 1:
-            arguments, function = stack.pop(), stack.pop()
-            stack.append(_Called(function, arguments))
-        elif name not in ("PROTO", "BINPUT", "LONG_BINPUT", "STOP"):  # what is memorised is not used
-            raise ValueError(f"it is not one tensor: torch.save needs no {name} for that")
-    if len(stack) != 1:
-        raise ValueError("it is not one tensor")
-    return stack[0]
-
-
 def _described(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
     """Return dtype, offset in the storage, shape and strides of the tensor that a call rebuilds."""
-    nothing = _Called(_Global("collections OrderedDict"), ())
+    nothing = Called(Global("collections OrderedDict"), ())
     match value:
-        case _Called(
-            _Global("torch._utils _rebuild_tensor_v2"),
-            (_Stored(("storage", _Global(storage), "0", "cpu", _)), offset, shape, strides, False, hooks),
+        case Called(
+            Global("torch._utils _rebuild_tensor_v2"),
+            (StorageRef(("storage", Global(storage), "0", "cpu", _)), offset, shape, strides, False, hooks),
         ):
             dtype = STORAGES.get(storage.removeprefix("torch ").removesuffix("Storage"))
-        case _Called(
-            _Global("torch._utils _rebuild_tensor_v3"),
+        case Called(
+            Global("torch._utils _rebuild_tensor_v3"),
             (
-                _Stored(("storage", _Global("torch.storage UntypedStorage"), "0", "cpu", _)),
+                StorageRef(("storage", Global("torch.storage UntypedStorage"), "0", "cpu", _)),
                 offset,
                 shape,
                 strides,
                 False,
                 hooks,
-                _Global(dtype_name),
+                Global(dtype_name),
             ),
         ):
             dtype = getattr(torch, dtype_name.removeprefix("torch "), None)

@@ -25,6 +25,8 @@ from titanmoe.checkpoint.saved_tensor import MOST_BYTES, read_saved_tensor
 from titanmoe.config.parse_json import parse_json
 
 TENSORS = "tensors.json"
+MOST_DIMS = 64
+"""Of a tensor of torch."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -57,7 +59,12 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
 
 def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, StoredTensor]:
     """ValueError, KeyError or TypeError if it is not something that to_json writes."""
-    tensors = {name: _tensor(name, entry, files) for name, entry in parse_json(data).items()}
+    return checked_tensors(parse_json(data), files)
+
+
+def checked_tensors(entries: Mapping[str, Any], files: Mapping[str, Sum]) -> dict[str, StoredTensor]:
+    """Return the tensors that entries as of tensors.json describe; ValueError, KeyError or TypeError if they lie."""
+    tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
     # This guarantees that all tensors together are no larger than the files.
     ranges = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
     for (file, start, length), (other, after, _) in pairwise(ranges):
@@ -84,16 +91,20 @@ def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files:
     ):
         raise ValueError(f"a block of {name} at {block.offset} with shape {block.shape} is not within {whole}")
     if block.file not in files or block.start + block.bytes > files[block.file].bytes:
-        raise ValueError(f"{name} is in {block.file!r} up to byte {start + length}, where the manifest has nothing")
+        raise ValueError(f"{name} is in {block.file!r} up to byte {start + length}, which that file does not have")
     if prod(block.shape) * dtype.itemsize > block.bytes:
         raise ValueError(f"a block of {name} with shape {block.shape} is larger than its {block.bytes} bytes")
     return block
 
 
 def _sizes(values: Any) -> Sizes:
-    if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):
+    if not isinstance(values, list | tuple) or len(values) > MOST_DIMS or any(map(_is_no_size, values)):
         raise ValueError(f"{values!r:.60} are not sizes")
     return tuple(values)
+
+
+def _is_no_size(value: Any) -> bool:
+    return type(value) is not int or not 0 <= value < 1 << 63
 
 
 class _BlockFile(io.RawIOBase):

@@ -26,14 +26,20 @@ Weights only: optimizer state is neither read nor written. OUT appears once it i
 def add_convert(commands: argparse._SubParsersAction) -> None:
     convert = commands.add_parser(
         "convert",
-        help="Hugging Face checkpoints in and out, and dense ones upcycled to experts",
-        description="Converts between Hugging Face folders (config.json, *.safetensors) and titanmoe checkpoints.",
+        help="Hugging Face checkpoints in and out, TorchTitan's in, and dense ones upcycled to experts",
+        description="Converts between Hugging Face folders (config.json, *.safetensors) and titanmoe checkpoints, and "
+        "reads TorchTitan's checkpoints.",
         epilog=EPILOG,
     )
     add_allow_code(convert)
     convert.set_defaults(run=run_convert)
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")
+    what.add_argument(
+        "--from-dcp",
+        action="store_true",
+        help="IN is a folder that TorchTitan wrote with torch.distributed.checkpoint, OUT a checkpoint to train",
+    )
     what.add_argument(
         "--to-hf",
         action="store_true",
@@ -52,7 +58,14 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     )
     convert.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to make; none with --describe")
     convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is already such a folder")
-    reading = convert.add_argument_group("with --from-hf or --to-peft")
+    reading = convert.add_argument_group("with --from-dcp")
+    reading.add_argument(
+        "--hf-assets",
+        metavar="MODEL",
+        help="config.json of the model and its tokenizer: TorchTitan's hf_assets_path, or a model on the hub "
+        "(default: IN)",
+    )
+    reading = convert.add_argument_group("with --from-hf, --from-dcp or --to-peft")
     reading.add_argument(
         "--drop", choices=["mtp"], action="append", default=[], help="leave out multi-token prediction"
     )
@@ -106,7 +119,8 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Options that do not belong to what was asked for."""
-    kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--drop": ("from_hf", "to_peft")}
+    kinds_of_option = dict.fromkeys(("--max-shard-gb", "--tokenizer"), ("to_hf",)) | {"--hf-assets": ("from_dcp",)}
+    kinds_of_option["--drop"] = ("from_hf", "from_dcp", "to_peft")
     kinds_of_option |= dict.fromkeys(("--dtype", "--base"), ("to_hf", "to_peft"))
     kinds_of_option |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), ("upcycle",))
     problems = [
@@ -138,8 +152,9 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
     from titanmoe.checkpoint.hf import config, convert
-    from titanmoe.checkpoint.hf.fetch import weights_folder
+    from titanmoe.checkpoint.hf.fetch import describing_folder, weights_folder
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
+    from titanmoe.checkpoint.hf.torchtitan import open_torchtitan
     from titanmoe.checkpoint.hf.upcycle import Upcycled
 
     if args.describe:
@@ -151,9 +166,14 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         return (_to_hf if args.to_hf else _to_peft)(args, source, dtype, group)
 
-    folder = convert.raise_on_all_ranks(group, lambda: weights_folder(args.source))
+    described = args.hf_assets or args.source
+    folder = convert.raise_on_all_ranks(
+        group, lambda: describing_folder(described) if args.from_dcp else weights_folder(args.source)
+    )
 
     def open_weights() -> HuggingFaceSource | Upcycled:
+        if args.from_dcp:
+            return open_torchtitan(Path(args.source), folder, tuple(args.drop))
         if args.upcycle:
             options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
             arguments = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
@@ -165,10 +185,10 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         source.check()
         return source
 
-    weights, provenance = (
-        convert.raise_on_all_ranks(group, open_weights),
-        "upcycled from" if args.upcycle else "converted from",
-    )
+    weights = convert.raise_on_all_ranks(group, open_weights)
+    provenance = "upcycled from" if args.upcycle else "converted from"
+    if args.from_dcp:
+        provenance += f" {Path(args.source).absolute()} with the config.json of"
     size = convert.write_ours(args.out, weights, folder, provenance, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
     return [*lines, *_recipe(args.out, weights.model)]

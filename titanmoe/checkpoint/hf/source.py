@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,14 +24,25 @@ from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
 from titanmoe.models.tensors import stored_name
 
-EMBEDDING = "model.embed_tokens.weight"
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.hf.torchtitan import TorchTitanFolder
 
 
 class HuggingFaceSource:
-    def __init__(self, path: Path, parsed: configs.ParsedConfig, model: Model, drop: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        path: Path,
+        parsed: configs.ParsedConfig,
+        model: Model,
+        drop: tuple[str, ...] = (),
+        folder: Folder | TorchTitanFolder | None = None,
+    ):
+        """folder: the weights, if they are not in the folder of the config.json."""
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
-        block = fp8_block(parsed.json, path)  # before a file of another kind is opened
-        self.weights = Dequantised(Folder(path, renamed=parsed.hf.outer_names), block)
+        block = (
+            fp8_block(parsed.json, path) if folder is None else (128, 128)
+        )  # before a file of another kind is opened
+        self.weights = Dequantised(folder or Folder(path, renamed=parsed.hf.outer_names), block)
         self.map = Map(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
@@ -52,7 +64,7 @@ class HuggingFaceSource:
     def check(self) -> None:
         """ConfigError that lists every missing, unexpected and wrongly shaped tensor."""
         if problems := self._model_problems() or self._tensor_problems():
-            raise ConfigError(problems, str(self.path))
+            raise ConfigError(problems, str(self.weights.folder.path))
 
     @property
     def notes(self) -> list[str]:
@@ -128,7 +140,8 @@ class HuggingFaceSource:
 
     def _depth_problem(self, in_files: Iterable[str]) -> tuple[list[str], set[int]]:
         """Return what to do if the files have the first layers of the model alone, or more; and which differ."""
-        norms = (name for name in in_files if name.endswith(".input_layernorm.weight") and not self._is_mtp(name))
+        ends = (".input_layernorm.weight", ".attention_norm.weight")
+        norms = (name for name in in_files if name.endswith(ends) and not self._is_mtp(name))
         stored, expected = {_layer(name) for name in norms} - {None}, set(range(self.model.num_layers))
         if stored == expected or stored != set(range(len(stored))):
             return [], set()
@@ -144,7 +157,7 @@ class HuggingFaceSource:
 
     def _skip(self, names: set[str]) -> set[str]:
         """Those that are not left out on purpose."""
-        reasons = {}
+        reasons, homes = {}, self.parsed.hf.homes
         for name in names:
             if self.parsed.hf.derived and name.endswith(self.parsed.hf.derived):
                 reasons[name] = "they are derived from config.json"
@@ -152,7 +165,11 @@ class HuggingFaceSource:
                 reasons[name] = "multi-token prediction, dropped"
             elif begin := next((begin for begin in self.parsed.hf.left_out if name.startswith(begin)), ""):
                 reasons[name] = self.parsed.hf.left_out[begin]
-            elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
+            elif (
+                self.model.tie_embeddings
+                and name == homes["head.weight"].name
+                and self._equal(name, homes["embed.weight"].name)
+            ):
                 reasons[name] = "a second copy of the tied embedding"
         self.skipped = {}
         for name, reason in sorted(reasons.items()):
@@ -167,7 +184,7 @@ class HuggingFaceSource:
         """DeepSeek-V3 stores multi-token prediction as additional blocks, Qwen apart from the others."""
         layer = _layer(name)
         first, count = self.model.num_layers, self.parsed.json.get("num_nextn_predict_layers") or 0
-        return name.startswith("mtp.") or (layer is not None and first <= layer < first + count)
+        return name.startswith(("mtp.", "mtp_layers.")) or (layer is not None and first <= layer < first + count)
 
     def _equal(self, a: str, b: str) -> bool:
         """Two matrices, compared in blocks of rows."""
@@ -180,8 +197,8 @@ class HuggingFaceSource:
 
 
 def _layer(name: str) -> int | None:
-    """Return the number in model.layers.NUMBER."""
-    number = re.match(r"model\.layers\.(\d+)\.", name)
+    """Return the number in model.layers.NUMBER, or in layers.NUMBER."""
+    number = re.match(r"(?:model\.)?layers\.(\d+)\.", name)
     return None if number is None else int(number[1])
 
 

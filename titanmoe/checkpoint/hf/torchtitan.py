@@ -1,0 +1,153 @@
+"""TorchTitan's checkpoints: where our tensors are in a folder that its trainer wrote with torch.distributed.checkpoint.
+
+Names and layouts are those of https://github.com/pytorch/torchtitan at b5bcd76c66d0acb1a08b176d9639425bc55e0b2a
+(torchtitan/models/*/model.py and state_dict_adapter.py), and of its releases 0.2.0 to 0.2.2. They are close to ours:
+experts are stacked. What differs is as in Hugging Face's files: the order of the rows that RoPE turns in pairs, queries
+whose gate is in the same matrix, and gate and up of gpt-oss, which alternate. Sizes and switches are not in such a
+folder: config.json has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from titanmoe.checkpoint.hf.config import CONFIG, describe
+from titanmoe.checkpoint.hf.files import NAMES, Stored
+from titanmoe.checkpoint.hf.maps import BIAS, Shape
+from titanmoe.checkpoint.hf.source import HuggingFaceSource
+from titanmoe.checkpoint.read_dcp import DcpFolder
+from titanmoe.config.load import ConfigError
+from titanmoe.models.families.huggingface import Home, HuggingFace, Part
+
+MODEL_TYPES = ("deepseek_v3", "kimi_k2", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss")
+VISION, MTP = "vision_encoder.", "mtp_layers."
+BEGINS = ("tok_embeddings.", "layers.", "norm.", "lm_head.", "output.", VISION, MTP)
+"""How names of the model's tensors begin. Other entries belong to the optimizer, the data loader and the like."""
+RENAMED = {
+    r"tok_embeddings\.": "embed.",
+    r"norm\.": "head.norm.",
+    r"(lm_head|output)\.": "head.",
+    # in a block
+    r"attention\.qkv_linear\.": "attention.",
+    r"attn\.(conv_[qkv])\.weight": r"attention.\1",
+    r"attn\.in_proj_": "attention.w",
+    r"attn\.out_proj\.": "attention.wo.",
+    r"attn\.": "attention.",
+    r"feed_forward\.": "ffn.",
+    r"moe\.(?:routed_experts\.inner_)?experts\.(w[123])(?:_E[DF]+)?$": r"moe.experts.\1",
+    r"moe\.(?:routed_experts\.inner_)?experts\.mlp([12])_weight(?:_E[DFG]+)?$": r"moe.experts.w\1",
+    r"moe\.(?:routed_experts\.inner_)?experts\.mlp([12])_bias(?:_E[DG])?$": r"moe.experts.w\1_bias",
+    r"moe\.expert_bias(?:_E)?$": "moe.router.expert_bias",
+    r"moe\.router\.gate\.": "moe.router.",
+    r"moe\.shared_experts\.": "moe.shared.",
+}
+"""Patterns of how TorchTitan's names begin, in a block or outside, and what is there in ours. Other names are equal."""
+
+
+def our_name(name: str) -> str:
+    """Return our name of a tensor of TorchTitan's."""
+    block = re.match(r"layers\.\d+\.|", name)[0]
+    for theirs, ours in RENAMED.items():
+        renamed, count = re.subn(f"^{theirs}", ours, name.removeprefix(block))
+        if count:
+            return block + renamed
+    return name
+
+
+class TorchTitanFolder:
+    """Weights that TorchTitan saved, by our names: with the interface of files.Folder."""
+
+    def __init__(self, path: Path):
+        self.path, self.dcp = path, DcpFolder(path, BEGINS)
+        self.names: dict[str, str] = {}
+        for name, (_, dtype) in self.dcp.tensors.items():
+            if dtype not in NAMES:
+                raise ConfigError([f"{path} has {name} of dtype {dtype}; supported are {', '.join(map(str, NAMES))}"])
+            if (other := self.names.setdefault(our_name(name), name)) != name:
+                raise ConfigError([f"{path} has both {other} and {name}, which are the same tensor"])
+        if not self.names:
+            raise ConfigError([f"{path} has no tensors whose names begin as TorchTitan's do: {', '.join(BEGINS)}"])
+        sizes = {ours: self.dcp.tensors[name] for ours, name in self.names.items()}
+        self.tensors = {ours: Stored(path, *size, 0) for ours, size in sizes.items()}
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        return self.dcp.read(self.names[name], offset, shape)
+
+
+def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
+    """Open the weights of a folder as a model of ours, and check that they are all there.
+
+    Args:
+        path: The folder that torch.distributed.checkpoint wrote.
+        assets: A folder with the config.json that describes the model.
+        drop: ("mtp",) leaves multi-token prediction out.
+
+    Raises:
+        ConfigError: with everything that is missing, unexpected, or not in TorchTitan's models.
+        CheckpointError: if the folder is damaged, or not what torch writes.
+    """
+    if not (assets / CONFIG).is_file():
+        raise ConfigError([f"no {CONFIG} in {assets}: name TorchTitan's hf_assets_path with --hf-assets"])
+    parsed = describe(assets)
+    if parsed.hf.model_type not in MODEL_TYPES:
+        raise ConfigError(
+            [
+                f"{assets / CONFIG} has model_type {parsed.hf.model_type!r}, and TorchTitan's checkpoints are read for "
+                f"{', '.join(MODEL_TYPES)}: let TorchTitan write Hugging Face's format (last_save_in_hf), and convert "
+                "that with --from-hf"
+            ]
+        )
+    folder = TorchTitanFolder(path)
+    # There, blocks of multi-token prediction have names of their own.
+    parsed = parsed._replace(
+        hf=in_torchtitan(parsed.hf, folder.tensors), json=parsed.json | {"num_nextn_predict_layers": 0}
+    )
+    source = HuggingFaceSource(assets, parsed, parsed.model, drop, folder)
+    if source.has_mtp and "mtp" not in drop:
+        raise ConfigError(
+            [f"{path} has multi-token prediction, which is not converted from TorchTitan: --drop mtp leaves it out"]
+        )
+    source.check()
+    if folder.dcp.others:
+        kinds = sorted({name.partition(".")[0] for name in folder.dcp.others})
+        source.skipped[f"they are not the model's ({', '.join(kinds):.200})"] = folder.dcp.others
+    return source
+
+
+def in_torchtitan(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
+    """Return how a TorchTitanFolder stores a family, given how Hugging Face's files do.
+
+    TorchTitan may balance any family by expert biases: they belong to the model if the folder has them.
+    """
+    bias = f"layers.{{layer}}.moe.router{BIAS}"
+    homes = {ours: home for ours, home in _homes(hf.homes).items() if ours != bias}
+    return replace(
+        hf,
+        homes=homes | ({bias: Home(bias)} if any(name.endswith(BIAS) for name in stored) else {}),
+        mixer_homes={mixer: _homes(names) for mixer, names in hf.mixer_homes.items()},
+        other_homes={},
+        copies={},
+        left_out={VISION: "they read images and video, and only text is trained"},
+        derived=(),
+    )
+
+
+def _homes(homes: Mapping[str, Home]) -> dict[str, Home]:
+    return {ours: _home(ours, home) for ours, home in homes.items()}
+
+
+def _home(ours: str, home: Home) -> Home:
+    """Return where one of our tensors is in TorchTitan's, given where it is in Hugging Face's."""
+    if home.stride > 1:  # gate and up of gpt-oss alternate: columns in Hugging Face's files, rows there
+        name = ours.replace(".w3", ".w1")
+        return Home(name, part=Part(lambda model: (1, 1), home.phase)) if home.transposed else replace(home, name=name)
+    if home.part is None:
+        return Home(ours, rotated=home.rotated)
+    if home.name.endswith(".q_proj.weight"):
+        return Home(ours.replace(".wg.", ".wq."), part=home.part)
+    return Home(ours, part=Part(lambda model: (1,), 0), between=home.between)  # a tensor of its own

@@ -1,0 +1,116 @@
+"""A folder that other programs wrote with torch.distributed.checkpoint, read without unpickling anything.
+
+Its .metadata is a pickle of a Metadata: by name, the dtype, shape and blocks of each tensor; by name and offset, the
+file, first byte and length of each block, which torch.save wrote. follow_pickle finds the same as tensors.json would
+say, and it is checked like that. Entries of bytes, which only unpickling could read, have no tensors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.checkpoint_folder import StoredTensors
+from titanmoe.checkpoint.follow_pickle import OBJECTS, VALUES, Called, Global, Items, follow
+from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.checkpoint.tensor_index import DTYPES, MOST_DIMS, checked_tensors
+
+MOST_BYTES = 1 << 28
+"""Bytes of .metadata: a block of a tensor takes about 140."""
+_CLASSES, _INFO = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem _StorageInfo"
+_KINDS = ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties", "ChunkStorageMetadata")
+NAMES = {
+    *(f"{_CLASSES} {kind}" for kind in (*_KINDS, "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"torch {dtype}" for dtype in DTYPES),
+    *("torch Size", "torch.serialization _get_layout", _INFO),
+    *(f"pathlib{module} {system}Path" for module in ("", "._local") for system in ("Posix", "Windows")),
+}
+"""The only functions and classes that a .metadata may name."""
+
+
+class DcpFolder(StoredTensors):
+    """Tensors that another program saved through torch.distributed.checkpoint, open for reading."""
+
+    def __init__(self, path: Path, begins: tuple[str, ...]):
+        """Read .metadata.
+
+        Args:
+            path: The folder.
+            begins: How the names of the tensors to read begin.
+
+        Raises:
+            CheckpointError: with one line, if the folder or its .metadata is not what torch writes.
+        """
+        super().__init__(path)
+        self.others: list[str] = []
+        """Names of all other entries, which are not looked at."""
+        try:
+            data = safe_files.read(path, layout.DCP_METADATA, MOST_BYTES)
+        except safe_files.ABSENT:
+            what = f"it has no {layout.DCP_METADATA}" if path.is_dir() else "no such folder"
+            raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {what}") from None
+        try:
+            entries = self._entries(follow(data, VALUES | OBJECTS, "a Metadata of torch", NAMES), begins)
+            files = {block[2] for entry in entries.values() for block in entry["blocks"]}
+            sums = {name: Sum(os.lstat(safe_files.safe_path(path, name)).st_size, 0) for name in sorted(files)}
+            self.stored = checked_tensors(entries, sums)
+        except Exception as error:  # files that are not ours can raise anything
+            raise safe_files.read_error(path / layout.DCP_METADATA, error) from None
+
+    def _entries(self, metadata: Any, begins: tuple[str, ...]) -> dict[str, Any]:
+        """Return dtype, shape and blocks by name, as tensors.json has them."""
+        fields = _fields(metadata, "Metadata")
+        places = {}
+        for key, value in _items(fields["storage_data"]):
+            index, place = _fields(key, "MetadataIndex"), _fields(value, _INFO)
+            if not _text(index["fqn"]).startswith(begins):
+                continue
+            if place.get("transform_descriptors"):
+                raise ValueError("its files are compressed or encrypted: save it again without extensions")
+            at = _size(index["offset"]) if index["offset"] is not None else None
+            places[index["fqn"], at] = [_text(place["relative_path"]), place["offset"], place["length"]]
+        entries = {}
+        for name, value in _items(fields["state_dict_metadata"]):
+            if not _text(name).startswith(begins):
+                self.others.append(name)
+                continue
+            entry = _fields(value, "TensorStorageMetadata", f"{name:.80} is not a tensor")
+            blocks = [_fields(chunk, "ChunkStorageMetadata") for chunk in entry["chunks"]]
+            sizes = {_size(block["offsets"]): _size(block["sizes"]) for block in blocks}
+            entries[name] = {
+                "dtype": entry["properties"].state[0].name.removeprefix("torch "),
+                "shape": _size(entry["size"]),
+                "blocks": [[at, sizes[at], *places[name, at]] for at in sizes if 0 not in sizes[at]],
+            }
+        return entries
+
+
+def _fields(value: Any, kind: str, wrong: str = "") -> dict[str, Any]:
+    """Return the fields of an object of a class; ValueError if it is something else."""
+    name = kind if " " in kind else f"{_CLASSES} {kind}"
+    if not isinstance(value, Called) or value.function != Global(name):
+        raise ValueError(wrong or f"something in it is not a {kind.rpartition(' ')[2]}")
+    return {key: item for key, item in _items(value.state) if type(key) is str}
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    if not isinstance(value, Items):
+        raise ValueError("something in it is not a dict")
+    return iter(value)
+
+
+def _size(value: Any) -> tuple[int, ...]:
+    match value:
+        case Called(Global("torch Size"), (tuple(sizes),)) if len(sizes) <= MOST_DIMS and {*map(type, sizes)} <= {int}:
+            return sizes
+    raise ValueError("something in it is not a torch.Size")
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("something in it is not a text")
+    return value
