@@ -225,7 +225,7 @@ def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
         rows = (buffers.rows,)
         seconds = {
             "copy": median_seconds(lambda: target.copy_(x_HD), kind),
-            "put": median_seconds(lambda: buffers.put([x_HD], rows, *places), kind),
+            "put": median_seconds(lambda: buffers.put([x_HD], rows, exchange.to_H), kind),
             "take": median_seconds(lambda: buffers.take(rows, exchange.from_A), kind),
             "exchange": median_seconds(lambda: buffers.exchange([x_HD], *places), kind),
             "symm_mem both ways": median_seconds(lambda: there_and_back(symmetric), kind, 10),

@@ -13,11 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests import parity, reference, world
+from tests.moe.test_compile import QUICKLY
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
 from tests.support import emulated_symmetric
 from tests.support.case_features import MODELS
@@ -27,7 +29,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
-from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers
+from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers, plain_put
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
@@ -145,6 +147,51 @@ def test_a_rank_alone_sends_nothing(case: str) -> None:
     before = len(emulated_symmetric.calls)
     check_case(make(NO_GROUP, 1, 1), case)
     assert len(emulated_symmetric.calls) == before
+
+
+@torch._inductor.config.patch(QUICKLY)
+def through_graphs(backend: str) -> list[tuple[int, int]]:
+    """Compare a graph of a dispatch and three equal combines, of which one is not used, with the plain calls; return
+    how often each puts rows into the buffers of all ranks, forward and backward."""
+    dispatcher, counts = make(whole_world(), 2, 1), []
+    memory = dispatcher.memory
+    own = [buffer.data_ptr() for kind in (memory.rows, memory.weights) for buffer in kind.of_ranks]
+    put_to: list[int] = []
+
+    def noted(x_ND: Tensor, to_N: Tensor, buffers: list[Tensor]) -> None:
+        put_to.extend(buffer.data_ptr() for buffer in buffers)
+        plain_put(x_ND, to_N, buffers)
+
+    def layer(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        x_AD, weights_A1, _ = exchange.rows()
+        y_AD = torch.tanh(x_AD * weights_A1)
+        exchange.combine(y_AD)
+        return exchange.combine(y_AD) + exchange.combine(y_AD)
+
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend=backend, fullgraph=True, dynamic=False)
+    for case in CASES:
+        results = []
+        for run in (layer, graph):
+            x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
+            leaves = [x_TD.requires_grad_(), weights_TK.requires_grad_()]
+            with mock.patch("titanmoe.moe.dispatchers.symm_mem.plain_put", noted):
+                put_to.clear()
+                y_TD = run(*leaves, chosen_TK)
+                forward = len(put_to) // 2
+                results.append([y_TD, *torch.autograd.grad(y_TD.square().sum(), leaves)])
+            counts.append((forward, len(put_to) // 2 - forward))
+            assert set(put_to) == set(own), "rows were put into a copy of a buffer"
+        torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
+    torch._dynamo.reset()
+    return counts
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_graph_exchanges_as_often_and_in_the_same_buffers(backend: str) -> None:
+    """Forward rows, weights and three times outputs; backward gradients of two of these, of rows and of weights."""
+    assert world.run(2, through_graphs, backend) == [[(5, 4)] * 2 * len(CASES)] * 2
 
 
 class HostMustNotWait(TorchFunctionMode):

@@ -87,7 +87,6 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     (report,) = json.loads(file.read_text())["ranks"]
     assert {row["dtype"] for row in report["start_up"]} == {"bfloat16", "float32"}
     assert not any("moe/dispatchers" in line for line in report["syncs"])
-    there_and_back = 2 * torch.bfloat16.itemsize * 64 * 2 * 128
-    assert there_and_back in {
-        row["sent_bytes"] for row in report["messages"] if row["op"] == PUT and row["pass"] == "forward"
-    }
+    one_way = torch.bfloat16.itemsize * 64 * 2 * 128
+    sent = [row["sent_bytes"] for row in report["messages"] if row["op"] == PUT and row["pass"] == "forward"]
+    assert sent.count(one_way) == 2

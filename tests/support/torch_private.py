@@ -219,6 +219,12 @@ PRIVATE = (
     ),
     Private("torch.utils._python_dispatch", ("is_in_torch_dispatch_mode",), "moe/dispatchers/symm_mem.py", "the same"),
     Private(
+        "torch._higher_order_ops.effects",
+        ("_EffectType",),
+        "moe/dispatchers/symm_mem.py",
+        "an operation that compilers leave where it is",
+    ),
+    Private(
         "torch.utils._python_dispatch",
         ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
         "parallel/pairs.py",

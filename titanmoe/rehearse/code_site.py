@@ -19,7 +19,7 @@ import torch
 from torch.fx import traceback
 
 import titanmoe
-from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers, exchange_steps
+from titanmoe.moe.dispatchers import symm_mem
 from titanmoe.observe import Observer, listening
 from titanmoe.replace import replaced
 
@@ -28,7 +28,7 @@ HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
 LAUNCH = os.path.join(OURS, "ops", "kernels", "kernel_launch.py")
 """Where every kernel is called."""
-SENDERS = tuple(f.__code__ for f in (SymmetricBuffers.exchange, exchange_steps, SymmetricBuffers.put))
+SENDERS = tuple(f.__code__ for f in (symm_mem.exchange, symm_mem.ExchangeRows.forward, symm_mem.send))
 """These send for their callers, as the functions of titanmoe.comm do."""
 TORCH = os.path.dirname(torch.__file__) + os.sep
 BLOCK_METHODS = ("attend", "feed", "forward", "whole")

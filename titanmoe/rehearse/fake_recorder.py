@@ -80,7 +80,7 @@ class FakeRecorder(Recorder):
         # torch's fake implementation of the wait would allocate a copy.
         if func._overloadpacket.__name__ == "wait_tensor":
             return args[0]
-        return None if func is torch.ops.titanmoe.put.default else self.shapes(func, args, kwargs)
+        return self.shapes(func, args, kwargs)
 
     def whole_numbers(self, x: Tensor) -> Tensor:
         return values.known_values(x)
@@ -111,10 +111,13 @@ class FakeRecorder(Recorder):
                 values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        self.ledger.note(out, self.sites.current_site())
+        site = self.sites.current_site()
+        self.ledger.note(out, site)
+        if func.namespace == "titanmoe":  # rows are copied out of the receive buffer
+            self.operations.add(func, args, {}, out, site)
         if func._overloadpacket.__name__ == "_reduce_scatter_base_" and not self.on_gpu:
             # gloo sums all that is sent, in a copy, and takes this rank's shard of it.
-            self.ledger.note(torch.empty_like(args[1]), self.sites.current_site())
+            self.ledger.note(torch.empty_like(args[1]), site)
         if func._overloadpacket.__name__ == "recv_":
             self.agree_on_shapes(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:

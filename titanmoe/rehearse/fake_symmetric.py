@@ -42,9 +42,6 @@ class RehearsedBuffers(SymmetricBuffers):
         self.recorder.ledger.assign([own], SYMMETRIC)
         return Buffers([own] * self.group.size, addresses_G)
 
-    def barrier(self) -> None:
-        pass
-
     def try_once(self, num_experts: int) -> None:
         recorder = self.recorder
         with self.fake, recorder.recording():

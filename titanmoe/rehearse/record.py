@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._pytree import tree_leaves
 
+from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.rehearse.code_site import CodeSite, CodeSites
 from titanmoe.replace import replaced
 
@@ -117,10 +118,13 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.titanmoe.put.default:
+        if func is torch.ops.titanmoe.exchange.default:
             out = self.run_message(func, args, kwargs)
-            self._note(self._from_put(*args[:4], args[5]))
-            self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream
+            rows, *places, memory = args
+            for x in rows:
+                self._note(self._from_put(x, *places, memory))
+                self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream
+            self.after_message(func, args, out)
             return out
         if func.namespace not in ("c10d", "_c10d_functional"):
             if func.namespace == "prim":
@@ -177,8 +181,9 @@ class Recorder(TorchDispatchMode):
             op, group.group_name, inputs, outputs, splits, args[2] if op in ("send", "receive") else -1
         )
 
-    def _from_put(self, x: Tensor, to_N: Tensor, from_M: Tensor, buffers: list[Tensor], group: str) -> Message:
-        limit, ranks = len(buffers[0]) - 1, len(buffers)
+    def _from_put(self, x: Tensor, to_N: Tensor, from_M: Tensor, memory: str) -> Message:
+        buffers = SymmetricBuffers.by_name[memory]
+        group, limit, ranks = buffers.group.name, buffers.limit, buffers.group.size
         with outside():
             places = [self.whole_numbers(place) for place in (to_N, from_M)]
             rows = tuple(tuple(torch.bincount(x[x >= 0] // limit, minlength=ranks).tolist()) for x in places)

@@ -19,14 +19,17 @@ bins unused. N rows that leave and M that arrive, either way. A place is rank * 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._higher_order_ops.effects import _EffectType
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titanmoe.comm.collectives import NO_GROUP, all_gather
@@ -125,27 +128,6 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
         buffer[row_N.where((row_N >= 0) & (row_N < limit), limit)] = x_ND
 
 
-def _put(
-    x_ND: Tensor,
-    to_N: Tensor,
-    from_M: Tensor,
-    buffers: Sequence[Tensor],
-    addresses_G: Tensor,
-    group: str,
-    kernels: str,
-) -> None:
-    if fused(kernels, x_ND):
-        from titanmoe.ops.kernels import put
-
-        put.put_rows(x_ND, to_N, addresses_G, len(buffers[0]) - 1)
-    else:
-        plain_put(x_ND, to_N, buffers)
-
-
-put_op = torch.library.custom_op("titanmoe::put", _put, mutates_args=("buffers",))
-"""For modes that watch messages, which learn from `from_M` and `group` what arrives."""
-
-
 class Buffers(NamedTuple):
     """Receive buffers, (limit + 1, .), of all ranks of a group."""
 
@@ -158,6 +140,11 @@ class SymmetricBuffers(SharedBuffers):
     equal sizes.
     """
 
+    by_name: WeakValueDictionary[str, SymmetricBuffers] = WeakValueDictionary()
+    """All of this process. An operation takes tensors and plain values alone, so it is told a name, as it is of a
+    process group."""
+    numbers = itertools.count()
+
     def __init__(
         self,
         model: Model,
@@ -169,6 +156,8 @@ class SymmetricBuffers(SharedBuffers):
     ):
         super().__init__(device)
         self.ranks, self.group, self.kernels = ranks, ranks.group, options.kernels
+        self.name = f"buffers {next(self.numbers)} of group {self.group.name}"
+        self.by_name[self.name] = self
         local_experts = model.num_experts // ranks.ep
         self.home_rows = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
         most = self.group.size * tokens * min(model.top_k, local_experts)
@@ -212,14 +201,16 @@ class SymmetricBuffers(SharedBuffers):
     def exchange(self, rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor) -> tuple[Tensor, ...]:
         """rows: of dim, and perhaps routing weights. Returns what arrives, with zeros in unused rows."""
         kinds = (self.rows, self.weights)[: len(rows)]
-        return exchange_steps(
-            self.barrier, partial(self.put, rows, kinds, to_N, from_M), partial(self.take, kinds, from_M)
-        )
+        return exchange_steps(self.barrier, partial(self.put, rows, kinds, to_N), partial(self.take, kinds, from_M))
 
-    def put(self, rows: Sequence[Tensor], kinds: Sequence[Buffers], to_N: Tensor, from_M: Tensor) -> None:
-        put = put_op if is_in_torch_dispatch_mode() else _put
+    def put(self, rows: Sequence[Tensor], kinds: Sequence[Buffers], to_N: Tensor) -> None:
         for x_ND, (of_ranks, addresses_G) in zip(rows, kinds, strict=True):
-            put(x_ND, to_N, from_M, of_ranks, addresses_G, self.group.name, self.kernels)
+            if fused(self.kernels, x_ND):
+                from titanmoe.ops.kernels import put
+
+                put.put_rows(x_ND, to_N, addresses_G, self.limit)
+            else:
+                plain_put(x_ND, to_N, of_ranks)
 
     def take(self, kinds: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
         used_M1 = (from_M >= 0).unsqueeze(1)
@@ -241,8 +232,8 @@ class SymmetricBuffers(SharedBuffers):
         sent_GE = ((sender_G1 + expert_E) % 2) * (expert_E < rows // self.ranks.etp)
         to_H, from_A, *_ = places(sent_GE, self.ranks, self.limit, rows, self.away_rows)
         own_HD = names(torch.arange(rows, device=device) + group.rank * self.limit)
-        (away_AD,) = self.exchange([own_HD], to_H, from_A)
-        (home_HD,) = self.exchange([away_AD], from_A, to_H)
+        (away_AD,) = send([own_HD], to_H, from_A, self.name)
+        (home_HD,) = send([away_AD], from_A, to_H, self.name)
         right = torch.equal(away_AD, names(from_A)) and torch.equal(home_HD, own_HD.where((to_H >= 0).unsqueeze(1), 0))
         wrong = torch.tensor([float(not right)], device=device)
         torch.distributed.all_reduce(wrong)
@@ -254,6 +245,64 @@ class SymmetricBuffers(SharedBuffers):
                     '"alltoall"'
                 ]
             )
+
+
+def exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> tuple[Tensor, ...]:
+    """Send rows through the buffers of that name; their gradients go the other way. Collective over the group.
+
+    In a graph it is one operation, `titanmoe::exchange`, which returns new tensors and gets no buffer: a compiler that
+    sees an operation change a buffer may hand it a copy, and then write that copy over what peers have sent.
+    """
+    if torch.compiler.is_compiling():
+        return tuple(exchange_op(list(rows), to_N, from_M, memory))
+    with saved():
+        return ExchangeRows.apply(memory, to_N, from_M, *rows)
+
+
+class ExchangeRows(torch.autograd.Function):
+    """The operation without torch's dispatcher, which takes longer than this does."""
+
+    @staticmethod
+    def forward(ctx: Any, memory: str, to_N: Tensor, from_M: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.memory = memory
+        ctx.save_for_backward(to_N, from_M)
+        return tuple(send(rows, to_N, from_M, memory))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        to_N, from_M = ctx.saved_tensors
+        return None, None, None, *send(grads, from_M, to_N, ctx.memory)
+
+
+def send(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
+    """Send rows through the buffers of that name: an operation for modes that watch messages. Not differentiable."""
+    return (exchange_op if is_in_torch_dispatch_mode() else _exchange)(list(rows), to_N, from_M, memory)
+
+
+def _exchange(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
+    return list(SymmetricBuffers.by_name[memory].exchange(rows, to_N, from_M))
+
+
+exchange_op = torch.library.custom_op("titanmoe::exchange", _exchange, mutates_args=())
+exchange_op.register_effect(_EffectType.ORDERED)  # never merged, removed, moved or recomputed
+
+
+@exchange_op.register_fake
+def _(rows: Sequence[Tensor], to_N: Tensor, from_M: Tensor, memory: str) -> list[Tensor]:
+    return [x_ND.new_empty(from_M.shape[0], x_ND.shape[1]) for x_ND in rows]
+
+
+def _save_places(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
+    _, to_N, from_M, ctx.memory = inputs
+    ctx.save_for_backward(to_N, from_M)
+
+
+def _send_back(ctx: Any, grads: list[Tensor]) -> tuple:
+    to_N, from_M = ctx.saved_tensors
+    return exchange_op(grads, from_M, to_N, ctx.memory), None, None, None
+
+
+exchange_op.register_autograd(_send_back, setup_context=_save_places)
 
 
 class Symmetric(Dispatcher):
@@ -288,8 +337,8 @@ class Symmetric(Dispatcher):
         to_H, from_A, bin_e, fits, _ = self.places_of(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
-        x_AD, weights_A1 = _exchange(memory, to_H, from_A, x_HD, weights_H1)
-        return SymmetricExchange(x_AD, weights_A1, bin_e, memory, to_H, from_A, route, self.kernels)
+        x_AD, weights_A1 = exchange((x_HD, weights_H1), to_H, from_A, memory.name)
+        return SymmetricExchange(x_AD, weights_A1, bin_e, memory.name, to_H, from_A, route, self.kernels)
 
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
@@ -304,7 +353,7 @@ class SymmetricExchange(NamedTuple):
     x_AD: Tensor
     weights_A1: Tensor
     bin_e: Tensor
-    memory: SymmetricBuffers
+    memory: str
     to_H: Tensor
     from_A: Tensor
     route: Route
@@ -315,23 +364,5 @@ class SymmetricExchange(NamedTuple):
 
     @named("combine")
     def combine(self, y_AD: Tensor) -> Tensor:
-        (y_HD,) = _exchange(self.memory, self.from_A, self.to_H, y_AD)
+        (y_HD,) = exchange((y_AD,), self.from_A, self.to_H, self.memory)
         return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
-
-
-def _exchange(memory: SymmetricBuffers, to_N: Tensor, from_M: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
-    with saved():
-        return _Exchange.apply(memory, to_N, from_M, *rows)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, memory, to_N, from_M, *rows):
-        ctx.memory = memory
-        ctx.save_for_backward(to_N, from_M)
-        return memory.exchange(rows, to_N, from_M)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        to_N, from_M = ctx.saved_tensors
-        return None, None, None, *ctx.memory.exchange(grads, from_M, to_N)
