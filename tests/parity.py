@@ -338,6 +338,8 @@ def measure(
         dist.all_gather_object(everyone, bias)
     finally:
         undo()
+        if config.compile.enable:
+            torch._dynamo.reset()  # or the graphs of earlier cases would count towards its limit for a function
     if rank:
         return None
     for copy in ("head.weight",) * config.model.tie_embeddings + ("embed_copy.weight",):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.moe.test_compile import compiled_products
 from tests.support.masks import mask_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
@@ -26,7 +27,7 @@ from titanmoe.moe.grouped import Groups, can_group, grouped_loop, grouped_produc
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.attention_block import block, block_backward, block_reference
-from titanmoe.parallel.compiled import compile_layer, compile_products
+from titanmoe.parallel.compiled import compile_layer
 from titanmoe.parallel.context import Placement, alone
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
@@ -72,7 +73,7 @@ def test_compiled_experts_of_a_rank_without_a_row() -> None:
     experts = Experts(Model(num_experts=4, top_k=2, dim=64, expert_hidden=32), MoE(), torch.bfloat16).cuda()
     for weight in experts.parameters():
         torch.nn.init.normal_(weight, std=0.1)
-    compiled = compile_products(experts, "inductor", static=False)
+    compiled = compiled_products(experts, "inductor")
     for counts in ([3, 0, 5, 1], [0, 0, 0, 0], [0, 1, 0, 0]):
         x = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = compiled(x.view_as(x), torch.rand(sum(counts), 1, device="cuda"), torch.tensor(counts, device="cuda"))
@@ -144,8 +145,6 @@ def fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.1, generator=generator)
-    if not can_group(torch.empty(0, 128, device="cuda", dtype=torch.bfloat16), 128, 256):
-        pytest.skip("the loop over experts asks the host for their rows")
     index = torch.arange(2 * 64, device="cuda")
     everyone = torch.ones_like(index, dtype=torch.bool)
     tokens = Tokens(index.view(2, 64) % 64, index, index // 64, everyone, torch.tensor(0, device="cuda"))
@@ -189,7 +188,7 @@ def in_8_bits_equal_formula(counts: list[int]) -> None:
     results = []
     for dtype in ("fp8_emulated", "fp8"):
         emulated = dtype == "fp8_emulated"
-        products = fp8.EightBitProducts(groups=Groups(count), grouped=not emulated, emulated=emulated)
+        products = fp8.EightBitProducts(groups=Groups(count), kind="loop" if emulated else "grouped", emulated=emulated)
         outputs = products.up(x, *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):

@@ -21,8 +21,7 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE as Layer
-from titanmoe.ops.device import Hardware, as_on
-from titanmoe.parallel.compiled import compile_products
+from titanmoe.moe.products_in_graph import experts_down, experts_up
 from titanmoe.tokens import Tokens
 
 SHAPE = dict(num_experts=4, top_k=2, dim=16, expert_hidden=24)
@@ -56,50 +55,53 @@ def same(results: list[list[Tensor]], dtype: torch.dtype) -> None:
         tolerances.close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [
-        {},
-        pytest.param({"expert_biases": True, "expert_activation": "clamped_swiglu"}, marks=pytest.mark.slow),
-    ],
-    ids=["swiglu", "gpt_oss"],
-)
-def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str, Any]) -> None:
-    """torch.compile tends to make separate graphs for no rows and for one. No graph is called without a row, because
-    inductor's weight gradients refuse a matrix without a column.
-    """
-    least = []
+COUNTS = [3, 4, 5, 6], [9, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 40, 0, 0], [1, 1, 1, 1]
 
-    def counted(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        run = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-        def call(*given: Any) -> Any:
-            least.append(min(x.shape[0] for x in given if isinstance(x, Tensor)))
-            return run(*given)
+def compiled_products(experts: Experts, backend: str) -> Any:
+    """Return the experts' products as one graph for any number of rows, as where dispatch is in the graph too."""
+    graph = torch.compile(lambda *given: experts.products(*given), backend=backend, fullgraph=True)
 
-        return call
+    def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        for x in (x_RD, weight_R1):
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+        return graph(x_RD, weight_R1, count_e)
 
-    experts = filled(Experts(Model(**SHAPE, **switches), MoE(), torch.bfloat16))
-    compiled = compile_products(experts, counted, static=False)
-    for counts in ([3, 4, 5, 6], [9, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 40, 0, 0], [1, 1, 1, 1]):
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["loop", "grouped"])
+@pytest.mark.parametrize("switches", [{}, {"expert_biases": True, "expert_activation": "clamped_swiglu"}])
+def test_products_are_one_graph_for_any_number_of_rows(switches: dict[str, Any], dtype: torch.dtype) -> None:
+    experts = filled(Experts(Model(**SHAPE, **switches), MoE(router_dtype="float64"), dtype))
+    compiled = compiled_products(experts, "aot_eager")
+    for counts in COUNTS:
         results = []
         for products in (compiled, experts.products):
-            x_RD, weight_R1 = random(sum(counts), 16, dtype=torch.bfloat16), random(sum(counts), 1, seed=1)
+            x_RD, weight_R1 = random(sum(counts), 16, dtype=dtype), random(sum(counts), 1, dtype=torch.float64, seed=1)
             y_RD = products(x_RD.view_as(x_RD), weight_R1.view_as(weight_R1), torch.tensor(counts))
-            grads = torch.autograd.grad(y_RD.float().square().sum(), [x_RD, weight_R1, *experts.parameters()])
+            grads = torch.autograd.grad(y_RD.double().square().sum(), [x_RD, weight_R1, *experts.parameters()])
             results.append([y_RD, *grads])
-        same(results, torch.bfloat16)
+        same(results, dtype)
         assert graphs() == 1, f"compiled again for {counts}"
-        assert least[-1] > 0, f"{least[-1]} rows for {counts}"
 
 
-def test_dropless_experts_are_not_compiled_for_blackwell() -> None:
-    """Where gradients of experts without rows have to be zeroed after torch's product."""
-    experts = filled(Experts(Model(**SHAPE), MoE(kernels="torch"), torch.bfloat16))
-    x_RD, weight_R1 = random(6, 16, dtype=torch.bfloat16).detach(), random(6, 1, seed=1).detach()
-    with as_on(Hardware("cuda", (10, 0))):
-        compile_products(experts, "aot_eager", static=False)(x_RD, weight_R1, torch.tensor([0, 6, 0, 0]))
-    assert graphs() == 0
+@pytest.mark.parametrize("kind", ["grouped", "even", "loop"])
+@pytest.mark.parametrize("trained", [(True, True, True), (True, False, True), (False, True, False)])
+def test_torch_checks_the_operations(kind: str, trained: tuple[bool, ...]) -> None:
+    """Schema, shapes of fake tensors and gradients, also of what is partly frozen."""
+    rows, inputs, weights = trained
+    count_e, dtype = torch.tensor([4, 4]), torch.float32 if kind == "grouped" else torch.float64
+    groups = {"grouped": [count_e, count_e.cumsum(0, dtype=torch.int32)], "even": [count_e], "loop": [count_e] * 2}[
+        kind
+    ]
+    x_RD = random(8, 16, dtype=dtype).detach().requires_grad_(rows)
+    w1, w3, w2 = (random(2, 16, 16, dtype=dtype, seed=i).detach().requires_grad_(weights) for i in range(3))
+    weight_R1 = random(8, 1, dtype=dtype).detach().requires_grad_(inputs)
+    hidden = [random(8, 16, dtype=dtype, seed=i).detach().requires_grad_(rows) for i in (4, 5)]
+    how = groups, kind, False, "torch"
+    torch.library.opcheck(experts_up, (x_RD, [w1, w3], *how))
+    torch.library.opcheck(experts_down, (hidden, weight_R1, [w2], *how))
 
 
 # Scalar code, not optimised: two thirds of the test's time would go into optimising loops over a few numbers.
@@ -111,7 +113,7 @@ def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
     """By inductor, after a call with rows."""
     switches = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
     experts = filled(Experts(Model(**SHAPE | {"dim": 64, "expert_hidden": 32}, **switches), MoE(), torch.bfloat16))
-    compiled = compile_products(experts, "inductor", static=False)
+    compiled = compiled_products(experts, "inductor")
     for counts in ([3, 0, 5, 1], [0, 0, 0, 0]):
         x_RD, weight_R1 = random(sum(counts), 64, dtype=torch.bfloat16), random(sum(counts), 1, seed=1)
         y_RD = compiled(x_RD.view_as(x_RD), weight_R1.view_as(weight_R1), torch.tensor(counts))

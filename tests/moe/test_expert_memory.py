@@ -15,9 +15,9 @@ from tests.moe.test_experts import COUNTS, HIDDEN, STEPS, D, experts, random
 from tests.support import tolerances
 from tests.support.live_bytes import saved_bytes
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.expert_products import ExpertProducts, TracedProducts
+from titanmoe.moe.expert_products import ExpertProducts, plain_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import Groups, grouped_loop
+from titanmoe.moe.grouped import Groups, grouped_loop, grouped_product
 
 
 def inputs(counts: list[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
@@ -38,14 +38,18 @@ def test_the_down_half_equals_plain_autograd(
 ) -> None:
     """In bfloat16 ours is no farther from the truth, or within the rounding of the result."""
     results, weight_dtype = [], torch.promote_types(dtype, torch.float32)
-    variants = [(ExpertProducts, dtype, grouped), (TracedProducts, dtype, grouped)]
-    for kind, wide, together in [*variants, (TracedProducts, torch.float64, False)]:
+
+    def plain(hidden: tuple[Tensor, ...], weight: Tensor, w2: Tensor) -> tuple[Tensor]:
+        product = grouped_product if grouped and dtype == w2.dtype else grouped_loop
+        return (product(plain_swiglu(*hidden, weight, clamped), w2, torch.tensor(counts)),)
+
+    made = ExpertProducts(groups=Groups(torch.tensor(counts)), kind="grouped" if grouped else "loop", clamped=clamped)
+    for down, wide in ((made.down, dtype), (plain, dtype), (plain, torch.float64)):
         leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
         leaves = [x.requires_grad_() for x in leaves]
         # `down` looks at the autograd nodes of its inputs, so none may be a leaf.
         *hidden, weight, w2 = (x.view_as(x) for x in leaves)
-        products = kind(groups=Groups(torch.tensor(counts)), grouped=together, clamped=clamped)
-        (y_RD,) = products.down(tuple(hidden), weight, w2)
+        (y_RD,) = down(tuple(hidden), weight, w2)
         cotangent = random(*y_RD.shape, dtype=dtype, seed=4).detach().to(wide)
         results.append([y_RD.detach(), *torch.autograd.grad(y_RD, leaves, cotangent)])
     for got, plain, exact in zip(*results, strict=True):
@@ -65,12 +69,12 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
 
     products = []
     loop, gradient = expert_products.grouped_loop, expert_products.loop_gradient
-    monkeypatch.setattr(expert_products, "grouped_loop", lambda *x: products.append("input") or loop(*x))
-    monkeypatch.setattr(expert_products, "loop_gradient", lambda *x: products.append("weight") or gradient(*x))
+    monkeypatch.setitem(expert_products.PRODUCTS, "loop", lambda *x: products.append("input") or loop(*x))
+    monkeypatch.setitem(expert_products.GRADIENTS, "loop", lambda *x: products.append("weight") or gradient(*x))
     counts = [5, 0, 9, 3]
     gate, up, weight, w2 = inputs(counts, torch.float64, torch.float64)
     hidden = gate.view_as(gate), up.view_as(up)
-    made = ExpertProducts(groups=Groups(torch.tensor(counts)), grouped=False)
+    made = ExpertProducts(groups=Groups(torch.tensor(counts)), kind="loop")
     (y_RD,) = made.down(hidden, weight.view_as(weight), w2)
     cotangent = random(*y_RD.shape, dtype=torch.float64, seed=4).detach()
     want = torch.autograd.grad(y_RD, [gate, up, weight, w2], cotangent, retain_graph=True)

@@ -145,6 +145,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "rows_kept": {"activation_checkpoint.mode": "full_but_rows"},
     "accumulated": {"moe.accumulate_weight_gradients": True},
+    "compiled": {"compile.enable": True, "compile.backend": "aot_eager"},
 }
 """Not dealt with the other features: the sweep has mappings for each."""
 BATCHES = {"1": {}, "2": {"training.local_batch_size": 2, "training.global_batch_size": 16}}

@@ -239,6 +239,8 @@ class InFlight(NamedTuple):
 
     mark: Tensor
     wire: _Wire | None
+    rows: Tensor | None = None
+    """What is in flight, if the code is traced."""
 
 
 def start(
@@ -256,12 +258,20 @@ def start(
     if group.size == 1:
         return InFlight(x, None)
     wire = _Wire(*_splits(x, group, send, receive), group, small and in_region())
+    if torch.compiler.is_compiling():
+        mark, rows = _TracedStart.apply(x, wire.send, wire.receive, group)
+        return InFlight(mark, wire, rows)
     return InFlight(_Start.apply(x, wire), wire)
 
 
 def arrive(flight: InFlight) -> Tensor:
     """Wait for the rows that `start` sent to this rank, and return them. Called once for each start."""
-    return flight.mark if flight.wire is None else _Arrive.apply(*flight)
+    mark, wire, rows = flight
+    if wire is None:
+        return mark
+    if rows is not None:
+        return _TracedArrive.apply(mark, rows, wire.send, wire.receive, wire.group)
+    return _Arrive.apply(mark, wire)
 
 
 def send_back(x: Tensor, flight: InFlight) -> InFlight:
@@ -284,10 +294,7 @@ def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] 
 
 
 class _Wire:
-    """The sizes of an all-to-all in two calls, and what is in flight: rows in forward, their gradients in backward.
-
-    Code that is traced has nothing in flight, so its mark can be the rows, and the compiler sees who waits for them.
-    """
+    """The sizes of an all-to-all in two calls, and what is in flight: rows in forward, their gradients in backward."""
 
     def __init__(self, send: list[int], receive: list[int], group: Group, is_cached: bool):
         """is_cached: whether recomputation uses what arrived in forward, and sends nothing."""
@@ -296,16 +303,12 @@ class _Wire:
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Send rows, and return their mark."""
-        if torch.compiler.is_compiling():
-            return send_rows(x, send, receive, self.group)
         self.flying = send_rows(x, send, receive, self.group)
         turns.mark_sent()
         return x.new_empty(0)
 
-    def land(self, mark: Tensor) -> Tensor:
+    def land(self) -> Tensor:
         """Wait for rows, and return them."""
-        if torch.compiler.is_compiling():
-            return _ops.wait_tensor(mark)
         turns.hand_over()  # meanwhile another microbatch may compute
         flying, self.flying = self.flying, None
         return wait(flying, self.group)
@@ -321,19 +324,45 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, mark):
-        return ctx.wire.land(mark), None
+        return ctx.wire.land(), None
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mark, wire):
         ctx.wire = wire
-        return cached(lambda: wire.land(mark)).detach() if wire.is_cached else wire.land(mark)
+        return cached(wire.land).detach() if wire.is_cached else wire.land()
 
     @staticmethod
     def backward(ctx, grad):
         wire = ctx.wire
         return wire.depart(grad, wire.receive, wire.send), None
+
+
+class _TracedStart(torch.autograd.Function):
+    """`_Start` in a graph, which shows the compiler what is in flight. So the gradient of the mark is what is in flight
+    in backward, and the mark has its shape: that of x. Nothing reads the mark, so compiled code does not make it."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        rows = send_rows(x, send, receive, group)
+        ctx.mark_non_differentiable(rows)
+        return x.new_empty(x.shape), rows
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return _ops.wait_tensor(grad), None, None, None
+
+
+class _TracedArrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mark, rows, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _ops.wait_tensor(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):

@@ -33,6 +33,10 @@ def read(x: Tensor) -> Any:
 
 
 def _copy(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    if (
+        torch.compiler.is_compiling()
+    ):  # one copy: `tolist` of a tensor on the GPU would be traced as one for each number
+        return x.to("cpu"), None
     numbers, event = x.to("cpu", non_blocking=True), None
     if x.is_cuda:
         event = torch.cuda.Event()

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from threading import Lock
 
+import torch
 from torch import Tensor
 
 _running: Turns | None = None
@@ -52,7 +53,7 @@ def give_up_in_backward(x: Tensor) -> None:
     For each `give_up` of a forward. Otherwise forward would have three turns a layer and backward two, and soon forward
     would take a turn in which it computes nothing each time backward has just sent its rows.
     """
-    if x.grad_fn is not None:
+    if not torch.compiler.is_compiling() and x.grad_fn is not None:
         x.grad_fn.register_hook(lambda *_: give_up())
 
 

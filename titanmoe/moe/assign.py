@@ -79,15 +79,17 @@ def copy_rows(
 
 def first_rows(x_RD: Tensor, rows: int) -> Tensor:
     """Return the first rows of a buffer, of which the others are unused."""
+    if torch.compiler.is_compiling():  # their number is not known then
+        return x_RD.narrow(0, 0, rows)
     rest = x_RD.shape[0] - rows
     return x_RD.split([rows, rest])[0] if rest else x_RD  # so that backward need not copy
 
 
 def cut(route: Route, rows: int) -> Route:
     """The route of a buffer's first rows, if no token has others."""
-    if rows == len(route.source_R):
+    if not torch.compiler.is_compiling() and rows == len(route.source_R):
         return route
-    return Route(route.source_R[:rows], route.slot_TJ.clamp(max=rows))
+    return Route(route.source_R.narrow(0, 0, rows), route.slot_TJ.clamp(max=rows))
 
 
 @named("permute")

@@ -3,7 +3,7 @@
 Experts make one object for each call, which says how the call multiplies:
 
     ExpertProducts      in the tokens' dtype, with a backward of its own that saves little
-    TracedProducts      where torch.compile traces the call: plain formulas, of which the compiler chooses what to save
+    ProductsInGraph     the same, where torch.compile traces the call (titanmoe.moe.products_in_graph)
     EightBitProducts    with factors in 8 bits (titanmoe.moe.fp8)
 
 Biases are added by the experts themselves (titanmoe.moe.experts).
@@ -16,16 +16,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.recomputation import recomputing
-from titanmoe.moe.grouped import Groups, even_product, grouped_gradient, grouped_loop, grouped_product, loop_gradient
+from titanmoe.moe.grouped import (
+    Groups,
+    even_gradient,
+    even_product,
+    grouped_gradient,
+    grouped_loop,
+    grouped_product,
+    loop_gradient,
+)
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+
+Kind = Literal["grouped", "even", "loop"]
+"""How rows are multiplied: by torch's grouped product, by a batched one if all experts have as many rows, or one expert
+after the other, for which the host has to know their rows."""
+PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": grouped_loop}
+GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -33,11 +47,14 @@ class ExpertProducts:
     """How one call of the experts multiplies its routed tokens, sorted by expert, by the experts' matrices."""
 
     groups: Groups
-    grouped: bool
-    """Whether torch's grouped product computes them, else a loop over experts."""
+    kind: Kind
     clamped: bool = False
     """Whether the activation is gpt-oss's."""
     kernels: str = "auto"
+
+    @property
+    def grouped(self) -> bool:
+        return self.kind == "grouped"
 
     # ---- differentiable
 
@@ -70,39 +87,17 @@ class ExpertProducts:
         return w_eFD
 
     def product(self, x_RD: Any, w_eFD: Any) -> Tensor:
-        return (grouped_product if self.grouped else grouped_loop)(x_RD, w_eFD, self.groups)
+        return PRODUCTS[self.kind](x_RD, w_eFD, self.groups)
 
     def weight_gradient(self, grad_RD: Tensor, h_RF: Tensor, add: AddGradient | None) -> Tensor | None:
         """Return the gradient of a weight, (e, D, F); None if it has been added to a sum."""
         if add is not None:
             return add(grad_RD, h_RF, self)
-        return (grouped_gradient if self.grouped else loop_gradient)(grad_RD, h_RF, self.groups)
+        return GRADIENTS[self.kind](grad_RD, h_RF, self.groups)
 
 
 AddGradient = Callable[[Tensor, Tensor, ExpertProducts], None]
 """Adds the gradient of a weight to its sum over microbatches. Arguments as of `ExpertProducts.weight_gradient`."""
-
-
-@dataclass(eq=False, kw_only=True)
-class TracedProducts(ExpertProducts):
-    """Products by plain formulas, which autograd or a compiler differentiates."""
-
-    groups: Groups | Tensor
-    """Code that is traced gets the counts, (e,)."""
-    even: bool = False
-    """Whether all experts have the same number of rows."""
-
-    def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[AddGradient | None] = ()) -> tuple[Tensor, ...]:
-        return tuple(self.product(x_RD, w) for w in weights)
-
-    def down(
-        self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: AddGradient | None = None
-    ) -> tuple[Tensor, ...]:
-        h_RF = plain_swiglu(*gate_and_up(hidden), weight_R1, self.clamped)
-        return tuple(self.product(h_RF, w) for w in weights)
-
-    def product(self, x_RD: Tensor, w_eFD: Tensor) -> Tensor:
-        return even_product(x_RD, w_eFD, self.groups) if self.even else super().product(x_RD, w_eFD)
 
 
 class _Up(torch.autograd.Function):
@@ -112,20 +107,13 @@ class _Up(torch.autograd.Function):
     def forward(ctx, x_RD, how, sums, *weights):
         ctx.save_for_backward(x_RD if any(ctx.needs_input_grad[-len(weights) :]) else None, *weights)
         ctx.how, ctx.sums = how, sums
-        rows = how.rows(x_RD)
-        return tuple(how.product(rows, how.weight(f"up {i}", w)) for i, w in enumerate(weights))
+        return tuple(multiply(how, "up", x_RD, weights))
 
     @staticmethod
     def backward(ctx, *grads):
         x_RD, *weights = ctx.saved_tensors
-        how, grad_x, grad_weights = ctx.how, None, [None] * len(weights)
-        grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
-        if gradient_wanted(ctx, 0):
-            grad_x = _through(how, "up", grads, weights)
-        for i, grad in enumerate(grads):
-            if gradient_wanted(ctx, 1 + i):  # its index among the inputs that are tensors
-                add = ctx.sums[i] if i < len(ctx.sums) else None
-                grad_weights[i] = how.weight_gradient(grad, x_RD, add)
+        wanted = [gradient_wanted(ctx, i) for i in range(1 + len(weights))]  # of the inputs that are tensors
+        grad_x, grad_weights = up_backward(ctx.how, grads, x_RD, weights, wanted, ctx.sums)
         return grad_x, None, None, *grad_weights
 
 
@@ -139,34 +127,79 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx, how, add, recomputes, parts, *tensors):
         # tensors: the parts of hidden, weight_R1, weights
-        (gate_RF, up_RF), weight_R1, weights = gate_and_up(tensors[:parts]), tensors[parts], tensors[parts + 1 :]
+        hidden, weight_R1, weights = tensors[:parts], tensors[parts], tensors[parts + 1 :]
         ctx.save_for_backward(*tensors)
         ctx.how, ctx.add, ctx.parts = how, add, parts
-        make, _ = activation(gate_RF, how.clamped, how.kernels)
-        unused = [gate_RF.new_empty(gate_RF.shape[0], weights[0].shape[1])] if recomputes else []
-        needed = list(enumerate(weights))[len(unused) :]
-        rows = how.rows(make(gate_RF, up_RF, weight_R1)) if needed else None
-        return *unused, *(how.product(rows, how.weight(f"down {i}", w)) for i, w in needed)
+        if not recomputes:
+            return tuple(multiply(how, "down", activate(how, hidden, weight_R1), weights))
+        unused = hidden[0].new_empty(hidden[0].shape[0], weights[0].shape[1])
+        needed = weights[1:]
+        return unused, *(multiply(how, "down", activate(how, hidden, weight_R1), needed, 1) if needed else ())
 
     @staticmethod
-    def backward(ctx, *grads_out):
-        how, tensors, parts = ctx.how, ctx.saved_tensors, ctx.parts
-        arguments, weights = (*gate_and_up(tensors[:parts]), tensors[parts]), tensors[parts + 1 :]
+    def backward(ctx, *grads):
+        tensors, parts = ctx.saved_tensors, ctx.parts
+        hidden, weight_R1, weights = tensors[:parts], tensors[parts], tensors[parts + 1 :]
         # The routing weights may have a gradient where the rows have none: where nothing before the router is trained.
         inputs = any(gradient_wanted(ctx, i) for i in range(parts + 1))
-        grads_out = [grad.contiguous() for grad in grads_out]
-        make, differentiate = activation(arguments[0], how.clamped, how.kernels)
-        grad_hidden, grad_R1 = [None] * parts, None
-        if inputs:
-            h_RF, grad_both, grad_R1 = differentiate(_through(how, "down", grads_out, weights), *arguments)
-            grad_hidden = grad_both.chunk(parts, 1)
-        else:
-            h_RF = make(*arguments)
-        grad_weights = [None] * len(weights)
-        for i, grad in enumerate(grads_out):
-            if gradient_wanted(ctx, parts + 1 + i):
-                grad_weights[i] = how.weight_gradient(grad, h_RF, None if i else ctx.add)
+        wanted = [inputs, *(gradient_wanted(ctx, parts + 1 + i) for i in range(len(weights)))]
+        grad_both, grad_R1, grad_weights = down_backward(ctx.how, grads, hidden, weight_R1, weights, wanted, ctx.add)
+        grad_hidden = [None] * parts if grad_both is None else grad_both.chunk(parts, 1)
         return None, None, None, None, *grad_hidden, grad_R1, *grad_weights
+
+
+# ---- the formulas, not differentiable
+
+
+def multiply(how: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0) -> list[Tensor]:
+    """Return the product of the rows with each of the weights, which are numbered from `first`."""
+    rows = how.rows(x_RD)
+    return [how.product(rows, how.weight(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
+
+
+def activate(how: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
+    gate_RF, up_RF = gate_and_up(hidden)
+    make, _ = activation(gate_RF, how.clamped, how.kernels)
+    return make(gate_RF, up_RF, weight_R1)
+
+
+def up_backward(
+    how: ExpertProducts,
+    grads: Sequence[Tensor],
+    x_RD: Tensor | None,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    sums: Sequence[AddGradient | None] = (),
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return the gradients of the rows and of each weight, if they are wanted."""
+    grads = [grad if grad.stride(1) == 1 and grad.stride(0) else grad.contiguous() for grad in grads]
+    grad_x = _through(how, "up", grads, weights) if wanted[0] else None
+    adders = [*sums, *[None] * (len(weights) - len(sums))]
+    each = zip(grads, adders, wanted[1:], strict=True)
+    return grad_x, [how.weight_gradient(grad, x_RD, add) if wants else None for grad, add, wants in each]
+
+
+def down_backward(
+    how: ExpertProducts,
+    grads: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    weight_R1: Tensor,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    add: AddGradient | None = None,
+) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
+    """Return the gradients of gate and up, side by side, and of the routing weights, if these are wanted; and of each
+    weight that is."""
+    arguments = *gate_and_up(hidden), weight_R1
+    grads = [grad.contiguous() for grad in grads]
+    make, differentiate = activation(arguments[0], how.clamped, how.kernels)
+    grad_both = grad_R1 = None
+    if wanted[0]:
+        h_RF, grad_both, grad_R1 = differentiate(_through(how, "down", grads, weights), *arguments)
+    else:
+        h_RF = make(*arguments)
+    each = enumerate(zip(grads, wanted[1:], strict=True))
+    return grad_both, grad_R1, [how.weight_gradient(g, h_RF, None if i else add) if w else None for i, (g, w) in each]
 
 
 def _through(how: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -208,14 +241,23 @@ def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the value of `plain_swiglu`; the gradients of gate and up, side by side; and that of the weight."""
-    leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
-    with torch.enable_grad():
-        h_RF = plain_swiglu(*leaves, clamped)
-    *halves, weight = torch.autograd.grad(h_RF, leaves, grad_RF)
-    return h_RF.detach(), torch.cat(halves, 1), weight
+    gate, up, grad = (x.to(weight_R1.dtype) for x in (gate_RF, up_RF, grad_RF))
+    grad_h = grad * weight_R1
+    if clamped:
+        low = gate.masked_fill(gate > 7.0, 7.0)
+        gated = torch.sigmoid(1.702 * low)
+        act, factor = low * gated, up.masked_fill(up > 7.0, 7.0).masked_fill(up < -7.0, -7.0) + 1
+        grad_gate = (grad_h * factor * (gated + 1.702 * act * (1 - gated))).masked_fill(gate > 7.0, 0)
+        grad_up = (grad_h * act).masked_fill((up > 7.0) | (up < -7.0), 0)
+    else:
+        act, factor = F.silu(gate), up
+        grad_gate, grad_up = torch.ops.aten.silu_backward(grad_h * factor, gate), grad_h * act
+    h_RF = act * factor
+    grad_both_RF = torch.cat([grad.to(gate_RF.dtype) for grad in (grad_gate, grad_up)], 1)
+    return (h_RF * weight_R1).to(gate_RF.dtype), grad_both_RF, (grad * h_RF).sum(1, keepdim=True)
 
 
-def gate_and_up(hidden: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def gate_and_up(hidden: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return gate and up, (R, F) each."""
     return hidden if len(hidden) == 2 else hidden[0].chunk(2, 1)
 

@@ -14,9 +14,10 @@ from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
-from titanmoe.moe.expert_products import AddGradient, ExpertProducts, TracedProducts
+from titanmoe.moe.expert_products import AddGradient, ExpertProducts, Kind
 from titanmoe.moe.fp8 import EightBitProducts, Rounded
 from titanmoe.moe.grouped import Groups, can_group
+from titanmoe.moe.products_in_graph import ProductsInGraph
 from titanmoe.observe import named
 
 
@@ -75,21 +76,19 @@ class Experts(nn.Module):
         hidden = self.with_biases(hidden, member_Re, count_e)
         return self.with_last_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
 
-    def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts:
+    def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | ProductsInGraph:
         """Return how this call multiplies."""
-        grouped = self.uses_grouped_mm(x_RD, local(self.w1))
-        common = {"clamped": self.clamped, "kernels": self.kernels}
+        kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, local(self.w1)) else "loop"
+        if kind == "loop" and self.even_rows:
+            kind = "even"
         if torch.compiler.is_compiling():
-            # torch's grouped product can only be traced in bfloat16, the loop not at all.
-            even = self.even_rows and not (grouped and x_RD.dtype == torch.bfloat16)
-            return TracedProducts(groups=count_e, grouped=grouped, even=even, **common)
-        groups = Groups(count_e)
+            return ProductsInGraph.of(count_e, kind, self.clamped, self.kernels)
+        common = {"groups": Groups(count_e), "clamped": self.clamped, "kernels": self.kernels}
         if self.dtype == "compute":
-            return ExpertProducts(groups=groups, grouped=grouped, **common)
+            return ExpertProducts(kind=kind, **common)
         emulated = self.dtype == "fp8_emulated"
-        return EightBitProducts(
-            groups=groups, grouped=grouped and not emulated, emulated=emulated, rounded=self.rounded, **common
-        )
+        kind = "loop" if emulated else kind
+        return EightBitProducts(kind=kind, emulated=emulated, rounded=self.rounded, **common)
 
     def gate_and_up(self, products: ExpertProducts, x_RD: Tensor) -> tuple[Tensor, ...]:
         """Return both, (R, F) each, or side by side, (R, 2F)."""

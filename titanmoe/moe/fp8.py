@@ -105,7 +105,7 @@ class EightBitProducts(ExpertProducts):
 
     rounded: Rounded = field(default_factory=Rounded)
     emulated: bool = False
-    """Whether the plain formula computes them, which is a loop over experts: `grouped` is False then."""
+    """Whether the plain formula computes them, which is a loop over experts: `kind` is "loop" then."""
 
     def rows(self, x_RD: Tensor) -> Quantised:
         return quantise(x_RD, self.kernels)

@@ -52,14 +52,18 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same in one call to torch's grouped matrix product."""
-    # Code that is traced gets a tensor, not Groups.
-    ends_e = count.ends_e if isinstance(count, Groups) else count.cumsum(0, dtype=torch.int32)
-    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=groups_of(count).ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """The same if all experts have the same number of rows: it is in the shape, so any dtype can be traced."""
+    """The same if all experts have the same number of rows, in one batched product without knowing it on the host."""
     return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
+
+
+def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+    """Return `loop_gradient` if all experts have the same number of rows."""
+    e = len(groups_of(count).count_e)
+    return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:

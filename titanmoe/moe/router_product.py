@@ -27,9 +27,9 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 
 def takes_parts(setting: str, x_TD: Tensor, wide: torch.dtype) -> bool:
-    """Whether the product goes by parts: `[moe] router_product`. Compiled code keeps the float32 product."""
+    """Return whether the product goes by parts: `[moe] router_product`."""
     fits = x_TD.dtype == torch.bfloat16 and wide == torch.float32
-    return setting == "auto" and fits and device.kind(x_TD) == "cuda" and not torch.compiler.is_compiling()
+    return setting == "auto" and fits and device.kind(x_TD) == "cuda"
 
 
 def plain_parts(x_RC: Tensor, backwards: bool) -> Tensor:

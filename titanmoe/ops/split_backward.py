@@ -12,10 +12,15 @@ from torch import Tensor
 
 def with_own_node(x: Tensor) -> Tensor:
     """The same tensor, not a leaf: the engine cannot say whether it will visit one."""
+    if torch.compiler.is_compiling():  # a graph is never run for a part of its gradients
+        return x
     return x.view_as(x) if x.is_leaf and x.requires_grad else x
 
 
 def gradient_wanted(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
-    """Whether the running backward pass wants the gradient of this input; it came through `with_own_node` or a node."""
+    """Return whether the running backward pass wants the gradient of this input, which came through `with_own_node` or
+    a node. In traced code `number` counts all inputs, so those that are tensors come first there."""
+    if torch.compiler.is_compiling():
+        return ctx.needs_input_grad[number]
     node = ctx.next_functions[number][0]
     return node is not None and torch._C._will_engine_execute_node(node)

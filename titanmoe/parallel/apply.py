@@ -67,7 +67,7 @@ def build(
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
-    stored, compute = (getattr(torch, n) for n in (config.training.dtype, config.training.mixed_precision_param))
+    stored = getattr(torch, config.training.dtype)
     stages = []
     for number in (number for number, rank in enumerate(ranks) if rank == meshes.pp.rank):
         with torch.device("meta"):
@@ -78,7 +78,7 @@ def build(
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)
-        compile_parts(model, config.compile, config.moe, compute, splits)
+        compile_parts(model, config.compile, config.moe, splits)
         recompute(model, config.activation_checkpoint, config.compile.enable and not why_in_parts(config.moe, splits))
         shard_data(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)

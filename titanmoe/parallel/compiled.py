@@ -3,60 +3,26 @@
 Attention, dense layers and the head are one graph each, but of a head whose loss goes through slices of the vocabulary
 only the norm is compiled, and of one that computes multi-token prediction after its norm only the loss. A block's own
 norms are not: on GPUs they are one kernel anyway, and calling a graph takes the host several times as long. A MoE layer
-with padded bins is one graph too, from router to combine and including its all-to-alls: experts are an FSDP unit of
-their own, but their hooks run around the graph (`compile_layer`). If sizes depend on the routing, dispatch is not
-compiled, only the experts and the shared expert. Any number of rows, including none and one, then runs the graph of the
-experts' first call. Identical layers share their graphs.
+is one graph, from router to combine and including its messages (`why_in_parts` says where it cannot be): sizes that
+depend on the routing are read once, inside the graph, and any number of rows, none included, runs the same one. Experts
+are an FSDP unit of their own, but their hooks run around the graph (`compile_layer`). Identical layers share their
+graphs.
 
-All other sizes are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
+All sizes else are declared static (`dynamic=False`). Otherwise torch, which remembers all sizes that a function has
 had in this process, would compile them as variables after a model with other sizes, and capacity_factor too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Compile as Options
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import forgets_empty_groups
+from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.moe.layer import MoE
-
-
-def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The experts' products as one graph. static: whether every call has as many rows, as with padded bins."""
-    plain = experts.products
-
-    def products(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        torch._check(x_RD.shape[0] == weight_R1.shape[0])
-        return plain(x_RD, weight_R1, count_e)
-
-    compiled = torch.compile(products, backend=backend, fullgraph=True, dynamic=False if static else None)
-
-    def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        # The loop over experts reads each one's number of rows on the host, and a graph cannot zero the gradients that
-        # the grouped product leaves unwritten.
-        if not experts.uses_grouped_mm(x_RD, local(experts.w1)) or (forgets_empty_groups(x_RD) and not static):
-            return plain(x_RD, weight_R1, count_e)
-        if static:
-            return compiled(x_RD, weight_R1, count_e)
-        rows = x_RD.shape[0]
-        if rows == 0:  # inductor refuses an empty operand of a weight gradient; a row of zeros adds exact zeros
-            x_RD, weight_R1 = F.pad(x_RD, (0, 0, 0, 1)), F.pad(weight_R1, (0, 0, 0, 1))
-            count_e = (torch.arange(count_e.shape[0], device=count_e.device) == 0).to(count_e.dtype)
-        for x in (x_RD, weight_R1):
-            torch._dynamo.decorators.mark_unbacked(x, 0)
-        y_RD = compiled(x_RD, weight_R1, count_e)
-        return y_RD if rows else y_RD[:0]
-
-    return run
 
 
 def compile_layer(moe: MoE, backend: str) -> None:
@@ -80,18 +46,28 @@ def _without_hooks(moe: MoE) -> MoE:
 
 
 def why_in_parts(options: MoEOptions, splits: bool) -> str:
-    """Why MoE layers are not compiled as one graph; "" if they are. splits: whether the schedule splits backward."""
-    if not options.pad_to_capacity:
-        return "sizes depend on the routing (moe.pad_to_capacity = false)"
+    """Return why MoE layers are not compiled as one graph; "" if they are.
+
+    Args:
+        splits: whether the schedule splits backward.
+    """
+    if not DISPATCHERS.look_up(options.dispatcher).traceable:
+        return f'torch.compile cannot trace moe.dispatcher = "{options.dispatcher}"'
     if options.expert_dtype != "compute":
         return f'products in 8 bits cannot be traced (moe.expert_dtype = "{options.expert_dtype}")'
+    if options.overlap != "none":
+        return f'moe.overlap = "{options.overlap}" computes attention, or another microbatch, inside the layer'
     if splits:
         return "a schedule that splits backward would send every gradient's rows twice"
     return ""
 
 
-def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute: torch.dtype, splits: bool) -> None:
-    """Compiles each block's parts, and the head. splits: whether the schedule splits backward."""
+def compile_parts(model: Transformer, options: Options, moe: MoEOptions, splits: bool) -> None:
+    """Compile each block's parts, and the head.
+
+    Args:
+        splits: whether the schedule splits backward.
+    """
     if not options.enable:
         return
     if splits:
@@ -108,10 +84,6 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
             compile_layer(block.moe, options.backend)
         elif block.moe is not None:
             parts.append(block.moe.shared)
-            experts = block.moe.experts
-            # Only the products: rows may be in flight in forward. torch's grouped product only traces in bfloat16.
-            if compute == torch.bfloat16 and experts.dtype == "compute":
-                experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.

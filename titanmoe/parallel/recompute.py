@@ -16,8 +16,9 @@ routed tokens that arrived, are saved outside of `feed`, the last that `feed` sa
 expert's, and nothing is dispatched again. Of other messages only those over tp are sent twice, of `attend` and of a
 shared expert, and the host never waits a second time: titanmoe.comm.recomputation.
 
-A layer that is compiled as one graph is recomputed as one, messages included, in `moe` and `full`. In `full_but_rows`
-the products are a region inside the graph, and `feed` is none: no message is sent again.
+A layer that is compiled as one graph is no region: the three modes mean the same for it. Its products are a region
+inside the graph, of which routed tokens are saved and gate and up are recomputed; of the rest the compiler saves what
+is small. No message is sent again.
 
 `selective` recomputes what takes little time for its memory. The modules say what that is (titanmoe.models.layers):
 
@@ -195,12 +196,9 @@ def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: b
 
 
 def _recompute_layer(block: Block, moe: MoE, rows_saved: bool, in_one_graph: bool) -> None:
-    if rows_saved:
+    if rows_saved or in_one_graph:
         _make_products_a_region(moe)
-        if not in_one_graph:
-            _make_feed_a_region(block)
-            _dispatch_once(moe)
-    else:
-        _make_feed_a_region(block)
-        if not in_one_graph:
-            _end_at_products(moe)
+    if in_one_graph:
+        return
+    _make_feed_a_region(block)
+    (_dispatch_once if rows_saved else _end_at_products)(moe)

@@ -38,27 +38,31 @@ class AllToAll(Dispatcher):
     @named("dispatch")
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
         """If bins are not padded, rows fill a buffer of the largest possible size before their number is known; then
-        the unused end is cut off.
+        the unused end is cut off. A graph would copy the gradients once more for that, so it reads the number first.
         """
         G, e = self.group.size, self.local_experts
         host_waits = device.way(x_TD, True, cpu=False, compiled=True)
         if G == 1 and not bin_rows and self.allows_unused_rows and host_waits:
             return self.dispatch_to_itself(x_TD, weights_TK, chosen_TK)
         entry_R, slot, count_E, counts = self.assign(chosen_TK, bin_rows)
+        in_graph = counts is not None and torch.compiler.is_compiling()
+        if in_graph:
+            count_Ge, send, receive = counts.read()
+            entry_R, slot = entry_R.narrow(0, 0, sum(send)), slot.clamp(max=sum(send))
         # Rows that are reordered when they arrive are packed with their weights, and unpacked, on the way.
         packed = G > 1 and e > 1 and can_pack(x_TD, self.kernels)
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels, packed)
         if counts is None:
             send = receive = None  # the same size to and from every rank
-            arriving, count_Ge = G * e * bin_rows, count_E.new_full((G, e), bin_rows)
-        else:
+            count_Ge = count_E.new_full((G, e), bin_rows)
+        elif not in_graph:
             turns.give_up_in_backward(x_RD)
             count_Ge, send, receive = counts.read()  # the layer's only host sync
-            arriving, leaving = sum(receive), sum(send)
-            x_RD, route = first_rows(x_RD, leaving), cut(route, leaving)
-            weights_R1 = None if packed else first_rows(weights_R1, leaving)
+            x_RD, route = first_rows(x_RD, sum(send)), cut(route, sum(send))
+            weights_R1 = None if packed else first_rows(weights_R1, sum(send))
         x_flight = start(x_RD, self.group, send, receive)
         weights = weights_TK.dtype if packed else start(weights_R1, self.group, send, receive, small=True)
+        arriving = G * e * bin_rows if counts is None else sum(receive)
         regroup = by_expert(count_Ge, arriving, self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_Ge[0]
         return AllToAllExchange(x_flight, weights, count_e, regroup, route, self.kernels)

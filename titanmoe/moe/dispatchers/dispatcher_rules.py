@@ -56,6 +56,8 @@ class DispatcherRules(Rules):
     """Whether it needs to know which ranks of its group share a node."""
     unused_rows = False
     """Whether experts get unused rows after the last one that is theirs, for which they may compute NaN."""
+    traceable = False
+    """Whether torch.compile can trace its exchanges, as part of a MoE layer in one graph."""
     asks_machine = False
     """Whether it needs more than torch.distributed; then its `missing` says what this machine lacks."""
     no_bins = ""
@@ -120,12 +122,14 @@ class DispatcherRules(Rules):
 class AllToAllRules(DispatcherRules):
     help = "alltoall moves each token only to its experts' ranks."
     implementation = "titanmoe.moe.dispatchers.alltoall:AllToAll"
+    traceable = True
     search_tries = True
 
 
 class AllGatherRules(DispatcherRules):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
     implementation = "titanmoe.moe.dispatchers.allgather:AllGather"
+    traceable = True
     cannot_overlap = "sends and waits at once"
     own_buffers = True
 
@@ -139,6 +143,7 @@ class HierarchicalRules(DispatcherRules):
         "ep x etp that spans nodes, if a token has several experts on one."
     )
     implementation = "titanmoe.moe.dispatchers.hierarchical:Hierarchical"
+    traceable = True
     host_syncs = 2
     works_by_node = True
     search_tries = True
@@ -165,6 +170,7 @@ class SymmetricMemoryRules(DispatcherRules):
         "which the host never waits for sizes: for GPUs that often idle waiting for the host."
     )
     implementation = "titanmoe.moe.dispatchers.symm_mem:Symmetric"
+    traceable = True
     host_syncs = 0
     cannot_overlap = "leaves its counts on the device"
     unused_rows = True

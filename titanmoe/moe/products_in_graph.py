@@ -1,0 +1,186 @@
+"""The products of a rank's experts as operations of a graph of torch.compile, which does not look into them.
+
+torch's grouped product can be traced in bfloat16 only, a loop over experts not at all, and inductor's backward fails
+for a rank without a row. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products in
+every dtype, for any number of rows. Sums of weight gradients and products in 8 bits are for calls that are not traced.
+
+Shapes as in titanmoe.moe.grouped; `hidden` as in titanmoe.moe.expert_products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanmoe.moe.expert_products import ExpertProducts, Kind, activate, down_backward, multiply, up_backward
+from titanmoe.moe.grouped import Groups
+
+
+@dataclass(eq=False, kw_only=True)
+class ProductsInGraph:
+    """The same two steps where torch.compile traces the call: each is one operation of the graph."""
+
+    groups: list[Tensor]
+    """The rows of each expert; and, made once for all operations of a layer, what `kind` takes of them: where they end,
+    or their numbers on the host."""
+    kind: Kind
+    clamped: bool
+    kernels: str
+
+    @staticmethod
+    def of(count_e: Tensor, kind: Kind, clamped: bool, kernels: str) -> ProductsInGraph:
+        groups = [count_e]
+        if kind == "grouped":
+            groups.append(count_e.cumsum(0, dtype=torch.int32))
+        elif kind == "loop":
+            groups.append(count_e.to("cpu"))  # on GPUs the host waits
+        return ProductsInGraph(groups=groups, kind=kind, clamped=clamped, kernels=kernels)
+
+    @property
+    def grouped(self) -> bool:
+        return self.kind == "grouped"
+
+    def up(self, x_RD: Tensor, *weights: Tensor, sums: Sequence[None] = ()) -> tuple[Tensor, ...]:
+        return tuple(experts_up(x_RD, weights, self.groups, self.kind, self.clamped, self.kernels))
+
+    def down(
+        self, hidden: tuple[Tensor, ...], weight_R1: Tensor, *weights: Tensor, add: None = None
+    ) -> tuple[Tensor, ...]:
+        how = self.groups, self.kind, self.clamped, self.kernels
+        return tuple(experts_down(hidden, weight_R1, weights, *how))
+
+
+def _products(groups: Sequence[Tensor], kind: Kind, clamped: bool, kernels: str) -> ExpertProducts:
+    made = Groups(groups[0])
+    if kind == "grouped":
+        made.ends_e = groups[1]
+    elif kind == "loop":
+        made.sizes = groups[1].tolist()
+    return ExpertProducts(groups=made, kind=kind, clamped=clamped, kernels=kernels)
+
+
+@torch.library.custom_op("titanmoe::experts_up", mutates_args=())
+def experts_up(
+    x_RD: Tensor,
+    weights: Sequence[Tensor],
+    groups: Sequence[Tensor],
+    kind: str,
+    clamped: bool,
+    kernels: str,
+) -> list[Tensor]:
+    """`ExpertProducts.up`."""
+    return multiply(_products(groups, kind, clamped, kernels), "up", x_RD, weights)
+
+
+@experts_up.register_fake
+def _(x_RD, weights, *_):
+    return [x_RD.new_empty(x_RD.shape[0], w.shape[1]) for w in weights]
+
+
+@torch.library.custom_op("titanmoe::experts_up_backward", mutates_args=())
+def experts_up_backward(
+    grads: Sequence[Tensor],
+    x_RD: Tensor | None,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    groups: Sequence[Tensor],
+    kind: str,
+    clamped: bool,
+    kernels: str,
+) -> list[Tensor]:
+    """Return the wanted gradients, of the rows and of each weight."""
+    how = _products(groups, kind, clamped, kernels)
+    grad_x, grad_weights = up_backward(how, grads, x_RD, weights, wanted)
+    return [grad for grad in (grad_x, *grad_weights) if grad is not None]
+
+
+@experts_up_backward.register_fake
+def _(grads, x_RD, weights, wanted, *_):
+    grad_x = [grads[0].new_empty(grads[0].shape[0], weights[0].shape[2])] if wanted[0] else []
+    return grad_x + [w.new_empty(w.shape) for w, wants in zip(weights, wanted[1:], strict=True) if wants]
+
+
+@torch.library.custom_op("titanmoe::experts_down", mutates_args=())
+def experts_down(
+    hidden: Sequence[Tensor],
+    weight_R1: Tensor,
+    weights: Sequence[Tensor],
+    groups: Sequence[Tensor],
+    kind: str,
+    clamped: bool,
+    kernels: str,
+) -> list[Tensor]:
+    """`ExpertProducts.down`."""
+    how = _products(groups, kind, clamped, kernels)
+    return multiply(how, "down", activate(how, hidden, weight_R1), weights)
+
+
+@experts_down.register_fake
+def _(hidden, weight_R1, weights, *_):
+    return [hidden[0].new_empty(hidden[0].shape[0], w.shape[1]) for w in weights]
+
+
+@torch.library.custom_op("titanmoe::experts_down_backward", mutates_args=())
+def experts_down_backward(
+    grads: Sequence[Tensor],
+    hidden: Sequence[Tensor],
+    weight_R1: Tensor,
+    weights: Sequence[Tensor],
+    wanted: Sequence[bool],
+    groups: Sequence[Tensor],
+    kind: str,
+    clamped: bool,
+    kernels: str,
+) -> list[Tensor]:
+    """Return the wanted gradients: of gate and up, side by side, and of the routing weights; and of each weight."""
+    how = _products(groups, kind, clamped, kernels)
+    grad_both, grad_R1, grad_weights = down_backward(how, grads, hidden, weight_R1, weights, wanted)
+    return [grad for grad in (grad_both, grad_R1, *grad_weights) if grad is not None]
+
+
+@experts_down_backward.register_fake
+def _(grads, hidden, weight_R1, weights, wanted, *_):
+    rows, width = hidden[0].shape[0], weights[0].shape[2]
+    inputs = [hidden[0].new_empty(rows, 2 * width), weight_R1.new_empty(weight_R1.shape)] if wanted[0] else []
+    return inputs + [w.new_empty(w.shape) for w, wants in zip(weights, wanted[1:], strict=True) if wants]
+
+
+def _save_up(ctx, inputs, output):
+    x_RD, weights, groups, *ctx.how = inputs
+    ctx.wanted, ctx.groups = list(ctx.needs_input_grad[: 1 + len(weights)]), len(groups)  # flat, unlike in backward
+    ctx.save_for_backward(*groups, *weights, *([x_RD] if any(ctx.wanted[1:]) else []))
+
+
+def _differentiate_up(ctx, grads):
+    n, end = ctx.groups, ctx.groups + len(ctx.wanted) - 1
+    groups, weights, rows = ctx.saved_tensors[:n], ctx.saved_tensors[n:end], ctx.saved_tensors[end:]
+    out = iter(experts_up_backward(grads, rows[0] if rows else None, weights, ctx.wanted, groups, *ctx.how))
+    grad_x, *grad_weights = (next(out) if wants else None for wants in ctx.wanted)
+    return grad_x, grad_weights, [None] * n, None, None, None
+
+
+def _save_down(ctx, inputs, output):
+    hidden, weight_R1, weights, groups, *ctx.how = inputs
+    n = ctx.parts = len(hidden)
+    needs = ctx.needs_input_grad
+    ctx.wanted = [any(needs[: n + 1]), *needs[n + 1 : n + 1 + len(weights)]]
+    ctx.save_for_backward(*hidden, weight_R1, *weights, *groups)
+
+
+def _differentiate_down(ctx, grads):
+    n, end = ctx.parts, ctx.parts + len(ctx.wanted)
+    hidden, weight_R1, weights = ctx.saved_tensors[:n], ctx.saved_tensors[n], ctx.saved_tensors[n + 1 : end]
+    groups = ctx.saved_tensors[end:]
+    out = iter(experts_down_backward(grads, hidden, weight_R1, weights, ctx.wanted, groups, *ctx.how))
+    grad_hidden, grad_R1 = [None] * n, None
+    if ctx.wanted[0]:
+        grad_hidden, grad_R1 = list(next(out).chunk(n, 1)), next(out)
+    grad_weights = [next(out) if wants else None for wants in ctx.wanted[1:]]
+    return grad_hidden, grad_R1, grad_weights, [None] * len(groups), None, None, None
+
+
+experts_up.register_autograd(_differentiate_up, setup_context=_save_up)
+experts_down.register_autograd(_differentiate_down, setup_context=_save_down)
