@@ -468,13 +468,13 @@ def test_data_ranks_with_a_microbatch_less(world: int, rank: int) -> None:
 
 
 def test_a_rank_that_makes_its_groups_in_another_order() -> None:
-    real = meshes._dispatch
+    real = meshes._expert_groups
 
     def later(fold: Any, lanes: Any, node: int) -> Any:
         lanes.group("blocking", groups(fold, "attention", "tp"))
         return real(fold, lanes, node)
 
-    verdict = run(4, lambda rank: mock.patch.object(meshes, "_dispatch", later if rank == 3 else real))
+    verdict = run(4, lambda rank: mock.patch.object(meshes, "_expert_groups", later if rank == 3 else real))
     names(verdict, 0, 3)
     assert "same groups in the same order" in verdict.text
 

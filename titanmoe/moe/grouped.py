@@ -57,7 +57,10 @@ def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tens
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same if all experts have the same number of rows, in one batched product without knowing it on the host."""
-    return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
+    out_RF = x_RD.new_empty(x_RD.shape[0], w_eFD.shape[1])  # no view, so that it can be changed in place
+    e = len(w_eFD)
+    torch.bmm(x_RD.unflatten(0, (e, -1)), w_eFD.transpose(1, 2), out=out_RF.unflatten(0, (e, -1)))
+    return out_RF
 
 
 def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
