@@ -14,7 +14,7 @@ from tests.support.case_features import MODELS, TRAINED
 from tests.test_parity import in_few
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.families import mixers
-from titanmoe.models.tensors import Tuning, expert_splits, of_block
+from titanmoe.models.tensors import Tuning, of_block, of_experts
 from titanmoe.parallel.norm import replicas
 
 LORA = TRAINED["adapters"]
@@ -98,7 +98,7 @@ def test_the_plain_model_has_the_same_adapters() -> None:
     tuning, ours = Tuning.of(config), {}
     for layer, mixer in enumerate(mixers(config.model)):
         block = f"layers.{layer}"
-        matrices = of_block(config.model, mixer, True) | expert_splits(config.model)
+        matrices = of_block(config.model, mixer, True) | of_experts(config.model)
         ours |= {f"{block}.{name}": shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
     assert ours == {name: tuple(x.shape) for name, x in reference.initial_adapters(config, 0).items()}
 

@@ -78,7 +78,7 @@ def parameters(model: Model) -> Parameters:
 
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
-        attention=sum(elements(mixer.matrices(model) + mixer.vectors(model)) for mixer in of_blocks),
+        attention=sum(elements(mixer.parameters(model).values()) - elements(mixer.norms(model)) for mixer in of_blocks),
         dense=(layers - moe) * swiglu(model.dense_hidden),
         router=moe * model.num_experts * (dim + model.router_bias),
         experts=moe * model.num_experts * expert,
@@ -208,17 +208,9 @@ def work_of_parts(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[Bloc
 
 
 def _block_work(model: Model, mixer: MixerRules, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
-    name, experts = tensors.block_name(model, layer), has_experts(model, layer)
-    parts = tensors.of_block(model, mixer, experts)
-    adapters = walk.tuning.adapters(name, parts | (tensors.expert_splits(model) if experts else {}))
-    sizes = {part: prod(shape) for part, (shape, _) in (parts | adapters).items()}
-    if experts:
-        sizes |= {part: prod(shape) for part, shape in tensors.of_router(model).items()}
-        sizes |= {
-            part: model.top_k * size // model.num_experts
-            for part, size in (sizes | {part: prod(shape) for part, shape in tensors.of_experts(model).items()}).items()
-            if ".experts." in part
-        }
+    name = tensors.block_name(model, layer)
+    sizes = {part: prod(shape) for part, (shape, _) in tensors.of_layer(model, layer, mixer, walk.tuning).items()}
+    sizes |= {part: model.top_k * n // model.num_experts for part, n in sizes.items() if ".experts." in part}
 
     def step(chosen: Callable[[str], bool]) -> PartWork:
         """What has one input; every B comes after its A, which has the input of its matrix."""

@@ -66,8 +66,8 @@ def declared(model: Model, router: bool) -> dict[str, tuple[Shape, MatrixRows]]:
         rows |= {name: whole for name in parts if name.startswith(("ffn.w", "moe.shared.w"))}
         shapes = {name: shape for name, (shape, _) in parts.items()}
         if experts:
-            stacks = {name: shape for name, shape in tensors.of_experts(model).items() if len(shape) == 3}
-            shapes |= stacks | tensors.of_router(model)
+            stacks = {name: shape for name, (shape, _) in tensors.of_experts(model).items() if len(shape) == 3}
+            shapes |= stacks | {name: shape for name, (shape, _) in tensors.of_router(model).items()}
             rows |= dict.fromkeys(stacks, whole) | ({"moe.router.weight": whole} if router else {})
         out |= {f"{block}.{name}": (shapes[name], value) for name, value in rows.items()}
     if model.mtp_depth:

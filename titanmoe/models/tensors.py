@@ -24,34 +24,66 @@ def under(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
 
 
 def of_block(model: Model, mixer: MixerRules, experts: bool, tp: int = 1) -> dict[str, Split]:
-    """Those of a block that are sharded over attention's data ranks: all but its router and its experts."""
+    """Return shape and tp's dim of a block's parameters that are sharded over attention's data ranks: of all but its
+    router and its experts."""
     norm: Split = ((model.dim,), None)
-    splits = mixer.matrices(model) + mixer.vectors(model) + mixer.norms(model)
-    names = mixer.names(model) or [f"({n})" for n in range(len(splits))]
     tensors = {"attention_norm.weight": norm, "ffn_norm.weight": norm}
-    whole = mixer.whole(model, tp)
-    own = {name: (shape, None if name in whole else dim) for name, (shape, dim) in zip(names, splits, strict=True)}
-    tensors |= under("attention", own)
+    tensors |= under("attention", mixer.parameters(model))
     if not experts:
-        return tensors | under("ffn", swiglu(model.dim, model.dense_hidden))
-    if model.shared_hidden:
+        tensors |= under("ffn", swiglu(model.dim, model.dense_hidden))
+    elif model.shared_hidden:
         tensors |= under("moe.shared", swiglu(model.dim, model.shared_hidden))
         tensors |= {"moe.shared.gate.weight": ((1, model.dim), None)} if model.shared_gate else {}
-    return tensors
+    whole = tuple(f"attention.{module}.*" for module, ranks in mixer.up_to(model).items() if tp > ranks)
+    return {name: (shape, None if matches(name, whole) else dim) for name, (shape, dim) in tensors.items()}
 
 
-def of_router(model: Model) -> dict[str, Shape]:
-    bias: dict[str, Shape] = {"moe.router.bias": (model.num_experts,)} if model.router_bias else {}
-    return {"moe.router.weight": (model.num_experts, model.dim)} | bias
+def of_router(model: Model) -> dict[str, Split]:
+    """Return shape and dim (none) of a router's parameters: every rank of a stage has all of them."""
+    bias: dict[str, Split] = {"moe.router.bias": ((model.num_experts,), None)} if model.router_bias else {}
+    return {"moe.router.weight": ((model.num_experts, model.dim), None)} | bias
 
 
-def of_experts(model: Model) -> dict[str, Shape]:
+EXPERT_SPLITS = {"w1": 1, "w3": 1, "w2": 2}
+"""The dim of an expert's matrices that etp divides: the hidden one."""
+
+
+def of_experts(model: Model) -> dict[str, Split]:
+    """Return shape and etp's dim of the experts' parameters; ep divides dim 0. Of the last bias etp divides the model
+    dim, because otherwise every rank of etp would add it."""
     experts, hidden, dim = model.num_experts, model.expert_hidden, model.dim
-    matrices: dict[str, Shape] = {"w1": (experts, hidden, dim), "w3": (experts, hidden, dim)}
-    matrices["w2"] = experts, dim, hidden
-    biases: dict[str, Shape] = {f"{name}_bias": shape[:2] for name, shape in matrices.items()}
-    tensors = matrices | (biases if model.expert_biases else {})
-    return {f"moe.experts.{name}": shape for name, shape in tensors.items()}
+    shapes: dict[str, Shape] = dict.fromkeys(EXPERT_SPLITS, (experts, hidden, dim)) | {"w2": (experts, dim, hidden)}
+    tensors: dict[str, Split] = {name: (shapes[name], split) for name, split in EXPERT_SPLITS.items()}
+    if model.expert_biases:
+        tensors |= {f"{name}_bias": (shape[:2], 1) for name, shape in shapes.items()}
+    return under("moe.experts", tensors)
+
+
+def expert_data_dim(name: str) -> int:
+    """Return the dim of an experts' parameter that data ranks divide where they do not divide the experts: D of w1 and
+    w3, (E, F, D), D of w2, (E, D, F), the only width of a bias; of adapters the dim that is not the rank."""
+    return lora_spec.shared_dim(name) if lora_spec.is_adapter(name) else 2 if name in ("w1", "w3") else 1
+
+
+def of_layer(model: Model, layer: int, mixer: MixerRules, tuning: Tuning) -> dict[str, Split]:
+    """Return shape and sharded dim of all parameters of a block, by name, with its adapters."""
+    experts = has_experts(model, layer)
+    tensors = of_block(model, mixer, experts)
+    if experts:
+        tensors |= of_router(model) | of_experts(model)
+    return tensors | tuning.adapters(block_name(model, layer), tensors)
+
+
+def of_ends(model: Model, first: bool = True, last: bool = True) -> dict[str, Split]:
+    """Return shape and tp's dim of the parameters that a pipeline's first and last stage have beside blocks."""
+    vocabulary: Split = ((model.vocab_size, model.dim), 0)
+    norm: Split = ((model.dim,), None)
+    tensors = {"embed.weight": vocabulary} if first else {}
+    if last and model.mtp_depth:
+        tensors |= {f"mtp.0.{name}.weight": norm for name in ("hidden_norm", "embed_norm", "norm")}
+        tensors["mtp.0.project.weight"] = (model.dim, 2 * model.dim), None
+        tensors |= {} if first else {"embed_copy.weight": vocabulary}
+    return tensors | ({"head.norm.weight": norm, "head.weight": vocabulary} if last else {})
 
 
 def block_name(model: Model, layer: int) -> str:
@@ -61,24 +93,15 @@ def block_name(model: Model, layer: int) -> str:
 def shapes(model: Model, tuning: Tuning | None = None) -> Iterator[tuple[str, Shape]]:
     """Of all parameters, by their names in checkpoints: a tied embedding and its copies are one. tuning: brings
     adapters."""
-    norm, ends = (model.dim,), (model.vocab_size, model.dim)
-    yield "embed.weight", ends
+    ends = of_ends(model)
+    yield "embed.weight", ends.pop("embed.weight")[0]
     for layer, mixer in enumerate(mixers(model)):
-        block, experts = block_name(model, layer), has_experts(model, layer)
-        parts = of_block(model, mixer, experts)
-        tensors = {name: shape for name, (shape, _) in parts.items()}
-        if experts:
-            tensors |= of_router(model) | of_experts(model)
-        if tuning is not None:
-            matrices = parts | (expert_splits(model) if experts else {})
-            tensors |= {name: shape for name, (shape, _) in tuning.adapters(block, matrices).items()}
-        yield from ((f"{block}.{name}", shape) for name, shape in tensors.items())
-    if model.mtp_depth:
-        yield from ((f"mtp.0.{name}.weight", norm) for name in ("hidden_norm", "embed_norm", "norm"))
-        yield "mtp.0.project.weight", (model.dim, 2 * model.dim)
-    yield "head.norm.weight", norm
-    if not model.tie_embeddings:
-        yield "head.weight", ends
+        block = block_name(model, layer)
+        splits = of_layer(model, layer, mixer, tuning or Tuning())
+        yield from ((f"{block}.{name}", shape) for name, (shape, _) in splits.items())
+    if model.tie_embeddings:
+        del ends["head.weight"]
+    yield from ((name, shape) for name, (shape, _) in ends.items())
 
 
 def names(model: Model) -> list[str]:
@@ -137,29 +160,11 @@ class Tuning(NamedTuple):
         return out
 
 
-EXPERT_SPLITS = {"w1": 1, "w3": 1, "w2": 2}
-"""The dim of an expert's matrices that etp divides: the hidden one."""
-
-
-def expert_splits(model: Model) -> dict[str, Split]:
-    """The experts' matrices, and the dim of each that etp divides."""
-    shapes = of_experts(model)
-    return {f"moe.experts.{name}": (shapes[f"moe.experts.{name}"], dim) for name, dim in EXPERT_SPLITS.items()}
-
-
 def contradictions(config: Config) -> Iterator[Violation]:
     patterns, lora = config.training.freeze, config.lora
     if not lora.rank:
         yield from lora_spec.without_rank(config)
     if not patterns and not lora.rank:
-        return
-    table = "lora.rank" if lora.rank else "training.freeze"
-    if unnamed := next((mixer for mixer in mixers(config.model) if not mixer.names(config.model)), None):
-        yield Violation(
-            (table, "model.family"),
-            f"{table} goes by the names of parameters, and the rules of the {unnamed.name} of model.family = "
-            f'"{config.model.family}" do not state them: add `names` there (docs/extending.md), or leave {table} out',
-        )
         return
     everything = dict(shapes(config.model))
     yield from unmatched("training.freeze", patterns, everything)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshard
-from titanmoe.models.lora_spec import is_adapter, shared_dim
+from titanmoe.models.tensors import expert_data_dim
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
@@ -33,14 +33,8 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
     return num_experts // ep % edp != 0
 
 
-def model_dim(name: str) -> int:
-    """Return the dim of an experts' parameter that data ranks share: D of w1 and w3, (E, F, D), D of w2, (E, D, F), the
-    only width of a bias; of adapters the dim that is not the rank."""
-    return shared_dim(name) if is_adapter(name) else 2 if name in ("w1", "w3") else 1
-
-
 def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
-    placements = {id(parameter): Shard(model_dim(name)) for name, parameter in experts.named_parameters()}
+    placements = {id(parameter): Shard(expert_data_dim(name)) for name, parameter in experts.named_parameters()}
     return lambda parameter: placements[id(parameter)]
 
 

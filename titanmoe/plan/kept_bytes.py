@@ -14,6 +14,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, runs
 from titanmoe.models import tensors
+from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_rules import BatchShare
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import ModelKey, Sizes
@@ -88,17 +89,15 @@ def flow_of_blocks(key: ModelKey, tuning: Tuning) -> tuple[Flow, ...]:
     reached = not tuning.freezes("embed.weight")
     for layer, mixer in enumerate(key.mixers):
         experts, block = has_experts(model, layer), tensors.block_name(model, layer)
-        parts = tensors.of_block(model, mixer, experts)
-        adapters = tuning.adapters(block, parts | (tensors.expert_splits(model) if experts else {}))
-        more = tensors.of_router(model) | tensors.of_experts(model) if experts else {}
-        trained = [part for part in (*parts, *more, *adapters) if not tuning.freezes(f"{block}.{part}")]
+        parts = tensors.of_layer(model, layer, mixer, tuning)
+        trained = [part for part in parts if not tuning.freezes(f"{block}.{part}")]
         after_scores = tuple(f"attention.{part.removesuffix('.weight')}" for part in mixer.after_scores)
         network = "moe.experts." if experts else "ffn."
 
         def any_of(prefix: str, but: str | tuple[str, ...] = (), trained: list[str] = trained) -> bool:
             return any(part.startswith(prefix) and not part.startswith(but) for part in trained)
 
-        downs = [(part, shape[-2]) for part, (shape, _) in adapters.items() if part.endswith("A")]
+        downs = [(part, shape[-2]) for part, (shape, _) in parts.items() if is_adapter(part) and part.endswith("A")]
         attention, routed = "attention.", "moe.experts."
         into_attention = reached or any_of("attention_norm")
         into_ffn = into_attention or any_of(attention) or any_of("ffn_norm")

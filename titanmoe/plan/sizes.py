@@ -19,9 +19,8 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.lora_spec import shared_dim
 from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
-from titanmoe.models.tensors import Tuning, block_name, expert_splits, of_block
+from titanmoe.models.tensors import Tuning, block_name, of_block, of_experts
 from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
 
 EVERYTHING = Tuning()
@@ -116,27 +115,22 @@ def _block(key: ModelKey, tp: int, layer: int, tuning: Tuning) -> WeightUnit:
     name = tensors.block_name(model, layer)
     parts |= tuning.adapters(name, parts)
     frozen = _flags((f"{name}.{part}" for part in (*parts, *router)), tuning)
-    return _unit(tp, list(parts.values()), tuple(map(prod, router.values())), frozen)
+    return _unit(tp, list(parts.values()), tuple(prod(shape) for shape, _ in router.values()), frozen)
 
 
 @lru_cache(maxsize=4096)
 def _experts(key: ModelKey, ep: int, etp: int, edp: int, layer: int = 0, tuning: Tuning = EVERYTHING) -> WeightUnit:
     """layer: of the block, if not all of its tensors are trained."""
-    model = key.model
-    local_experts, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
-    shapes: list[Shape] = [(local_experts, hidden, dim), (local_experts, hidden, dim), (local_experts, dim, hidden)]
-    dims = [2, 2, 1]
-    if model.expert_biases:
-        shapes += [(local_experts, hidden), (local_experts, hidden), (local_experts, dim // etp)]
-        dims += [1, 1, 1]
-    name = tensors.block_name(model, layer)
-    adapters = tuning.adapters(name, tensors.expert_splits(model))
-    for part, (shape, split) in adapters.items():
-        shapes.append((local_experts, *(n // etp if i == split else n for i, n in enumerate(shape) if i)))
-        dims.append(shared_dim(part))
-    frozen = _flags((f"{name}.{part}" for part in (*tensors.of_experts(model), *adapters)), tuning)
+    model, name = key.model, tensors.block_name(key.model, layer)
+    parts = tensors.of_experts(model)
+    parts |= tuning.adapters(name, parts)
+    shapes = [tuple(n // etp if i == dim else n for i, n in enumerate(shape)) for shape, dim in parts.values()]
+    shapes = [(model.num_experts // ep, *shape[1:]) for shape in shapes]
+    dims = tuple(tensors.expert_data_dim(part.rpartition(".")[2]) for part in parts)
+    frozen = _flags((f"{name}.{part}" for part in parts), tuning)
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
-    return WeightUnit(tuple(shapes), tuple(dims) if local_experts % edp else (0,) * len(shapes), (), frozen)
+    uneven = model.num_experts // ep % edp
+    return WeightUnit(tuple(shapes), dims if uneven else (0,) * len(shapes), (), frozen)
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +214,7 @@ def adapters_of(config: Config, layer: int, w: int) -> Iterator[Adapter]:
     if not config.lora.rank:
         return
     model, experts = config.model, has_experts(config.model, layer)
-    matrices = of_block(model, mixers(model)[layer], experts) | (expert_splits(model) if experts else {})
+    matrices = of_block(model, mixers(model)[layer], experts) | (of_experts(model) if experts else {})
     pairs = list(Tuning.of(config).adapters(block_name(model, layer), matrices).items())
     for (name, (a, a_dim)), (_, (b, b_dim)) in zip(pairs[::2], pairs[1::2], strict=True):
         filled = -a[-2] % (16 // w) if ".experts." in name else 0  # titanmoe.models.lora

@@ -57,29 +57,21 @@ class GatedDeltaRules(MixerRules):
     by_runs = True
     after_scores = ("norm.weight", "wo.weight")
 
-    def matrices(self, model: Model) -> list[Split]:
+    def parameters(self, model: Model) -> dict[str, Split]:
         heads, dim = Heads.of(model), model.dim
-        widths = heads.key_width, heads.key_width, heads.value_width
-        projections: list[Split] = [((width, dim), 0) for width in (*widths, heads.value_width)]
+        key, value, values = heads.key_width, heads.value_width, heads.values
+        outputs = {"wq": key, "wk": key, "wv": value, "wz": value}
+        vectors: dict[str, Split] = {"dt_bias": ((values,), 0), "A_log": ((values,), 0)}
+        gates: dict[str, Split] = {}
         if heads.gate == "gla":
-            gates: list[Split] = [((GLA_RANK, dim), None), ((heads.key_width, GLA_RANK), 0)]
+            gates = {"wg_a.weight": ((GLA_RANK, dim), None), "wg_b.weight": ((key, GLA_RANK), 0)}
+            vectors = {"wg_b.bias": ((key,), 0)}
         else:
-            gates = [((heads.values, dim), 0)] * 2
-        taps: list[Split] = [((width, heads.conv_width), 0) for width in widths]
-        return [*projections, *gates, *taps, ((dim, heads.value_width), 1)]
-
-    def vectors(self, model: Model) -> list[Split]:
-        heads = Heads.of(model)
-        return [((heads.key_width,), 0)] if heads.gate == "gla" else [((heads.values,), 0)] * 2
-
-    def norms(self, model: Model) -> list[Split]:
-        return [((Heads.of(model).value_dim,), None)]
-
-    def names(self, model: Model) -> list[str]:
-        gla = Heads.of(model).gate == "gla"
-        matrices = [f"{w}.weight" for w in ("wq", "wk", "wv", "wz", *(("wg_a", "wg_b") if gla else ("wb", "wa")))]
-        vectors = ["wg_b.bias"] if gla else ["dt_bias", "A_log"]
-        return [*matrices, "conv_q", "conv_k", "conv_v", "wo.weight", *vectors, "norm.weight"]
+            outputs |= {"wb": values, "wa": values}
+        splits: dict[str, Split] = {f"{w}.weight": ((width, dim), 0) for w, width in outputs.items()} | gates
+        splits |= {f"conv_{part}": ((outputs[f"w{part}"], heads.conv_width), 0) for part in "qkv"}
+        splits["wo.weight"] = (dim, value), 1
+        return splits | vectors | {"norm.weight": ((heads.value_dim,), None)}
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
         """What makes beta and decay are gates, and AdamW's like the taps."""

@@ -33,36 +33,27 @@ class GroupedQuery(MixerRules):
     attends = True
     after_scores = ("wo.weight", "wo.bias")
 
-    def matrices(self, model: Model) -> list[Split]:
+    def parameters(self, model: Model) -> dict[str, Split]:
         query, key = _widths(model)
-        split: list[Split] = [((width, model.dim), 0) for width in (query, key, key)]
-        return split + [((query, model.dim), 0)] * model.attention_gate + [((model.dim, query), 1)]
-
-    def vectors(self, model: Model) -> list[Split]:
-        """Biases and sinks."""
-        query, key = _widths(model)
-        vectors: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
-        vectors += [((model.dim,), None)] * model.out_bias
-        return vectors + [((model.num_heads,), 0)] * model.attention_sinks
-
-    def norms(self, model: Model) -> list[Split]:
+        outputs = {"wq": query, "wk": key, "wv": key}
+        gate = {"wg": query} if model.attention_gate else {}
+        splits: dict[str, Split] = {f"{w}.weight": ((width, model.dim), 0) for w, width in (outputs | gate).items()}
+        splits["wo.weight"] = (model.dim, query), 1
+        if model.qkv_bias:
+            splits |= {f"{w}.bias": ((width,), 0) for w, width in outputs.items()}
+        if model.out_bias:
+            splits["wo.bias"] = (model.dim,), None
+        if model.attention_sinks:
+            splits["sinks"] = (model.num_heads,), 0
         if model.qk_norm == "head":
-            return [((model.head_dim,), None)] * 2
-        return [((width,), 0) for width in _widths(model)] if model.qk_norm == "full" else []
+            splits |= {f"{x}_norm.weight": ((model.head_dim,), None) for x in "qk"}
+        elif model.qk_norm == "full":
+            splits |= {"q_norm.weight": ((query,), 0), "k_norm.weight": ((key,), 0)}
+        return splits
 
-    def names(self, model: Model) -> list[str]:
-        projections = ("wq", "wk", "wv")
-        gate = ["wg"] * model.attention_gate
-        names = [f"{w}.weight" for w in (*projections, *gate, "wo")]
-        names += [f"{w}.bias" for w in projections if model.qkv_bias]
-        names += ["wo.bias"] * model.out_bias + ["sinks"] * model.attention_sinks
-        return names + [f"{x}_norm.weight" for x in "qk" if model.qk_norm != "none"]
-
-    def whole(self, model: Model, tp: int) -> tuple[str, ...]:
-        """Where there are more ranks than key heads, keys and values: each key head is on several."""
-        if tp <= model.num_kv_heads:
-            return ()
-        return "wk.weight", "wv.weight", "wk.bias", "wv.bias", *["k_norm.weight"] * (model.qk_norm == "full")
+    def up_to(self, model: Model) -> dict[str, int]:
+        """Where there are more ranks than key heads, each key head is on several."""
+        return dict.fromkeys(("wk", "wv", *["k_norm"] * (model.qk_norm == "full")), model.num_kv_heads)
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
         heads = ("wq", "wk", "wv", *["wg"] * model.attention_gate)

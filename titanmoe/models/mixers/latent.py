@@ -30,20 +30,17 @@ class Latent(MixerRules):
     attends = True
     after_scores = ("wo.weight",)
 
-    def matrices(self, model: Model) -> list[Split]:
+    def parameters(self, model: Model) -> dict[str, Split]:
         dim, heads, latent, rank = model.dim, model.num_heads, model.kv_lora_rank, model.q_lora_rank
         query, up = heads * model.head_dim, heads * (model.qk_nope_head_dim + model.v_head_dim)
-        to_query: list[Split] = [((rank, dim), None), ((query, rank), 0)] if rank else [((query, dim), 0)]
-        down: Split = ((latent + model.qk_rope_head_dim, dim), None)
-        return [*to_query, down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
-
-    def norms(self, model: Model) -> list[Split]:
-        return [((rank,), None) for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
-
-    def names(self, model: Model) -> list[str]:
-        to_query = ["wq_a", "wq_b"] if model.q_lora_rank else ["wq"]
-        norms = ["q_norm", "kv_norm"] if model.q_lora_rank else ["kv_norm"]
-        return [f"{name}.weight" for name in (*to_query, "wkv_a", "wkv_b", "wo", *norms)]
+        splits: dict[str, Split] = {"wq.weight": ((query, dim), 0)}
+        if rank:
+            splits = {"wq_a.weight": ((rank, dim), None), "wq_b.weight": ((query, rank), 0)}
+        splits["wkv_a.weight"] = (latent + model.qk_rope_head_dim, dim), None
+        splits["wkv_b.weight"] = (up, latent), 0
+        splits["wo.weight"] = (dim, heads * model.v_head_dim), 1
+        norms = {"q_norm.weight": rank, "kv_norm.weight": latent}
+        return splits | {name: ((width,), None) for name, width in norms.items() if width}
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
         """Latents and the turned key, and keys and values of all heads, are matrices of their own."""

@@ -9,7 +9,7 @@ if it has one, says how those parameters begin that are neither normal nor norms
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from math import gcd, prod
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ Split = tuple[Shape, int | None]
 """A tensor's shape, and the dim that tp divides, if any."""
 
 
-def elements(tensors: list[Split]) -> int:
+def elements(tensors: Iterable[Split]) -> int:
     return sum(prod(shape) for shape, _ in tensors)
 
 
@@ -101,21 +101,22 @@ class MixerRules(Rules, ABC):
     generates knows. Without one it cannot generate."""
 
     @abstractmethod
-    def matrices(self, model: Model) -> list[Split]:
-        """The matrices of one block that its tokens are multiplied by, which costs two FLOPs per element."""
+    def parameters(self, model: Model) -> dict[str, Split]:
+        """Return the shape of each of its parameters by name, and the dim along which tp shards it. None: each rank has
+        all of it and uses it for tokens, or heads, that no other rank has."""
 
-    def vectors(self, model: Model) -> list[Split]:
-        """All other parameters except norms."""
-        return []
+    def up_to(self, model: Model) -> dict[str, int]:
+        """Return, for its modules whose parameters tp shards only up to some number of ranks, that number. With more,
+        each rank has all of them and uses a part, and their gradients are summed over tp."""
+        return {}
+
+    def matrices(self, model: Model) -> list[Split]:
+        """Return the parameters that its tokens are multiplied by, which costs two FLOPs per element."""
+        return [split for split in self.parameters(model).values() if len(split[0]) == 2]
 
     def norms(self, model: Model) -> list[Split]:
-        """Weights of norms inside it."""
-        return []
-
-    def names(self, model: Model) -> list[str]:
-        """Of its parameters within a block: of matrices, then vectors, then norms. Without them training.freeze is
-        refused."""
-        return []
+        """Return the weights of norms inside it."""
+        return [split for name, split in self.parameters(model).items() if name.endswith("norm.weight")]
 
     def rows(self, model: Model) -> dict[str, MatrixRows]:
         """Of those parameters, by name, that an optimizer may take for matrices (titanmoe.models.matrices). The others
@@ -125,11 +126,6 @@ class MixerRules(Rules, ABC):
     def clipped(self, model: Model) -> dict[str, ClippedRows]:
         """Of those parameters, by name, that QK-Clip scales. None: it has no effect, and is refused."""
         return {}
-
-    def whole(self, model: Model, tp: int) -> tuple[str, ...]:
-        """Of those parameters that tp divides, by name, those that so many ranks do not: each rank has all of them and
-        uses a part, and their gradients are summed over tp."""
-        return ()
 
     after_scores: tuple[str, ...] = ()
     """Of these, those whose input is what its tokens have seen of each other."""
@@ -172,11 +168,8 @@ class MixerRules(Rules, ABC):
         return 0
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
-        model = config.model
-        tensors = self.matrices(model) + self.vectors(model) + self.norms(model)
-        return {
-            "tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in tensors if dim is not None))}
-        }
+        splits = self.parameters(config.model).values()
+        return {"tp": {f"the width of the {self.name}": gcd(*(shape[dim] for shape, dim in splits if dim is not None))}}
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
         if degrees.get("cp", 1) > 1 and not self.attends and not self.by_runs:

@@ -57,13 +57,6 @@ def group_contradictions(config: Config) -> Iterator[Violation]:
     yield from (Violation((GROUPS,), text) for text in texts)
     if texts or not groups:
         return
-    if unnamed := next((mixer for mixer in mixers(config.model) if not mixer.names(config.model)), None):
-        yield Violation(
-            (GROUPS, "model.family"),
-            f"{GROUPS} goes by the names of parameters, and the rules of the {unnamed.name} of model.family = "
-            f'"{config.model.family}" do not state them: add `names` there (docs/extending.md), or leave it out',
-        )
-        return
     for table in groups:
         yield from unmatched(GROUPS, table["match"], known)
     for name in known:
