@@ -29,14 +29,17 @@ from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
 from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
+from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.rank_groups import View, groups
 from titanmoe.generate.generate_command import add_generate
 from titanmoe.launcher.score_command import add_score
 from titanmoe.launcher.slurm import add_slurm
 from titanmoe.launcher.train_command import add_train
+from titanmoe.models.stages import split_layers
 from titanmoe.plan.plan_command import add_plan
 from titanmoe.rehearse.rehearse_command import add_rehearse
 from titanmoe.report.report_command import add_report
+from titanmoe.text_report import columns
 from titanmoe.train.runtime import leave
 
 ASCII = str.maketrans("─├┤", "-[]")
@@ -114,6 +117,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     output = fold.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
     output.add_argument("--svg", type=Path, metavar="FILE", help="draw it as a picture for a page, too")
+    output.add_argument("--plan", action="store_true", help="print how each module of the model is laid on the ranks")
     output.add_argument("--list", action="store_true", help="list every legal mapping that has the degrees set here")
 
 
@@ -134,6 +138,8 @@ def run_fold(args: argparse.Namespace) -> int:
         config = replace(config, parallelism=parallelism)
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
+    if args.plan and not source and config is None:
+        problems.append("--plan is of a model: give a recipe, or --family and --size")
     if args.list:
         broken_laws = []
     elif config is not None:
@@ -151,6 +157,8 @@ def run_fold(args: argparse.Namespace) -> int:
     fold = derive(world, parallelism)
     if args.json:
         print(json.dumps(_groups(fold)))
+    elif args.plan:
+        print("\n".join(_plan(config, fold)))
     else:
         picture = draw(fold, args.node, config.model if config else None)
         _show([picture])
@@ -233,6 +241,41 @@ def _groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
         "experts": {"etp": "etp", "ep": "ep", "edp": ("edp_replicate", "edp"), "pp": "pp"},
     }
     return {view: {name: groups(fold, view, of) for name, of in names.items()} for view, names in axes.items()}
+
+
+def _plan(config: Config, fold: Fold) -> list[str]:
+    """Return the lines of `--plan`: a row for each module, then which layers are in which pipeline stage."""
+    from titanmoe.parallel.tensor import make_plan
+
+    meshes = {"tp": f"tp {fold.tp}", "ep x etp": f"ep {fold.ep} x etp {fold.etp}", "stage": f"stage of {fold.stage}"}
+    rows: dict[str, list[tuple[str, ...]]] = {}
+    for path, style in make_plan(config, range(config.model.num_layers)).items():
+        block, module = re.fullmatch(r"(layers\.[^.]+|mtp\.0\.block|)\.?(.+)", path).groups()
+        dims = ", ".join(f"{name} {'-' if dim is None else dim}" for name, dim in style.dims.items())
+        cells = ("  " * bool(block) + module, type(style).__name__, meshes[style.mesh], dims)
+        rows.setdefault(block, []).append((*cells, f"up to tp {style.up_to}" if style.up_to else ""))
+    body = iter(columns([cells for group in rows.values() for cells in group], ()))
+    lines = ["Each module, its style, its mesh, and the dim of each parameter that is sharded (-: replicated)"]
+    for block, group in rows.items():
+        numbers = re.sub(r"\{(.*)\}", lambda found: f"{{{_ranges(map(int, found[1].split(',')))}}}", block)
+        lines += [f"    {numbers}"] * bool(block) + [next(body) for _ in group]
+    if fold.pp > 1:
+        stages = len(stage_ranks(config.pipeline, fold.pp))
+        layers = split_layers(config.model, config.training.seq_len, stages, config.pipeline.layers_per_stage)
+        shown = "; ".join(map(_ranges, layers))
+        lines.append(f"{stages} pipeline stages: embed and layers {shown} and head")
+    return lines
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Return rising numbers as text, consecutive ones as a range: 0-2,4."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def _show(texts: Iterable[Text]) -> None:

@@ -74,6 +74,22 @@ def test_json_joins_the_replicated_and_the_sharded_axes(fold):
     assert report["experts"]["edp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+def test_the_plan_is_a_row_for_each_module_of_the_layers_that_have_it(fold):
+    family = ("--family", "qwen3_next", "--size", "debug", "--ranks", 8, "--pp", 2, "--tp", 4, "--ep", 2, "--etp", 2)
+    code, out, err = fold(*family, "--plan")
+    assert (code, err) == (0, "")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    linear, full = lines.index("layers.{0-2}"), lines.index("layers.{3}")
+    assert lines[linear + 1] == ("attention TensorParallel tp 4 conv_q 0, conv_k 0, conv_v 0, dt_bias 0, A_log 0")
+    assert lines[linear + 2] == "attention.wk Sharded tp 4 weight 0" and linear < full
+    assert lines[full + 1 : full + 3] == ["attention TensorParallel tp 4", lines[linear + 2] + " up to tp 8"]
+    assert "moe.router StageReplicated stage of 4 weight -" in lines
+    assert "moe.experts ExpertParallel ep 2 x etp 2 w1 1, w3 1, w2 2" in lines
+    assert lines[-1] == "2 pipeline stages: embed and layers 0-2; 3 and head"
+    code, out, err = fold("--ranks", 8, "--plan")
+    assert (code, out) == (2, "") and "--plan is of a model: give a recipe, or --family and --size" in err
+
+
 def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):
     code, out, err = fold("--ranks", 16, "--tp", 3, "--ep", 3, "--json")
     assert (code, out) == (2, "")

@@ -168,12 +168,12 @@ def build(config: Config, meshes: Any, trained: TrainedModel, device: Any) -> An
     from titanmoe.parallel.attend import context_parallel
     from titanmoe.parallel.context import placement
     from titanmoe.parallel.expert import expert_parallel
-    from titanmoe.parallel.tensor import tensor_parallel
+    from titanmoe.parallel.tensor import make_plan, parallelize
 
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
         add_adapters(model, config)
-    tensor_parallel(model, meshes.dense["tp"], meshes.tp)
+    parallelize(model, make_plan(config, range(config.model.num_layers)), meshes)
     # Prompts have many lengths, and torch's flex_attention would compile for each.
     options = replace(config.parallelism, attention_backend="plain")
     context_parallel(model, options, placement(options), meshes.cp)

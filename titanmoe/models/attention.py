@@ -73,14 +73,6 @@ class Attention(nn.Module):
         self.attend = causal_attention
 
     @property
-    def tp_dims(self) -> dict[str, int]:
-        norms = self.qk_norm == "full"
-        cut = ["wq", "wg"] + ["q_norm"] * norms
-        if self.key_rows is None:
-            cut += ["wk", "wv"] + ["k_norm"] * norms
-        return {f"{name}.{kind}": 0 for name in cut for kind in ("weight", "bias")} | {"wo.weight": 1, "sinks": 0}
-
-    @property
     def key_rows(self) -> slice | None:
         """Where tp has more ranks than there are key heads: those of the weights of keys and values, which all ranks
         have whole, that make this rank's one key head."""

@@ -34,8 +34,6 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    tp_dims = {"wq.weight": 0, "wq_b.weight": 0, "wkv_b.weight": 0, "wo.weight": 1}
-
     def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         heads, latent = model.num_heads, model.kv_lora_rank

@@ -1,9 +1,9 @@
 """The plain parts: linear, norm, feed-forward, rotary positions.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
-A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width;
-`tp_dims` says which dim of which of its parameters is split. `recomputable_methods` are those that take little time for
-the memory of what they save: with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
+A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width
+(titanmoe.parallel.tensor). `recomputable_methods` are those that take little time for the memory of what they save:
+with selective recomputation (titanmoe.parallel.recompute) backward calls them again.
 """
 
 from __future__ import annotations
@@ -158,7 +158,6 @@ class SplitRMSNorm(RMSNorm):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    tp_dims = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
     recomputable_methods = ("down",)
 
     def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):

@@ -70,8 +70,6 @@ def short_convolution(x_RcC: Tensor, before_RwC: Tensor, taps: Tensor, until: Te
 
 
 class GatedDelta(nn.Module):
-    tp_dims = {f"{w}.weight": 0 for w in ("wq", "wk", "wv", "wz", "wb", "wa", "wg_b")} | {"wo.weight": 1}
-    tp_dims |= dict.fromkeys(("wg_b.bias", "conv_q", "conv_k", "conv_v", "dt_bias", "A_log"), 0)
     recomputable_methods = ("convolve", "down")
     initial = {"dt_bias": ones, "A_log": log_of_uniform}
 

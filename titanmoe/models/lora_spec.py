@@ -49,13 +49,6 @@ def shared_dim(adapter: str) -> int:
     return outputs + adapter.endswith("A")
 
 
-def with_adapters(dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the dims along which parameters are sharded, by name, with those of the matrices' adapters added."""
-    matrices = {name: dim for name, dim in dims.items() if name.endswith(".weight") or name in MATRICES}
-    pairs = ((adapter, dim) for name, dim in matrices.items() for adapter in adapter_names(name))
-    return dict(dims) | {adapter: dim for adapter, dim in pairs if shared_dim(adapter) == dim}
-
-
 def adapter_splits(matrix: str, split: Split, rank: int) -> dict[str, Split]:
     """Return shape and sharded dim of a matrix's A and B, by name.
 

@@ -11,7 +11,7 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models import lora_spec
-from titanmoe.models.families import mixers
+from titanmoe.models.families import family_of, mixers
 from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
 
 
@@ -34,6 +34,8 @@ def of_block(model: Model, mixer: MixerRules, experts: bool, tp: int = 1) -> dic
     elif model.shared_hidden:
         tensors |= under("moe.shared", swiglu(model.dim, model.shared_hidden))
         tensors |= {"moe.shared.gate.weight": ((1, model.dim), None)} if model.shared_gate else {}
+    for pattern, dim in family_of(model.family).plan.items():
+        tensors |= {name: (shape, dim) for name, (shape, _) in tensors.items() if matches(name, (pattern,))}
     whole = tuple(f"attention.{module}.*" for module, ranks in mixer.up_to(model).items() if tp > ranks)
     return {name: (shape, None if matches(name, whole) else dim) for name, (shape, dim) in tensors.items()}
 
@@ -161,7 +163,9 @@ class Tuning(NamedTuple):
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
-    patterns, lora = config.training.freeze, config.lora
+    patterns, lora, rows = config.training.freeze, config.lora, family_of(config.model.family).plan
+    if rows:
+        yield from unmatched("model.family", [f"*.{row}" for row in rows], dict(shapes(config.model)))
     if not lora.rank:
         yield from lora_spec.without_rank(config)
     if not patterns and not lora.rank:

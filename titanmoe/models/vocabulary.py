@@ -25,8 +25,6 @@ from titanmoe.tokens import IGNORE
 
 
 class Embedding(nn.Module):
-    tp_dims = {"weight": 0}
-
     def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
@@ -217,8 +215,6 @@ class Head(nn.Module):
     mtp: hidden states of multi-token prediction, with a final norm of their own, or what computes them from this one's
     output; and their labels. Their losses come second.
     """
-
-    tp_dims = {"weight": 0}
 
     def __init__(
         self,

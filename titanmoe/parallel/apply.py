@@ -29,7 +29,7 @@ from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import shard_data
-from titanmoe.parallel.tensor import tensor_parallel
+from titanmoe.parallel.tensor import make_plan, parallelize
 from titanmoe.parallel.unsharded import UnshardedExperts
 
 
@@ -75,7 +75,7 @@ def build(
             model = Transformer(config, microbatches, stored, layers[number], first, last, output)
             add_adapters(model, config)
         freeze(model, config)
-        tensor_parallel(model, meshes.dense["tp"], meshes.tp)
+        parallelize(model, make_plan(config, layers[number], first, last), meshes)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)
         compile_parts(model, config.compile, config.moe, splits)

@@ -2,10 +2,10 @@
 
 Gradients are summed over data ranks and never divided: the loss is divided once, by the step's global token count.
 
-Routers are whole on every rank. They compute in at least float32, so each would be an FSDP unit of its own among 16-bit
-units. FSDP gathers and reduces one unit after the other, so a matrix of E x D would cost two gathers and a reduction
-per layer and microbatch, and the experts would wait for them. Their gradients are summed once per step
-(`sum_replicated`).
+Routers are whole on every rank, where the plan has put them (titanmoe.parallel.tensor). They compute in at least
+float32, so each would be an FSDP unit of its own among 16-bit units. FSDP gathers and reduces one unit after the other,
+so a matrix of E x D would cost two gathers and a reduction per layer and microbatch, and the experts would wait for
+them. Their gradients are summed once per step (`sum_replicated`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,6 @@ def _on_model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: placements[id(parameter)]
 
 
-def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
-    """Returns the parameters of the routers."""
-    routers = [moe.router for moe in model.moe_layers().values()]
-    for router in routers:
-        for name, _ in list(router.named_parameters()):
-            put_on_mesh(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
-    return {parameter for router in routers for parameter in router.parameters()}
-
-
 def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     """Those that edp does not shard. Returns their parameters."""
     layers = [moe.experts for moe in model.moe_layers().values()]
@@ -65,7 +56,8 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
     wide = torch.promote_types(param, reduce)
     over_gloo = device.way(meshes.dense_data.device_type, None, cpu=send_over_gloo)
     policy = MixedPrecisionPolicy(param, wide, cast_forward_inputs=False)
-    ignored, unsharded = replicate_routers(model, meshes), experts_are_unsharded(parallelism, training, meshes.fold.edp)
+    unsharded = experts_are_unsharded(parallelism, training, meshes.fold.edp)
+    ignored = {parameter for moe in model.moe_layers().values() for parameter in moe.router.parameters()}
     if unsharded:
         ignored |= replicate_experts(model, meshes)
     options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": ignored}

@@ -1,48 +1,200 @@
-"""Tensor and sequence parallel: parameters are split over tp as the `tp_dims` of their module say.
+"""Tensor, sequence and expert parallel as a plan: which module is laid on which mesh, in what style.
 
-Column-wise then row-wise, as usual: heads, hidden width and vocabulary are split, and between them the sequence is. The
-modules gather and scatter in their own forward (`gather(x, 1, self.tp)`); here they get their group. All other
-parameters are replicated over tp and only see this rank's tokens or heads; `sum_replicated` sums their gradients.
-Routers are replicated over the data axes too (`titanmoe.parallel.sharded`).
+    embed                     TensorParallel   weight 0
+    layers.*.attention        TensorParallel
+    layers.*.attention.wq     Sharded          weight 0
+    layers.*.attention.wk     Sharded          weight 0          up to 8 ranks
+    layers.*.attention.wo     Sharded          weight 1
+    layers.*.attention_norm   Replicated       weight
+    layers.*.moe.router       StageReplicated  weight
+    layers.*.moe.experts      ExpertParallel   w1 1, w3 1, w2 2
+
+`make_plan` makes the rows of a pipeline stage from the names, shapes and dims in `titanmoe.models.tensors`, which the
+planner reads too; `titanmoe fold RECIPE --plan` prints them. `parallelize` applies them with torch's
+`parallelize_module`. The styles are our own: they shard parameters and tell a module its group, and add no hooks,
+because the modules gather and scatter in their own forward (`gather(x, 1, self.tp)`), inside what is compiled.
+
+Weights are sharded column-wise then row-wise: heads, hidden width and vocabulary are split, and between them the
+sequence is. A parameter that is replicated over tp only sees this rank's tokens or heads; `sum_replicated` sums its
+gradients. Routers are replicated over the data axes too (`titanmoe.parallel.sharded`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from titanmoe.comm.collectives import Group, all_reduce
-from titanmoe.models.lora_spec import with_adapters
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models import tensors
+from titanmoe.models.families import mixers
+from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
 
 
-def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
-    """Turns the (meta) parameter `name` of a module into a DTensor of that mesh, without communication."""
-    *path, last = name.split(".")
-    owner = module.get_submodule(".".join(path))
-    parameter = getattr(owner, last)
+def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list[Placement]) -> None:
+    """Turn a module's own (meta) parameter into a DTensor of that mesh, without communication."""
+    parameter = getattr(module, name)
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     on_mesh = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-    setattr(owner, last, nn.Parameter(on_mesh, requires_grad=parameter.requires_grad))
+    setattr(module, name, nn.Parameter(on_mesh, requires_grad=parameter.requires_grad))
 
 
-def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
-    if tp.size == 1:
-        return
-    shard = {}
-    for path, module in model.named_modules():
-        if hasattr(module, "tp_dims"):
-            module.tp = tp
-            shard |= {f"{path}.{name}": dim for name, dim in with_adapters(module.tp_dims).items()}
-    for name, _ in list(model.named_parameters()):
-        if ".experts." not in name and ".router." not in name:
-            put_on_mesh(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
+# ---- styles
+
+
+@dataclass
+class Sharded(ParallelStyle):
+    """Shards a module's own parameters over tp."""
+
+    dims: dict[str, int | None]
+    """Of each parameter, the dim that the mesh's last axis shards; None: it is replicated."""
+    up_to: int | None = None
+    """With more ranks than this all are replicated, as keys and values are where there are fewer key heads."""
+    mesh: ClassVar[Literal["tp", "ep x etp", "stage"]] = "tp"
+    other_axes: ClassVar[Placement] = Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicated = self.up_to is not None and device_mesh.size() > self.up_to
+        for name, dim in self.dims.items():
+            last = Replicate() if dim is None or replicated else Shard(dim)
+            put_on_mesh(module, name, device_mesh, [self.other_axes] * (device_mesh.ndim - 1) + [last])
+        return module
+
+
+class Replicated(Sharded):
+    """Replicates a module's own parameters over tp: each rank uses them for tokens, or heads, of its own."""
+
+
+class TensorParallel(Sharded):
+    """For a module whose forward gathers the tokens of tp and scatters its output: tells it the group, as `tp`."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.tp = Group.of(device_mesh.get_group())
+        return super()._apply(module, device_mesh)
+
+
+class ExpertParallel(Sharded):
+    """Divides experts over ep, and the hidden width of each over etp."""
+
+    mesh, other_axes = "ep x etp", Shard(0)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.set_etp_rank(device_mesh.get_coordinate()[-1])
+        return super()._apply(module, device_mesh)
+
+
+class StageReplicated(Replicated):
+    """Replicates a module's own parameters over all ranks of a pipeline stage, which FSDP leaves so."""
+
+    mesh = "stage"
+
+
+# ---- the plan
+
+Plan = dict[str, Sharded]
+"""Styles by the paths of modules. In a path, `*` stands for the number of any layer, `{0,2}` for one of these."""
+GATHERING = re.compile(r"(embed|embed_copy|head|.*\.(?:attention|ffn|shared))\..*")
+"""Parameters of modules whose forward gathers and scatters if tp shards anything in them."""
+
+
+def make_plan(config: Config, layers: Iterable[int], first: bool = True, last: bool = True) -> Plan:
+    """Return the rows of a pipeline stage.
+
+    Args:
+        config: of the whole model, with its adapters.
+        layers: the numbers of the stage's layers.
+        first: whether it begins with the embedding.
+        last: whether it ends with the head, and multi-token prediction before that.
+    """
+    model, tuning, up_to = config.model, Tuning.of(config), {}
+    splits, of_blocks = tensors.of_ends(model, first, last), mixers(model)
+    for layer in [*layers, *range(model.num_layers, len(of_blocks) if last else 0)]:
+        block, mixer = tensors.block_name(model, layer), of_blocks[layer]
+        splits |= tensors.under(block, tensors.of_layer(model, layer, mixer, tuning))
+        up_to |= {f"{block}.attention.{module}": ranks for module, ranks in mixer.up_to(model).items()}
+    owners = {name: found[1] for name in splits if (found := GATHERING.fullmatch(name))}
+    gathering = {owner for name, owner in owners.items() if splits[name][1] is not None}
+    rows: dict[str, dict[str, int | None]] = {}
+    for name, (_, dim) in splits.items():
+        path, _, parameter = name.rpartition(".")
+        if owners.get(name) in gathering:
+            rows.setdefault(owners[name], {})
+        rows.setdefault(path, {})[parameter] = dim
+
+    def style(path: str) -> Sharded:
+        dims = rows[path]
+        if path in gathering:
+            return TensorParallel(dims)
+        if path.endswith(".experts"):
+            return ExpertParallel(dims)
+        if any(dim is not None for dim in dims.values()):
+            return Sharded(dims, up_to.get(path))
+        return (StageReplicated if path.endswith(".router") else Replicated)(dims)
+
+    return with_patterns({path: style(path) for path in rows})
+
+
+def with_patterns(rows: Plan) -> Plan:
+    """Return the plan with one row for all layers in which a module has the same style."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for path, style in rows.items():
+        pattern = re.sub(r"^layers\.\d+\.", "layers.*.", path)
+        alike.setdefault((pattern, repr(style)), []).append(path)
+    layers = {path.split(".")[1] for path in rows if path.startswith("layers.")}
+    plan = {}
+    for (pattern, _), paths in alike.items():
+        if "*" in pattern and len(paths) < len(layers):
+            pattern = pattern.replace("*", f"{{{','.join(path.split('.')[1] for path in paths)}}}")
+        plan[pattern] = rows[paths[0]]
+    return plan
+
+
+def expand(plan: Plan, model: nn.Module) -> Plan:
+    """Return the plan by the names of the model's modules.
+
+    `parallelize_module` takes patterns too, but goes on after a warning where one matches nothing, and does not see
+    parameters that no row lists. Raise ConfigError for both, and for rows that list what is not there.
+    """
+    paths, rows, problems = [path for path, _ in model.named_modules()], {}, []
+    for pattern, style in plan.items():
+        parts = re.escape(pattern).replace(r"\*", "[^.]+").replace(r"\{", "(").replace(r"\}", ")").replace(",", "|")
+        matched = list(filter(re.compile(parts).fullmatch, paths))
+        rows |= dict.fromkeys(matched, style)
+        problems += [] if matched else [f"the parallel plan has {pattern}, which is the name of no module"]
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    listed = {f"{path}.{parameter}" for path, style in rows.items() for parameter in style.dims}
+    problems += [f"the parallel plan lists {name}, which the model does not have" for name in sorted(listed - own)]
+    problems += [f"no row of the parallel plan lists {name}" for name in sorted(own - listed)]
+    if problems:
+        raise ConfigError(problems)
+    return rows
+
+
+def parallelize(model: Transformer, plan: Plan, meshes: Meshes) -> None:
+    """Lay a stage's parameters on the meshes as the plan says, without communication; then tie what is one matrix."""
+    rows, by_name = expand(plan, model), {"stage": meshes.dense}
+    if meshes.tp.size > 1:
+        by_name["tp"] = meshes.dense["tp"]
+    if meshes.expert_group.size > 1:
+        by_name["ep x etp"] = meshes.experts["ep", "etp"]
+    for name, mesh in by_name.items():
+        parallelize_module(model, mesh, {path: style for path, style in rows.items() if style.mesh == name})
     model.tie()
+
+
+# ---- gradients
 
 
 @torch.no_grad()

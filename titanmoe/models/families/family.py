@@ -32,6 +32,10 @@ class Family(Rules):
     """Gives the mixer of a block, by its number; the same object for blocks that are alike."""
     own: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     """What [model] has no field for, with defaults: a recipe sets it in [model.own], a size as `own`."""
+    plan: Mapping[str, int | None] = field(default_factory=dict)
+    """Rows of the parallel plan (titanmoe.parallel.tensor) that differ from those in `titanmoe.models.tensors`: the dim
+    along which tp shards a parameter, None to replicate it, by pattern of its name within a block, such as
+    "moe.shared.w?.weight". Not for routers and experts. The planner counts such weights so, and times as without it."""
 
     def mixer_of(self, model: Model, layer: int) -> MixerRules:
         """The block of multi-token prediction, which comes after the last layer, is like the last."""

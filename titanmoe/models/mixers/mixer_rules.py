@@ -2,8 +2,8 @@
 
 A mixer is the layer of a block in which tokens see each other. Its module is made with (model, layer, dtype, kernels),
 and called with the tokens that a rank owns, cos and sin of RoPE, and the mask (titanmoe.mask); it returns what is
-added to the residual stream. `tp_dims` says which dims of its parameters tp splits; `tp` is then its group. `initial`,
-if it has one, says how those parameters begin that are neither normal nor norms nor biases.
+added to the residual stream. Its `tp` is the group of tensor parallel ranks. `initial`, if it has one, says how those
+parameters begin that are neither normal nor norms nor biases.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ class MixerRules(Rules, ABC):
 
     @abstractmethod
     def parameters(self, model: Model) -> dict[str, Split]:
-        """Return the shape of each of its parameters by name, and the dim along which tp shards it. None: each rank has
-        all of it and uses it for tokens, or heads, that no other rank has."""
+        """Return the shape of each of its parameters by name, and the dim along which tp shards it: its rows of the
+        parallel plan (titanmoe.parallel.tensor). None: each rank has all of it and uses it for tokens, or heads, that
+        no other rank has."""
 
     def up_to(self, model: Model) -> dict[str, int]:
         """Return, for its modules whose parameters tp shards only up to some number of ranks, that number. With more,
