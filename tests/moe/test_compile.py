@@ -123,15 +123,17 @@ def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
     assert graphs() == 1
 
 
-def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
+@pytest.mark.parametrize("padded", [False, True], ids=["dropless", "padded"])
+def test_a_layer_is_one_graph_whatever_the_routing_and_one_in_validation(padded: bool) -> None:
     """tests/parallel/test_compiled.py checks its numbers, in float64."""
-    options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.02)
+    options = MoE(capacity_factor=float(padded), pad_to_capacity=padded, aux_loss=0.02)
     shape = Model(**SHAPE, score_function="sigmoid", num_groups=2, top_groups=1)
     layer = filled(Layer(shape, options, None, 0, 0, 1, torch.bfloat16))
     index = torch.arange(32)
     tokens = Tokens(index.view(2, 16) % 16, index, index // 16, index % 5 != 4, torch.tensor(0))
     layer.begin_step(1, torch.tensor(32.0), 2)
-    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True, dynamic=False)
+    made = []
     for seed, favourite in enumerate((None, 0, 3)):
         layer.router.expert_bias.zero_()
         if favourite is not None:
@@ -141,8 +143,12 @@ def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
             x_BsD = random(2, 16, 16, dtype=torch.bfloat16, seed=seed)
             y_BsD = forward(x_BsD, tokens)
             results.append([y_BsD, *torch.autograd.grad(y_BsD.float().square().sum(), [x_BsD, *layer.parameters()])])
+        made.append(graphs())
         same(results, torch.bfloat16)
-        assert graphs() == 1
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x_BsD, tokens), results[0][0], rtol=2e-2, atol=1e-2)
+        made.append(graphs())
+    assert made == [1, 2, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

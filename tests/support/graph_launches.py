@@ -30,6 +30,7 @@ from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.rehearse.code_site import GATHER, REDUCE
+from titanmoe.rehearse.work import PICKS_ROWS
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 RECIPES = Path(__file__).resolve().parents[2] / "train_configs"
@@ -131,7 +132,7 @@ def bytes_of(node: torch.fx.Node, rows: int) -> int:
 
     inputs = [n.meta["val"] for n in node.all_input_nodes if "val" in n.meta]
     inputs, outputs = tensors(inputs), tensors(node.meta["val"])
-    if "fetch" in str(node.target):  # it reads as many rows as it writes
+    if str(node.target).split(".")[1] in PICKS_ROWS:  # it reads as many rows as it writes
         inputs = [outputs[0], *inputs[1:]]
     return sum(number(x.numel(), rows) * x.element_size() for x in (*inputs, *outputs))
 
