@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests import reference, world
-from tests.support import blame, emulated_deep_ep, emulated_symmetric  # noqa: F401 (what is emulated)
+from tests.support import blame, emulated_deep_ep, unwritten_rows  # noqa: F401 (what importing them changes)
 from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT, Batch

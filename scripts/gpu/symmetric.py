@@ -4,7 +4,7 @@
 
 Each check runs in processes of its own and is killed when its time is over, because a rendezvous that one rank does not
 reach waits for ever. A machine that refuses to share memory gets "unsupported" in torch's words; then the checks of a
-rank alone run on plain memory of the device, which takes the same kernels. On a CPU the memory is emulated.
+rank alone run on plain memory of the device, which takes the same kernels.
 
 Shapes as in titanmoe.moe.dispatchers.symm_mem.
 """
@@ -33,7 +33,7 @@ from titanmoe.comm import collectives  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks  # noqa: E402
-from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers  # noqa: E402
+from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, share  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
 from titanmoe.train.runtime import grow_segments, segments  # noqa: E402
 
@@ -55,22 +55,18 @@ def prepare(here: Rank, plain: bool) -> None:
     """Choose the memory, and share some of it; raises Unsupported in torch's words if that is refused."""
     if plain:
         symm_mem.empty, symm_mem.rendezvous = torch.empty, PlainHandle
-    elif here.device.type == "cpu":
-        from tests.support import emulated_symmetric  # noqa: F401  makes torch's functions know the CPU
     share_memory(here)
 
 
 def share_memory(here: Rank, numbers: int = 2**20) -> tuple[Tensor, Any]:
     """Return an allocation and its handle. Collective; raises Unsupported in torch's words."""
     try:
-        here.reached("symm_mem.empty")
-        own = symm_mem.empty(numbers, dtype=torch.float32, device=here.device)
-        here.reached("symm_mem.rendezvous")
-        handle = symm_mem.rendezvous(own, here.group.name)
+        here.reached("rendezvous")
+        own, handle = share((numbers,), torch.float32, here.device, here.group.process_group)
     except RuntimeError as error:
         raise Unsupported(first_line(error)) from error
     if handle is None:
-        raise Unsupported("symm_mem.rendezvous returns None")
+        raise Unsupported("rendezvous returns None")
     return own, handle
 
 

@@ -4,10 +4,8 @@ host does not read sizes, and a step in which a receive buffer is too small runs
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,17 +19,19 @@ from torch.overrides import TorchFunctionMode
 from tests import parity, reference, world
 from tests.moe.test_compile import QUICKLY
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
-from tests.support import emulated_symmetric
+from tests.support import unwritten_rows
 from tests.support.case_features import MODELS
 from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers, plain_put
+from titanmoe.parts import PARTS
+from titanmoe.train.launch import read
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
 
 
@@ -117,11 +117,11 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
 
 def cases_on_ranks(ep: int, etp: int) -> None:
     dispatcher = make(whole_world(), ep, etp)
-    before = len(emulated_symmetric.calls)
+    before = len(unwritten_rows.exchanges)
     for case in CASES:
         check_case(dispatcher, case)
-    # twice there with rows and weights and back, and the gradients of both the other way; two barriers each
-    assert len(emulated_symmetric.calls) - before == 2 * (1 + 4) * len(CASES)
+    # twice there with rows and weights and back, and the gradients of both the other way
+    assert len(unwritten_rows.exchanges) - before == (1 + 4) * len(CASES)
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
@@ -131,10 +131,10 @@ def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
 
 def cases_in_own_buffer() -> None:
     dispatcher = make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)
-    before = len(emulated_symmetric.calls)
+    before = len(unwritten_rows.exchanges)
     for case in CASES:
         check_case(dispatcher, case)
-    assert len(emulated_symmetric.calls) - before == 2 * (1 + 4) * len(CASES)  # as in cases_on_ranks
+    assert len(unwritten_rows.exchanges) - before == (1 + 4) * len(CASES)  # as in cases_on_ranks
 
 
 def test_a_world_of_one_sends_through_its_own_buffer() -> None:
@@ -144,9 +144,9 @@ def test_a_world_of_one_sends_through_its_own_buffer() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_alone_sends_nothing(case: str) -> None:
-    before = len(emulated_symmetric.calls)
+    before = len(unwritten_rows.exchanges)
     check_case(make(NO_GROUP, 1, 1), case)
-    assert len(emulated_symmetric.calls) == before
+    assert len(unwritten_rows.exchanges) == before
 
 
 @torch._inductor.config.patch(QUICKLY)
@@ -249,7 +249,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
     """parity.measure, with one layer's choice forced in the first step; also the flags by step and how many operations
     ran.
     """
-    flags, before = [], len(emulated_symmetric.calls)
+    flags, before = [], len(unwritten_rows.exchanges)
 
     def forced(trainer: Any) -> dict[str, float]:
         layers = trainer.training.moe_layers
@@ -260,7 +260,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
-    return parity.measure(changes, train_step=forced), flags, len(emulated_symmetric.calls) - before
+    return parity.measure(changes, train_step=forced), flags, len(unwritten_rows.exchanges) - before
 
 
 FORCED = [1e6, 1e6] + [0.0] * 6
@@ -383,29 +383,21 @@ def test_unused_rows_touch_no_number(model: dict[str, Any]) -> None:
     assert max(errors[name] for name in ("loss", "grads", "norm")) < 1e-4
 
 
-def test_a_machine_that_cannot_run_it_is_refused() -> None:
-    """In a process of its own, without the emulation. A group of one sends nothing, so it needs nothing."""
-    code = (
-        "from titanmoe.config import ConfigError\n"
-        "from titanmoe.parts import PARTS\n"
-        "from titanmoe.train.launch import read\n"
-        "ask = ['--config', 'train_configs/debug.toml', '--parallelism.tp', '1', '--training.device', 'cpu',\n"
-        "       '--moe.dispatcher', 'symm_mem', '--parallelism.experts.ep']\n"
-        "assert read([*ask, '1'], 2, PARTS).moe.dispatcher == 'symm_mem'\n"
-        "try:\n"
-        "    read([*ask, '2'], 2, PARTS)\n"
-        "except ConfigError as error:\n"
-        "    print(*error.problems, sep='\\n')\n"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.stdout.startswith('moe.dispatcher = "symm_mem" cannot run here: PyTorch '), run.stdout + run.stderr
-    assert 'has no symmetric memory on cpu; use dispatcher = "alltoall"' in run.stdout
+def test_a_machine_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of one sends nothing, so it needs nothing."""
+    monkeypatch.setattr("titanmoe.ops.cpu.shared_memory.sys", SimpleNamespace(platform="darwin"))
+    ask = ["--config", "debug", "--parallelism.tp", "1", "--training.device", "cpu", "--moe.dispatcher", "symm_mem"]
+    assert read([*ask, "--parallelism.experts.ep", "1"], 2, PARTS).moe.dispatcher == "symm_mem"
+    with pytest.raises(ConfigError) as refused:
+        read([*ask, "--parallelism.experts.ep", "2"], 2, PARTS)
+    assert (
+        'moe.dispatcher = "symm_mem" cannot run here: ranks on CPUs share memory in /dev/shm, which only Linux has; '
+        'use dispatcher = "alltoall"'
+    ) in refused.value.problems
 
 
 @pytest.mark.parametrize("experts", [8, 128, 256])
 def test_any_number_of_experts_within_a_node(experts: int) -> None:
-    from titanmoe.config import ConfigError
-
     ask = {"moe.dispatcher": "symm_mem", "model.num_experts": experts, "parallelism.experts.ep": 8}
     ask |= {"training.global_batch_size": 16}
     parity.read(ask | {"parallelism.node": 8}, 8)
@@ -416,7 +408,6 @@ def test_any_number_of_experts_within_a_node(experts: int) -> None:
 
 def first_exchange(changed: bool) -> str:
     """changed: on rank 1 two rows arrive in each other's place, there and back."""
-    from titanmoe.config import ConfigError
 
     def exchange(self: SymmetricBuffers, *args: Any) -> Any:
         (rows,) = honest(self, *args)
@@ -442,14 +433,12 @@ def test_a_first_exchange_that_comes_out_wrong_is_refused_on_all_ranks() -> None
 
 
 def refused_memory() -> list[str]:
-    from titanmoe.config import ConfigError
-
     answers = []
     for words in (
         "CUDA driver error: operation not permitted\nException raised from",
         "CUDA driver error: out of memory",
     ):
-        with mock.patch("torch.distributed._symmetric_memory.rendezvous", side_effect=RuntimeError(words)):
+        with mock.patch("titanmoe.moe.dispatchers.symm_mem.share", side_effect=RuntimeError(words)):
             try:
                 make(Group(dist.group.WORLD.group_name, 1, 0), 1, 1)
             except ConfigError as error:

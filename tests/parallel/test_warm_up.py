@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.support import emulated_symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
 from titanmoe import observe
 from titanmoe.parallel import pipeline
 from titanmoe.parallel.warm_up import warm_up

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests import parity
 from tests.parity import Choices
 from tests.rehearse.small import Comparable, comparable, config_of
-from tests.support import emulated_symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
 from titanmoe.data.batch import Batch
+from titanmoe.moe.dispatchers.symm_mem import Buffers, SymmetricBuffers
 from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
 from titanmoe.ops.device import HARDWARE, as_on
@@ -65,6 +65,13 @@ def recorded_choices(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
         yield
 
 
+def allocate_here(self: SymmetricBuffers, *sizes: Any) -> Buffers:
+    """Allocate receive buffers on this machine, whatever hardware the code is for."""
+    with as_on(HARDWARE["cpu"]):
+        return _allocate(self, *sizes)
+
+
+_allocate = SymmetricBuffers.allocate
 FIRST_CONTACT = {14: "_warmup_p2p", 15: "_initialize_pipeline_distributed_state"}
 """Methods by which the stages of a pipeline exchange a few numbers before the first step, by torch's minor version."""
 
@@ -95,7 +102,8 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
             grads = (local_grad(p) for p in parameters.values())
             gradients.append(sum(g.numel() * g.element_size() for g in grads))
 
-    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine):
+    allocated_here = mock.patch.object(SymmetricBuffers, "allocate", allocate_here)
+    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine), allocated_here:
         runtime = parity.runtime_here()
         trainer = parity.build_trainer(config, runtime, loader=Varied, garbage=parity.no_collection)
         layers = {id(block): f"layers.{i}" for part in trainer.training.stages for i, block in part.blocks().items()}

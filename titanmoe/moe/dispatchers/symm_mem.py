@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch._higher_order_ops.effects import _EffectType
@@ -43,6 +44,7 @@ from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRank
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
+from titanmoe.ops.cpu import shared_memory
 from titanmoe.ops.kernels import fused
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
@@ -54,6 +56,8 @@ def missing(device: str) -> str:
     if devices.pretended() and devices.kind_for(device) == "cuda":
         return ""  # we cannot know what that machine has
     kind = devices.kind_for(device) if device == "auto" else device
+    if kind == "cpu":
+        return shared_memory.missing()
     if kind == "cuda" and not torch.cuda.is_available():
         return f"PyTorch {torch.__version__} finds no GPU"
     if symm_mem.get_backend(torch.device(kind)) is None:
@@ -128,6 +132,22 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
         buffer[row_N.where((row_N >= 0) & (row_N < limit), limit)] = x_ND
 
 
+def share(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    """Return a buffer of this rank, and the handle to those of its group. Collective over the world."""
+    return devices.way(device, _share_gpu_memory, cpu=shared_memory.share)(shape, dtype, device, group)
+
+
+def _share_gpu_memory(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Tensor, Any]:
+    if symm_mem.get_backend(device) != "CUDA":
+        symm_mem.set_backend("CUDA")
+    own = symm_mem.empty(*shape, dtype=dtype, device=device)
+    return own, symm_mem.rendezvous(own, group.group_name)
+
+
 class Buffers(NamedTuple):
     """Receive buffers, (limit + 1, .), of all ranks of a group."""
 
@@ -174,17 +194,14 @@ class SymmetricBuffers(SharedBuffers):
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
         shape = self.limit + 1, width
         try:
-            if device.type == "cuda" and symm_mem.get_backend(device) != "CUDA":
-                symm_mem.set_backend("CUDA")
-            own = symm_mem.empty(*shape, dtype=dtype, device=device)
-            handle = symm_mem.rendezvous(own, self.group.name)
+            own, handle = share(shape, dtype, device, self.group.process_group)
         except RuntimeError as error:  # a container, for example, that forbids what sharing memory takes
             if "out of memory" in str(error):
                 raise
             words = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 [
-                    f'moe.dispatcher = "symm_mem": PyTorch {torch.__version__} cannot share GPU memory between these '
+                    f'moe.dispatcher = "symm_mem": PyTorch {torch.__version__} cannot share memory between these '
                     f'ranks: {words}; use dispatcher = "alltoall"'
                 ]
             ) from error
@@ -236,12 +253,12 @@ class SymmetricBuffers(SharedBuffers):
         (home_HD,) = send([away_AD], from_A, to_H, self.name)
         right = torch.equal(away_AD, names(from_A)) and torch.equal(home_HD, own_HD.where((to_H >= 0).unsqueeze(1), 0))
         wrong = torch.tensor([float(not right)], device=device)
-        torch.distributed.all_reduce(wrong)
+        dist.all_reduce(wrong)
         if wrong:
             raise ConfigError(
                 [
                     f'moe.dispatcher = "symm_mem": rows of a first exchange came out wrong on {int(wrong)} of '
-                    f"{torch.distributed.get_world_size()} ranks (PyTorch {torch.__version__}): use dispatcher = "
+                    f"{dist.get_world_size()} ranks (PyTorch {torch.__version__}): use dispatcher = "
                     '"alltoall"'
                 ]
             )
