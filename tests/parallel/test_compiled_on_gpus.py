@@ -31,7 +31,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanmoe.comm.collectives import NO_GROUP, Group
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.mask import CAUSAL
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
@@ -197,7 +197,7 @@ def compiled_model(config: Config, backend: Backend) -> Transformer:
     model = Transformer(config, 1, torch.bfloat16)
     context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP, stand_ins.flex_attention)
     with mock.patch.object(compiled.torch, "compile", partial(compile_by, torch.compile, backend)):
-        compile_parts(model, replace(config.compile, enable=True), config.moe, False)
+        compile_parts(model, replace(config, compile=replace(config.compile, enable=True)), False)
     return model
 
 
@@ -206,6 +206,7 @@ def parts(config: Config, backend: Backend) -> dict[str, Callable[[], Any]]:
     shape, length = config.model, config.training.seq_len
     # The loss in chunks is not compiled.
     config = replace(config, training=replace(config.training, loss_chunks=1), moe=replace(config.moe, overlap="none"))
+    config = replace(config, activation_checkpoint=ActivationCheckpoint())
     model = compiled_model(config, backend)
     block = next(block for block in model.blocks().values() if block.moe is not None)
     width = shape.qk_rope_head_dim if shape.kv_lora_rank else shape.head_dim
@@ -277,7 +278,8 @@ def test_a_layer_over_eight_ranks_is_one_graph_whose_kernels_compile(recipe: str
         options = replace(options, capacity_factor=1.0, pad_to_capacity=True)
     length = config.training.seq_len
     with one_of(8) as group, FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]):
-        moe = next(iter(compiled_model(replace(config, moe=options), backend).moe_layers().values()))
+        config = replace(config, moe=options, activation_checkpoint=ActivationCheckpoint())
+        moe = next(iter(compiled_model(config, backend).moe_layers().values()))
         moe.dispatcher.place(ExpertRanks(group, group.size, 1))
         for name, weight in list(moe.experts.named_parameters()):
             setattr(moe.experts, name, torch.nn.Parameter(weight.detach()[: len(weight) // group.size]))

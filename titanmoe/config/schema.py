@@ -523,7 +523,7 @@ class ActivationCheckpoint:
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block: attention, dense layer, head, and a MoE layer from router to combine, its messages included. The dispatcher deepep, 8-bit experts, moe.overlap and schedules that split backward leave the MoE layer but its shared expert uncompiled."""
+    """torch.compile, per part of a block: attention, dense layer, head, and a MoE layer from router to combine, its messages included. The dispatcher deepep, 8-bit experts, moe.overlap, activation_checkpoint.mode moe and full, and schedules that split backward leave the MoE layer but its shared expert uncompiled."""
 
     enable: bool = False
     """Worth its start-up (a minute or more) on long runs. The header says how the MoE layers are compiled."""

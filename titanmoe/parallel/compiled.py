@@ -18,8 +18,7 @@ from copy import copy
 
 import torch
 
-from titanmoe.config.schema import Compile as Options
-from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Config
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.moe.layer import MoE
@@ -45,29 +44,36 @@ def _without_hooks(moe: MoE) -> MoE:
     return bare
 
 
-def why_in_parts(options: MoEOptions, splits: bool) -> str:
+def why_in_parts(config: Config, splits: bool) -> str:
     """Return why MoE layers are not compiled as one graph; "" if they are.
 
     Args:
         splits: whether the schedule splits backward.
     """
+    options, recomputed = config.moe, config.activation_checkpoint.mode
     if not DISPATCHERS.look_up(options.dispatcher).traceable:
         return f'torch.compile cannot trace moe.dispatcher = "{options.dispatcher}"'
     if options.expert_dtype != "compute":
         return f'products in 8 bits cannot be traced (moe.expert_dtype = "{options.expert_dtype}")'
     if options.overlap != "none":
         return f'moe.overlap = "{options.overlap}" computes attention, or another microbatch, inside the layer'
+    if recomputed in ("moe", "full"):
+        return (
+            f'activation_checkpoint.mode = "{recomputed}" sends routed tokens to the experts again, and a graph would '
+            'send all messages again; "full_but_rows" saves them'
+        )
     if splits:
         return "a schedule that splits backward would send every gradient's rows twice"
     return ""
 
 
-def compile_parts(model: Transformer, options: Options, moe: MoEOptions, splits: bool) -> None:
+def compile_parts(model: Transformer, config: Config, splits: bool) -> None:
     """Compile each block's parts, and the head.
 
     Args:
         splits: whether the schedule splits backward.
     """
+    options = config.compile
     if not options.enable:
         return
     if splits:
@@ -80,7 +86,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, splits:
         parts = []
     for block in model.blocks().values():
         parts += [block.attention, block.ffn]
-        if block.moe is not None and not why_in_parts(moe, splits):
+        if block.moe is not None and not why_in_parts(config, splits):
             compile_layer(block.moe, options.backend)
         elif block.moe is not None:
             parts.append(block.moe.shared)

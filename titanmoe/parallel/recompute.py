@@ -16,9 +16,8 @@ routed tokens that arrived, are saved outside of `feed`, the last that `feed` sa
 expert's, and nothing is dispatched again. Of other messages only those over tp are sent twice, of `attend` and of a
 shared expert, and the host never waits a second time: titanmoe.comm.recomputation.
 
-A layer that is compiled as one graph is no region: the three modes mean the same for it. Its products are a region
-inside the graph, of which routed tokens are saved and gate and up are recomputed; of the rest the compiler saves what
-is small. No message is sent again.
+In a layer that is compiled as one graph, which has its rows saved, the products are a region inside the graph, and
+`feed` is none: of the rest the compiler saves what is small.
 
 `selective` recomputes what takes little time for its memory. The modules say what that is (titanmoe.models.layers):
 
@@ -196,7 +195,7 @@ def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: b
 
 
 def _recompute_layer(block: Block, moe: MoE, rows_saved: bool, in_one_graph: bool) -> None:
-    if rows_saved or in_one_graph:
+    if rows_saved:
         _make_products_a_region(moe)
     if in_one_graph:
         return

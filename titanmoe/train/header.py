@@ -91,10 +91,8 @@ def set_up(
     if device.type == "cuda":
         rows["GPU memory"] = segments()
     if config.compile.enable:
-        reason = why_in_parts(config.moe, splits)
+        reason = why_in_parts(config, splits)
         rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
-        if not reason and recompute in ("moe", "full", "full_but_rows"):
-            rows["compile"] += ", in which backward recomputes gate and up"
     if pp == 1:
         return rows
     name = options.schedule_csv or options.schedule
