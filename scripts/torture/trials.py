@@ -161,6 +161,7 @@ def hang(run: Run, number: int, do: str) -> None:
 def hung_disk(run: Run) -> None:
     path = layout.name_of(INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
+    run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
     run.start_and_strike(int(run.launcher == "torchrun"), **fault)
     judge.ends(run)
 
