@@ -144,7 +144,7 @@ def number(size: Any, rows: int) -> int:
 
 
 def main() -> None:
-    print("| model | ep | | launches forward | backward | MB moved forward | backward | host waits |")
+    print("| model | ep | layer | launches forward | backward | MB moved forward | backward | host waits |")
     print("|---|---|---|---|---|---|---|---|")
     for recipe in sys.argv[1:]:
         for ep in (8, 1):
