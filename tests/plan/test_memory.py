@@ -154,7 +154,7 @@ def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     [
         name if name == "debug_pp" else pytest.param(name, marks=pytest.mark.slow)
         for name in names()
-        if name not in ("sft_debug", "dpo_debug")
+        if name not in ("sft_debug", "dpo_debug", "debug_symm")  # whose receive buffers a plan does not count
     ],
 )
 def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:

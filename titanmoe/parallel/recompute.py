@@ -13,8 +13,8 @@ that autograd saved in it. These methods of a block are regions:
 it. So the last that it saves is gate and up, and recomputation ends there: routed tokens are sent a second time, but
 neither multiplied by the down projection nor sent back. Where products are a region of their own, whose inputs, the
 routed tokens that arrived, are saved outside of `feed`, the last that `feed` saves is the router's or the shared
-expert's, and nothing is dispatched again. Of other messages only those over tp are sent twice, of `attend` and of a
-shared expert, and the host never waits a second time: titanmoe.comm.recomputation.
+expert's, and nothing is dispatched again. Of other messages only those of `attend`, over tp and cp, and those of a
+shared expert, over tp, are sent twice, and the host never waits a second time: titanmoe.comm.recomputation.
 
 In a layer that is compiled as one graph, which has its rows saved, the products are a region inside the graph, and
 `feed` is none: of the rest the compiler saves what is small.
