@@ -1,4 +1,4 @@
-"""How long the host takes for a product with a sharded weight, forward and backward: as DTensors, and by local shards.
+"""Time a product with a sharded weight on the host, forward and backward: as DTensors, and by local shards.
 
     python scripts/bench/dtensor.py
 

@@ -92,7 +92,7 @@ FUSED = {
 }
 RELEASED = {"lm_head.": "output.", ".qkv_linear.": ".", ".routed_experts.inner_experts.": ".experts.", "_EFD": ""}
 RELEASED |= {"_EDF": "", "_EGD": "", "_EG": "", "_ED": "", "expert_bias_E": "expert_bias"}
-"""How releases 0.2 had those names."""
+"""The names that differ in releases 0.2 of TorchTitan, by those of later ones."""
 
 
 def titan(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def test_a_rank_reads_what_others_have_written() -> None:
 
 
 def refused(case: str) -> str:
-    """What `share` says on this rank, if something is wrong on rank 1 alone."""
+    """Return the error of `share` on this rank if something is wrong on rank 1 alone."""
     wrong: dict[str, Any] = {
         "room": ("os.statvfs", SimpleNamespace(f_bavail=900, f_frsize=1000)),
         "full": ("os.posix_fallocate", OSError(28, "No space left on device")),

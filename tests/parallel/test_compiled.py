@@ -128,7 +128,7 @@ def named(seen: Seen, word: str) -> dict[str, int]:
     ids=["alltoall", "allgather", "hierarchical", "etp", "padded", "one_rank", "hsdp"],
 )
 def test_a_layer_is_one_graph_whatever_the_routing(size: int, case: dict[str, Any], sent: dict[str, int]) -> None:
-    """With the messages of forward and backward: counts, rows, weights and rows back, and gradients of these three."""
+    """The graph also has all messages: counts, routed tokens, weights, outputs, and the gradients of the last three."""
     compiled, plain = run(size, case)
     for seen in compiled:
         assert seen.breaks == 0
@@ -183,7 +183,7 @@ def test_one_graph_that_is_recomputed_sends_nothing_twice() -> None:
 @pytest.mark.parametrize("trained", ["all", "adapters"])
 @pytest.mark.parametrize("padded", [False, True], ids=["dropless", "padded"])
 def test_a_layer_in_bfloat16_is_one_graph(trained: str, padded: bool) -> None:
-    """With weights stored in float32: then the router is an FSDP unit of its own."""
+    """Weights are stored in float32, so that the router is an FSDP unit of its own."""
     changes = EP2 | MIXED | {"training.global_batch_size": 4} | TRAINED[trained] | (PADDED if padded else {})
     compiled, plain = run(2, changes)
     for seen in compiled:

@@ -27,7 +27,7 @@ from titanmoe.parallel.tensor import Plan, Sharded, TensorParallel, expand, make
 from titanmoe.parts import PARTS
 
 FAMILY = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w?.weight": None})
-"""Its shared experts are whole on every rank of tp, and see the rank's own tokens."""
+"""A family whose shared experts are replicated over tp and see only the rank's own tokens."""
 WRONG = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w9.*": None})
 
 

@@ -1,4 +1,4 @@
-"""What a MoE layer launches on an H100, eager with our kernels and as one graph of torch.compile, by rehearsal.
+"""Count what a MoE layer launches on an H100: eager with our kernels, and as one graph of torch.compile.
 
     python -m tests.support.graph_launches qwen3_30b_a3b mixtral_8x7b deepseek_671b gpt_oss_20b
 
@@ -48,7 +48,7 @@ class Cost:
 
 
 Costs = dict[str, Cost]
-"""By "forward" and "backward"."""
+"""The costs of a layer's forward and backward, under these two names."""
 
 
 def config_of(recipe: str, ep: int) -> Config:
@@ -86,8 +86,7 @@ def eager(config: Config, ep: int) -> Costs:
 
 def one_graph(config: Config, ep: int) -> Costs:
     backend, costs = on_gpus.Backend(), []
-    rows = config.training.seq_len * config.model.top_k // ep
-    """From one rank to another, evenly."""
+    rows = config.training.seq_len * config.model.top_k // ep  # that one rank sends another under even routing
     write = GraphLowering.codegen
 
     def count(lowering: GraphLowering) -> Any:

@@ -160,7 +160,7 @@ def scored(texts: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_what_was_kept_teaches_like_the_teacher_itself(scored: tuple, texts: Path, tmp_path: Path) -> None:
-    """Under other mappings than that of the scores; validation is not touched."""
+    """Training on the scores runs under other mappings than scoring did; validation is not touched."""
     data, name = scored
     data = data | {"validation.held_out": 4, "validation.interval": 1, "validation.steps": 1}
     teaching = parity.TINY | parity.SAVING | data | SCORING_TEACHER | {"optimizer.lr": 1e-300, "training.steps": 1}

@@ -119,7 +119,7 @@ def test_the_mean_of_what_is_rounded_at_random_is_right() -> None:
 
 
 def test_pieces_are_rounded_as_the_whole_is() -> None:
-    """Of one tensor in one update; other tensors and updates have other random numbers."""
+    """Pieces of a tensor round by the same random numbers as the whole; other tensors and updates have others."""
     value = torch.rand(6, 5) + 1
     rounding = Rounding({"a": nn.Parameter(torch.zeros(6, 5)), "b": nn.Parameter(torch.zeros(6, 5))}, seed=3)
     whole, part, other, later = (torch.zeros(6, 5, dtype=torch.bfloat16) for _ in range(4))
