@@ -20,7 +20,7 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
-from titanmoe.moe.dispatchers.symm_mem import plain_put
+from titanmoe.moe.dispatchers.symm_mem import plain_put, plain_take
 from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.grouped import Groups, add_gradient
@@ -543,3 +543,5 @@ def test_rows_put_in_the_buffers_of_two_ranks(kind: str, width: int, dtype: torc
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a[:limit], b[:limit]) and a[limit].eq(7).all()
     assert sum(int(b[:limit].ne(7).any(1).sum()) for b in want) == int((to_N >= 0).sum())
+    buffer_ND = random(limit + 1, width, dtype=dtype).detach()[:limit]
+    assert torch.equal(put.take_rows(buffer_ND, to_N[:limit]), plain_take(buffer_ND, to_N[:limit]))

@@ -272,26 +272,36 @@ def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
     fit(sources)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["dropless", "padded"])
+PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
+PLACES = SimpleNamespace(name="buffers", limit=2**15, away_rows=2**15, needs_repeat=torch.tensor(False))
+"""What a graph knows of the receive buffers of symmetric memory."""
+
+
+@pytest.mark.parametrize(
+    "changes, forward, backward",
+    [({}, 3, 2), (PADDED, 2, 2), ({"dispatcher": "symm_mem"}, 0, 0)],
+    ids=["dropless", "padded", "symm_mem"],
+)
 @pytest.mark.parametrize("recipe", ["deepseek_671b", "qwen3_30b_a3b"])
-def test_a_layer_over_eight_ranks_is_one_graph_whose_kernels_compile(recipe: str, padded: bool) -> None:
+def test_a_layer_over_eight_ranks_is_one_graph_whose_kernels_compile(
+    recipe: str, changes: dict[str, Any], forward: int, backward: int
+) -> None:
+    """forward, backward: all-to-alls of rows and of counts; routing weights are packed with rows."""
     backend, config = Backend(), cut(recipe_of(RECIPES[0].with_name(f"{recipe}.toml"))[0])
-    options = replace(config.moe, overlap="none", aux_loss=0.01)
-    if padded:
-        options = replace(options, capacity_factor=1.0, pad_to_capacity=True)
+    options = replace(config.moe, overlap="none", aux_loss=0.01, **changes)
     length = config.training.seq_len
     with one_of(8) as group, FakeTensorMode(allow_non_fake_inputs=True), as_on(HARDWARE["h100"]):
         config = replace(config, moe=options, activation_checkpoint=ActivationCheckpoint())
         moe = next(iter(compiled_model(config, backend).moe_layers().values()))
         moe.dispatcher.place(ExpertRanks(group, group.size, 1))
+        moe.dispatcher.memory = PLACES
         for name, weight in list(moe.experts.named_parameters()):
             setattr(moe.experts, name, torch.nn.Parameter(weight.detach()[: len(weight) // group.size]))
         x_BsD = torch.empty(1, length, config.model.dim, dtype=torch.bfloat16, requires_grad=True)
         with suppress(SourceWritten):
             moe(x_BsD, first_step(moe, length)).sum().backward()
     assert (backend.graphs, len(backend.sources)) == (1, 2)
-    forward, backward = (
-        len(re.findall(r"= torch\.ops\._c10d_functional\.all_to_all", source)) for source in backend.sources
-    )
-    assert (forward, backward) == (2 if padded else 3, 2), "rows and back; routing weights are packed with rows"
+    for source, messages, exchanges in zip(backend.sources, (forward, backward), (2, 2), strict=True):
+        assert len(re.findall(r"= torch\.ops\._c10d_functional\.all_to_all", source)) == messages
+        assert len(re.findall(r"torch\.ops\.titanmoe\.exchange", source)) == (0 if messages else exchanges)
     fit(backend.sources)

@@ -135,7 +135,9 @@ def kernels_of(recipe: Path, *overrides: str) -> list[Kernel]:
         compute_dtype = getattr(torch, config.training.mixed_precision_param)
         wide = torch.promote_types(compute_dtype, torch.float32)
         for width, dtype in ((config.model.dim, compute_dtype), (1, wide)):  # rows, and their routing weights
-            put.put_rows(torch.empty(64, width, dtype=dtype, device="meta"), place_N, place_N, 64)
+            rows_ND = torch.empty(64, width, dtype=dtype, device="meta")
+            put.put_rows(rows_ND, place_N, place_N, 64)
+            put.take_rows(rows_ND, place_N)
     return compiled
 
 

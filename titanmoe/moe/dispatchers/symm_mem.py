@@ -112,11 +112,12 @@ def places(count_GE: Tensor, ranks: ExpertRanks, limit: int, rows: int, room: in
 def _by_row(size: Tensor, begin: Tensor, other: Tensor, rows: int) -> Tensor:
     """For pieces of consecutive rows, in order: where each row's counterpart is, if that of a piece's first row is
     `other`; -1 for rows of no piece."""
-    size, begin, other = (x.flatten().contiguous() for x in (size, begin, other))
+    size, begin, other = (x.flatten() for x in (size, begin, other))
     row = torch.arange(rows, device=size.device)
-    piece = torch.searchsorted(begin, row, right=True) - 1  # empty pieces begin where the next one does
+    # The piece that ends behind the row; inductor searches no view, which `begin` may be.
+    piece = torch.searchsorted(begin + size, row, right=True).clamp(max=len(begin) - 1)
     offset = row - begin[piece]
-    return (other[piece] + offset).where(offset < size[piece], -1)
+    return (other[piece] + offset).where((offset >= 0) & (offset < size[piece]), -1)
 
 
 def bins(total: Tensor) -> Tensor:
@@ -130,6 +131,10 @@ def plain_put(x_ND: Tensor, to_N: Tensor, buffers: Sequence[Tensor]) -> None:
     for rank, buffer in enumerate(buffers):
         row_N = to_N - rank * limit
         buffer[row_N.where((row_N >= 0) & (row_N < limit), limit)] = x_ND
+
+
+def plain_take(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
+    return buffer_ND.where((from_N >= 0).unsqueeze(1), 0)
 
 
 def share(
@@ -230,8 +235,12 @@ class SymmetricBuffers(SharedBuffers):
                 plain_put(x_ND, to_N, of_ranks)
 
     def take(self, kinds: Sequence[Buffers], from_M: Tensor) -> tuple[Tensor, ...]:
-        used_M1 = (from_M >= 0).unsqueeze(1)
-        return tuple(of_ranks[self.group.rank][: len(from_M)].where(used_M1, 0) for of_ranks, _ in kinds)
+        arrived = [of_ranks[self.group.rank][: len(from_M)] for of_ranks, _ in kinds]
+        if fused(self.kernels, arrived[0]):
+            from titanmoe.ops.kernels.put import take_rows as take
+        else:
+            take = plain_take
+        return tuple(take(x_MD, from_M) for x_MD in arrived)
 
     def try_once(self, num_experts: int) -> None:
         """Sends rows that name where they come from there and back, if they fit, and checks what arrives: every other

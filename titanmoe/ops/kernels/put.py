@@ -1,13 +1,15 @@
-"""Rows written to the memory of other GPUs. Reference: `titanmoe.moe.dispatchers.symm_mem.plain_put`.
+"""Write rows to the memory of other GPUs, and copy what arrived out of it.
 
-Each row is read once and written once, by one program, and nothing is waited for: who may write when is up to the
-caller. A place is rank * LIMIT + row of that rank's buffer; -1 stands for nowhere.
+References: `titanmoe.moe.dispatchers.symm_mem.plain_put` and `plain_take`. Each row is read once and written once, by
+one program, and nothing is waited for: who may write when is up to the caller. A place is rank * LIMIT + row of that
+rank's buffer; -1 stands for nowhere.
 
 Shapes: N rows, D width, G ranks.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,3 +39,24 @@ def put_rows(x_ND: Tensor, to_N: Tensor, addresses_G: Tensor, limit: int) -> Non
         _put[(triton.cdiv(N, rows),)](
             x_ND.contiguous(), to_N, addresses_G, N, limit, D=D, ROWS=rows, COLUMNS=columns, num_warps=8
         )
+
+
+@triton.jit(do_not_specialize=["N"])
+def _take(buffer, places, out, N, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    written = row < N
+    arrived = tl.load(places + row, mask=written, other=-1) >= 0
+    for first in range(0, D, COLUMNS):
+        d = first + tl.arange(0, COLUMNS)
+        inside = d[None, :] < D
+        value = tl.load(buffer + row[:, None] * D + d[None, :], mask=arrived[:, None] & inside, other=0.0)
+        tl.store(out + row[:, None] * D + d[None, :], value, mask=written[:, None] & inside)
+
+
+def take_rows(buffer_ND: Tensor, from_N: Tensor) -> Tensor:
+    """Return a copy of a buffer's rows, with zeros where none came from anywhere."""
+    (N, D), (rows, columns) = buffer_ND.shape, tile(buffer_ND.shape[1], TILE)
+    out_ND = torch.empty_like(buffer_ND)
+    if N:
+        _take[(triton.cdiv(N, rows),)](buffer_ND, from_N, out_ND, N, D=D, ROWS=rows, COLUMNS=columns, num_warps=8)
+    return out_ND
