@@ -376,6 +376,24 @@ def steps(
         segments = torch.cuda.memory_snapshot()
         grow = any(segment.get("is_expandable") for segment in segments)
         tell(**{"peak_GiB": torch.cuda.max_memory_reserved(device) / 2**30, "segments grow": grow})
+        for times in args.memory_limits:
+            tell(limited=with_limited_memory(trainer.step, device, args.steps, times))
+
+
+def with_limited_memory(step: Callable[[], Any], device: Any, steps: int, times: float) -> dict[str, float]:
+    """Time steps whose allocator may reserve `times` the peak of allocated memory; infinite if they run out of it."""
+    import torch
+
+    limit = times * torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1], device)
+    before = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    try:
+        took = seconds(step, device, steps)
+    except torch.OutOfMemoryError:
+        took = float("inf")
+    retries = (torch.cuda.memory_stats(device)["num_alloc_retries"] - before) / (steps + 2)
+    return {"times": times, "s": took, "retries": retries}
 
 
 def parts(config: Any, device: Any, peak: float | None, times: int) -> None:
@@ -463,13 +481,16 @@ def first_that_fits(name: str, side: str, args: argparse.Namespace, told: Callab
     for layers, batch in attempts:
         command = [sys.executable, str(HERE), "--one", name, side, str(layers), str(batch)]
         command += ["--steps", str(args.steps), "--times", str(args.times), "--peak-tflops", str(args.peak_tflops)]
-        command += ["--limit", str(limit), *["--tiny"] * args.tiny, "--set", *args.set]
+        command += ["--limit", str(limit), *["--tiny"] * args.tiny]
+        command += ["--memory-limits", *map(str, args.memory_limits), "--set", *args.set]
         row = {"shape": name, "side": side, "layers": layers, "samples": batch}
         try:
             for line in lines_of(command, limit):
                 new = figures(line)
                 if new.pop("end", False):
                     break  # it may hang when it lets go of its device
+                if limited := new.get("limited"):
+                    row.setdefault("by memory", []).append(limited)
                 if part := new.pop("part", None):
                     row.setdefault("parts", []).append(part)
                     told(row, {"part": part})
@@ -529,6 +550,8 @@ def show(row: dict[str, Any], new: dict[str, Any]) -> None:
         why = f" ({new['not rehearsed']})" if "not rehearsed" in new else ""
         rehearsed, allocated = gib(new.get("rehearsed_GiB")), gib(row.get("allocated_GiB"))
         print(f"    titanmoe rehearse counts {rehearsed}{why}; allocated {allocated}", flush=True)
+    if limited := new.get("limited"):
+        print("    {times:.3f} times the peak of memory: {s:.4f} s, {retries:.1f} retries a step".format(**limited))
     if part := new.get("part"):
         floor = "-" if part["floor_ms"] is None else f"{part['floor_ms']:.3f}"
         print(
@@ -589,6 +612,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240, help="seconds for one model on one side, then it is killed")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device in bf16; 0: known GPUs'")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, 8 bits emulated, for a machine without a GPU")
+    parser.add_argument(
+        "--memory-limits", nargs="*", type=float, default=[], metavar="TIMES",
+        help="on a GPU, also time steps with TIMES the peak of memory, such as 1.1 and 1.02: the allocator retries",
+    )  # fmt: skip
     parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Where a step's time on the GPU goes, as text: one traced step of a model of layers.py.
 
-    python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 8] [--side compiled] [--keep trace.json.gz]
+    python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 8] [--side compiled] [--set training.seq_len=64]
 
 Prints the step's time without and with the profiler and how much of it the GPU worked; how long it stood idle after the
 host had waited for it (the one sync of a dropless MoE layer); kernels launched, in all and per layer; the time of
@@ -48,7 +48,7 @@ GROUPS = {
     "norms": r"norm|rsqrt|mean",
     "rotation (RoPE)": r"rope|rotat|CatArray|complex|^_(join|split|copy_heads)$|^_(join|split|copy_heads) ",
     "embedding": r"embedding",
-    "routed rows": r"^_(fetch|sum|assign|regroup)_rows|^_count_choices|^_put|to_rows|to_tokens|reorder"
+    "routed rows": r"^_(fetch|sum|assign|regroup)_rows|^_count_choices|^_(put|take)|to_rows|to_tokens|reorder"
     r"|scatter|gather|index|sort|cumsum|histogram",
     "copies": r"memcpy|memset|copy",
 }
@@ -200,7 +200,7 @@ def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, 
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import start
 
-    recipe = layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, [])
+    recipe = layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, options.set)
     config = read(recipe, 1, PARTS)
     runtime = start(config)
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
@@ -238,6 +238,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="per microbatch")
     parser.add_argument("--steps", type=int, default=3, help="timed steps without the profiler")
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs; also without a GPU")
+    parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--keep", type=Path, help="keep the trace in this file, for https://ui.perfetto.dev")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
 """Measure what the device can do at best: memory bandwidth, matrix products of several shapes, kernel launches.
 
-    python scripts/gpu/ceilings.py [--device cuda|cpu] [--json FILE]
+    python scripts/gpu/ceilings.py [--device cuda|cpu] [--json FILE] [--grid]
 
 Products are bfloat16 on random data. Experts are those of Mixtral-8x7B (4096 x 14336), Qwen3-30B-A3B (2048 x 768) and
 gpt-oss (2880 x 2880); grouped products spread 65,536 routed tokens evenly over E experts, forward and both gradients.
-On a CPU all sizes are smaller than the names of the rows say: it only shows that the script runs.
+`--grid` measures products of many sizes instead: the planner's curves. On a CPU all sizes are smaller than the names
+of the rows say: it only shows that the script runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--grid", action="store_true", help="products of many sizes, and nothing else")
     args = parser.parse_args()
     device, cuda = args.device, args.device == "cuda"
     rows, (scale, narrow) = Rows(args.json), (1, 1) if cuda else (32, 8)
@@ -42,8 +44,7 @@ def main() -> int:
         took = median_seconds(lambda: a @ b.T, device)
         return {"TFLOP/s": 2 * m * n * k / took / 1e12, "ms": took * 1e3}
 
-    def grouped(experts: int, hidden: int, dim: int) -> dict[str, float]:
-        routed = 65536 // scale
+    def grouped(experts: int, hidden: int, dim: int, routed: int = 65536 // scale) -> dict[str, float]:
         x = torch.randn(routed, dim, **make).requires_grad_()
         weight = torch.randn(experts, hidden, dim, **make).requires_grad_()
         count = torch.full((experts,), routed // experts, device=device)
@@ -64,6 +65,20 @@ def main() -> int:
         wait = sorted(elapsed(x.item) for _ in range(20))[10]
         return {"us a launch": took * 1e3, "us to read a number": wait * 1e6}
 
+    if args.grid:
+        widths = [width // narrow for width in (512, 768, 1024, 2048, 4096, 8192, 14336)]
+        for m in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768):
+            for n in widths:
+                for k in (k for k in widths if m * n * k <= 2**40):
+                    rows.check(f"product {m} x {n} x {k}", lambda sizes=(m // scale, n, k): product(*sizes))
+        for experts in (8, 32, 128):
+            for each in (32, 128, 512, 2048):  # rows of an expert
+                for dim, hidden in ((2048, 768), (4096, 1536), (7168, 2048), (4096, 14336)):
+                    sizes = experts, hidden // narrow, dim // narrow, max(8, each // scale) * experts
+                    name = f"grouped E={experts} rows={each} {dim} -> {hidden}"
+                    if experts * dim * hidden < 2**32:
+                        rows.check(name, lambda sizes=sizes: grouped(*sizes))
+        return rows.status()
     rows.check("copy", copy)
     size = 8192 // scale
     rows.check("product 8192 x 8192 x 8192", lambda: product(size, size, size))

@@ -1,6 +1,6 @@
 """Answer in minutes what a borrowed GPU is good for and what titanmoe does on it: one command, one table, one archive.
 
-    python scripts/gpu/first_light.py [--minutes 6] [--out DIR] [--only PART ...]
+    python scripts/gpu/first_light.py [--minutes 7] [--out DIR] [--only PART ...]
     python scripts/gpu/first_light.py --pretend                    on CPUs, tiny, with three planted faults
     python scripts/gpu/first_light.py --publish DIR/results.json   write the table into docs/benchmarks.md
 
@@ -103,6 +103,8 @@ TRAIN = (
     "--parallelism.experts.ep 1 --training.mixed_precision_param bfloat16"
 )
 LAW = "scripts/gpu/law.py --json {json} --seconds 130"
+SLOW = "'compiled windows' 'compiled linear'"
+"""Checks that take inductor 40 and 60 seconds."""
 GPU = [
     Part("ceilings", "scripts/gpu/ceilings.py --json {json}", 45, read_rows, figures=True),
     Part("plain run", f"{TRAIN} --training.device cuda --training.steps 20", 120, read_training, "side by side"),
@@ -113,9 +115,11 @@ GPU = [
         read_pytest,
         "side by side",
     ),
-    Part("families", f"{LAW} --only init float64 float32 bf16", 150, read_rows, "side by side"),
-    Part("options", f"{LAW} --skip init float64 float32 bf16", 150, read_rows, "side by side"),
-    Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 65, read_rows, figures=True),
+    Part("families", f"{LAW} --only init float64 float32 bf16 --skip 'bf16 compiled'", 150, read_rows, "side by side"),
+    Part("options", f"{LAW} --skip init float64 float32 bf16 compiled", 150, read_rows, "side by side"),
+    Part("compiled", f"{LAW} --only compiled 'bf16 compiled' --skip {SLOW}", 150, read_rows, "side by side"),
+    Part("compiled attention", f"{LAW} --only {SLOW}", 150, read_rows, "side by side"),
+    Part("symmetric memory", "scripts/gpu/symmetric.py --json {json}", 120, read_rows, figures=True),
     Part("a step", "scripts/bench/trace_step.py qwen3 --keep {folder}/qwen3.json.gz", 70, read_lines, figures=True),
     Part("attention", "scripts/gpu/attention_backends.py --json {json}", 100, read_rows, figures=True),
     Part(
@@ -126,6 +130,7 @@ GPU = [
         read_layers,
         figures=True,
     ),
+    Part("products", "scripts/gpu/ceilings.py --grid --json {json}", 60, read_rows),
     Part(
         "memcheck",
         "-m pytest -m gpu --one-of-each -q -p no:cacheprovider tests/ops/test_kernels.py",
@@ -325,7 +330,7 @@ def publish(files: list[Path]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all parts; those at the end are left out")
+    parser.add_argument("--minutes", type=float, default=7.0, help="for all parts; those at the end are left out")
     parser.add_argument("--out", type=Path, default=Path("runs/first_light"))
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--pretend", action="store_true", help="on CPUs, tiny, with parts that crash, hang and babble")

@@ -134,12 +134,27 @@ def scale(dispatcher: Dispatcher) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return experts
 
 
-def round_trip(dispatcher: Dispatcher, experts: Any, inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
+def through(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the way of tokens to the experts and back."""
+
+    def there_and_back(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        return exchange.combine(experts(*exchange.rows()))
+
+    return there_and_back
+
+
+def as_graph(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the same as one graph of torch.compile, as `compile.enable` makes it."""
+    backend = "inductor" if torch.cuda.is_available() else "aot_eager"
+    return torch.compile(through(dispatcher, experts), backend=backend, fullgraph=True, dynamic=False)
+
+
+def round_trip(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], *weights: Tensor) -> list[Tensor]:
     """Return the output and the gradients of tokens, routing weights and of the experts' own weights."""
     x_TD, weights_TK, chosen_TK, grad_TD = inputs
     leaves = [x_TD.detach().requires_grad_(), weights_TK.detach().requires_grad_()]
-    exchange = dispatcher.dispatch(*leaves, chosen_TK, 0)
-    y_TD = exchange.combine(experts(*exchange.rows()))
+    y_TD = forward(*leaves, chosen_TK)
     return [y_TD.detach(), *torch.autograd.grad(y_TD, [*leaves, *weights], grad_TD)]
 
 
@@ -156,14 +171,14 @@ def compare(got: list[Tensor], want: list[Tensor]) -> dict[str, Any]:
 
 def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
     """Put rows, take them, and send gradients the other way: through toy experts, where all must be equal in every bit,
-    and through the grouped product without a wait of the host."""
+    and through the grouped product without a wait of the host, eager and as one graph."""
     prepare(here, plain_memory)
     config = options(512, 32, 4, 2.0) if here.device.type == "cuda" else options(64, 8, 2, 2.0)
     tokens = 1024 if here.device.type == "cuda" else 32
     symmetric, plain = pair(here, config, tokens)
     inputs = batch(here, config, tokens)
     here.reached("toy experts")
-    moved = compare(*(round_trip(one, scale(one), inputs) for one in (symmetric, plain)))
+    moved = compare(*(round_trip(through(one, scale(one)), inputs) for one in (symmetric, plain)))
     assert moved["equal"] == "3 of 3", f"rows or gradients came out different: {moved}"
     torch.manual_seed(0)
     with here.device:
@@ -172,13 +187,17 @@ def one_rank(here: Rank, plain_memory: bool) -> dict[str, Any]:
         torch.nn.init.normal_(parameter, std=0.1)
     here.reached("experts")
     weights = list(experts.parameters())
-    want = round_trip(plain, experts, inputs, *weights)
-    round_trip(symmetric, experts, inputs, *weights)  # kernels compile at their first launch
-    here.reached("experts without a wait of the host")
-    with here.forbidding_host_syncs():
-        got = round_trip(symmetric, experts, inputs, *weights)
-    assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
-    return compare(got, want)
+    want, figures = round_trip(through(plain, experts), inputs, *weights), {}
+    for name, way in (("eager", through), ("graph", as_graph)):
+        forward = way(symmetric, experts)
+        here.reached(f"experts, {name}")
+        round_trip(forward, inputs, *weights)  # kernels compile at their first launch
+        here.reached(f"experts without a wait of the host, {name}")
+        with here.forbidding_host_syncs():
+            got = round_trip(forward, inputs, *weights)
+        assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
+        figures |= {f"{name} {word}": value for word, value in compare(got, want).items()}
+    return figures
 
 
 def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
@@ -190,13 +209,14 @@ def two_ranks(here: Rank, plain_memory: bool) -> dict[str, Any]:
     inputs, figures = batch(here, config, tokens), {}
     for ep, etp in ((2, 1), (1, 2)):
         symmetric, plain = pair(here, config, tokens, ep, etp)
-        here.reached(f"symmetric memory, ep {ep} etp {etp}")
-        got = round_trip(symmetric, scale(symmetric), inputs)
         here.reached(f"alltoall over gloo, ep {ep} etp {etp}")
-        want = round_trip(plain, scale(plain), inputs)
-        here.reached(f"comparison, ep {ep} etp {etp}")
-        assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
-        figures |= {f"ep {ep} etp {etp} {name}": value for name, value in compare(got, want).items()}
+        want = round_trip(through(plain, scale(plain)), inputs)
+        for name, way in (("eager", through), ("graph", as_graph)):
+            here.reached(f"symmetric memory, ep {ep} etp {etp}, {name}")
+            got = round_trip(way(symmetric, scale(symmetric)), inputs)
+            here.reached(f"comparison, ep {ep} etp {etp}, {name}")
+            assert not bool(symmetric.memory.needs_repeat), "the buffers were too small"
+            figures |= {f"ep {ep} etp {etp} {name} {word}": value for word, value in compare(got, want).items()}
     return figures
 
 
@@ -236,7 +256,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all checks")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for all checks")
     args = parser.parse_args()
     grow_segments()  # as in a training run
     rows, end = Rows(args.json), time.monotonic() + args.seconds
@@ -266,9 +286,9 @@ def main() -> int:
         single = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         shares = check("memory of one rank, no multicast", memory, 15, **single)
     words = "" if shares else ", plain memory"
-    check(f"one rank against alltoall{words}", one_rank, 25, plain=not shares, **single)
+    check(f"one rank against alltoall{words}", one_rank, 60, plain=not shares, **single)
     overlap = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # torch then sets up no multicast either
-    check("two ranks on one device against alltoall", two_ranks, 25, ranks=2, **overlap)
+    check("two ranks on one device against alltoall", two_ranks, 70, ranks=2, **overlap)
     check(f"speed of one rank{words}", speed, 25, plain=not shares, **single)
     return rows.status()
 

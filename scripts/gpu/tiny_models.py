@@ -100,6 +100,7 @@ DPO = {
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 BALANCED = {"moe.aux_loss": 0.02, "moe.aux_loss_sequence": 0.02, "moe.aux_loss_global": 0.02, "moe.z_loss": 0.01}
 MUON = {"optimizer.name": "muon"}
+COMPILED = {"compile.enable": True}
 ROUNDED = {"optimizer.moments_dtype": "bfloat16", "optimizer.stochastic_rounding": True}
 FEATURES: dict[str, tuple[str, Changes]] = {
     "muon": ("mixtral", MUON),
@@ -130,8 +131,15 @@ FEATURES: dict[str, tuple[str, Changes]] = {
     "tied embedding": ("mixtral", {"model.tie_embeddings": True}),
     "accumulated": ("mixtral", {"moe.accumulate_weight_gradients": True}),
     "rounded moments": ("mixtral", SINGLE | ROUNDED),
+    "compiled": ("mixtral", COMPILED),
+    "compiled windows": ("gpt_oss", COMPILED),
+    "compiled selective": ("deepseek_v3", COMPILED | {"activation_checkpoint.mode": "selective"}),
+    "compiled full_but_rows": ("mixtral", COMPILED | {"activation_checkpoint.mode": "full_but_rows"}),
+    "compiled padded": ("mixtral", COMPILED | PADDED),
+    "compiled linear": ("qwen3_next", COMPILED),
 }
 IN_BF16: dict[str, Changes] = {
+    "compiled": COMPILED,
     "documents": LONG,
     "accumulated": {"moe.accumulate_weight_gradients": True},
     "lora": {"lora.rank": 8, "lora.experts_rank": 4},
@@ -153,7 +161,7 @@ class Run:
     """Of the first step."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     chosen: list[torch.Tensor] = field(default_factory=list)
-    """The experts of each token, for every call of a router in the first step."""
+    """The experts of each token, for every call of a router in the first step; empty if it is inside a graph."""
     margin: float = math.inf
     """The smallest distance between the score of a chosen expert and that of the best other one of the best groups."""
 
@@ -166,6 +174,8 @@ class Side(NamedTuple):
     device: torch.device
     pretended: Hardware | None = None
     """The hardware whose code runs, if it is not the device's own."""
+    backend: str = ""
+    """What compiles the models that ask for it; "": nothing does."""
 
 
 CPU = Side(torch.device("cpu"))
@@ -175,6 +185,8 @@ PRETENDED = {"moe.router_product": "float32", "parallelism.attention_backend": "
 
 def config_of(family: str, changes: Changes, side: Side) -> Any:
     changes = changes | (PRETENDED if side.pretended else {})
+    if changes.get("compile.enable"):
+        changes = changes | {"compile.enable": bool(side.backend), "compile.backend": side.backend or "aot_eager"}
     every = {"model.family": family} | BASE | WIDTHS.get(family, {}) | dict.fromkeys(DTYPES, "float64") | changes
     return read(parity.arguments(every | {"training.device": side.device.type}), 1, PARTS)
 
@@ -216,7 +228,8 @@ def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None)
             others = within.scatter(1, at, -math.inf).amax(1)
             out.margin = min(out.margin, float((scores.gather(1, at).amin(1) - others).min()))
 
-    hooks = [moe.router.register_forward_hook(note_choice) for moe in trainer.training.moe_layers.values()]
+    routers = [] if config.compile.enable else [moe.router for moe in trainer.training.moe_layers.values()]
+    hooks = [router.register_forward_hook(note_choice) for router in routers]
     with listening(Capture()):
         for _ in range(steps):
             report = trainer.train_step()
