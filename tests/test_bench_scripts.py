@@ -18,7 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "scripts" / "bench"
 NOT_RUN = {"torchtitan_side.py": "layers.py and step.py import it, and TorchTitan is no dependency"}
 SCRIPTS = sorted(path.name for path in BENCH.glob("*.py") if path.name not in NOT_RUN)
-FURTHER = {"layers.py": ["--shapes", "gpt_oss", "--sides", "titanmoe", "--steps", "1", "--times", "1"]}
+FURTHER = {
+    "compile_time.py": ["--shapes", "deepseek", "--cases", "aot_eager"],
+    "layers.py": ["--shapes", "gpt_oss", "--sides", "titanmoe", "--steps", "1", "--times", "1"],
+}
 
 
 def run(script: str, *options: str) -> str:

@@ -1,0 +1,201 @@
+"""How long torch.compile takes for each distinct block of a model, on one device.
+
+    python scripts/bench/compile_time.py [--shapes qwen3 gpt_oss ...] [--cases "inductor cold" ...] [--json FILE]
+    python scripts/bench/compile_time.py --tiny     the same with tiny shapes, for a machine without a GPU
+
+Blocks are those that titanmoe/parallel/compiled.py makes graphs of: attention (twice, if the second layer has another
+window), the MoE layer as one graph, the dense layer, the head. Shapes are those of scripts/bench/layers.py with one
+sample, and with a dense layer for DeepSeek-V3. Layers of one kind share a graph, so more layers take no longer. Each
+block is called alone, forward and backward:
+
+    seconds = first call - second call
+
+A case is a process of its own with empty caches, but "inductor warm" has those of "inductor cold", as when a run starts
+again. Dynamo traces each block again, and AOTAutograd those with an autograd.Function, whose graphs it does not cache.
+"eager" compiles no graph, only what every case compiles on a GPU: this project's Triton kernels and flex_attention.
+"first graph" is a product and a sum, compiled before the blocks: it loads the compiler and the libraries. The JSON has
+the graphs made by the two calls, and the hits of AOTAutograd's and inductor's caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+from layers import SHAPES, figures, gpu_name, lines_of, recipe, synchronize, tell, versions  # noqa: E402
+from torchtitan_side import reason  # noqa: E402
+
+CASES = {"eager": "", "inductor cold": "inductor", "inductor warm": "inductor", "aot_eager": "aot_eager"}
+"""Backends, in the order of the processes; "" compiles nothing."""
+LAYERS = {"gpt_oss": 2, "deepseek": 2}
+"""Layers of a shape with two kinds of them; 1 of the others."""
+SAMPLES = 1
+
+
+def config_of(shape: str, tiny: bool, backend: str) -> Any:
+    from titanmoe.parts import PARTS
+    from titanmoe.train.launch import read
+
+    further = ["compile.enable=true", f"compile.backend={backend}"] if backend else []
+    if shape == "deepseek":
+        further += ["model.num_dense_layers=1", *["model.dense_hidden=64"] * tiny]
+    return read(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, further), 1, PARTS)
+
+
+def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:
+    """Return a transformer, and a call of each of its distinct blocks, forward and backward."""
+    import torch
+    from torch import nn
+
+    from titanmoe.comm.collectives import NO_GROUP
+    from titanmoe.config.blocks import turned_width, window
+    from titanmoe.models.layers import rope_angles
+    from titanmoe.models.transformer import Transformer
+    from titanmoe.parallel.attend import context_parallel
+    from titanmoe.parallel.context import placement
+    from titanmoe.tokens import Tokens
+
+    model, L = config.model, config.training.seq_len
+    with device:
+        transformer = Transformer(config, 1, torch.bfloat16)
+        for weight in transformer.parameters():
+            nn.init.normal_(weight, std=0.02)
+        for buffer in transformer.buffers():
+            buffer.zero_()
+        context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
+        x_BLD = torch.randn(SAMPLES, L, model.dim, dtype=torch.bfloat16).requires_grad_()
+        index = torch.arange(SAMPLES * L)
+        everyone = torch.ones_like(index, dtype=torch.bool)
+        tokens = Tokens(index.view(SAMPLES, L) % L, index, index // L, everyone, torch.tensor(0))
+        labels_BL = (index % model.vocab_size).view(SAMPLES, L)
+        for moe in transformer.moe_layers().values():
+            moe.begin_step(1, torch.tensor(float(len(index))), SAMPLES)
+    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
+
+    def both(block: nn.Module, *inputs: Any) -> None:
+        y = block(x_BLD, *inputs)
+        torch.autograd.grad(y, [x_BLD, *block.parameters()], torch.ones_like(y), allow_unused=True)
+        synchronize(device)
+
+    found: dict[str, Callable[[], None]] = {}
+    for number, block in transformer.blocks().items():
+        width = window(model, number)
+        name = f"attention, window {width}" if width else "attention"
+        found.setdefault(name, partial(both, block.attention, rope, tokens.mask))
+        if block.moe is not None:
+            found.setdefault("MoE layer", partial(both, block.moe, tokens))
+        else:
+            found.setdefault("dense layer", partial(both, block.ffn))
+    return transformer, found | {"head": partial(both, transformer.head, labels_BL)}
+
+
+def first_call(work: Callable[[], Any]) -> float:
+    """Return the seconds that the first call takes longer than the second."""
+    times = []
+    for _ in range(2):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return times[0] - times[1]
+
+
+def one(shape: str, case: str, tiny: bool, device_name: str) -> None:
+    """Time a case of a shape; each figure is a line of JSON."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from titanmoe.parallel.compiled import compile_parts
+
+    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config = config_of(shape, tiny, CASES[case])
+    transformer, blocks = make_blocks(config, device)
+    x = torch.ones(8, 8, device=device, requires_grad=True)
+
+    def product() -> Any:
+        return (x @ x).sum()
+
+    compiled = torch.compile(product, backend=CASES[case]) if CASES[case] else product
+    compile_parts(transformer, config, False)
+    for name, work in {"first graph": lambda: compiled().backward(), **blocks}.items():
+        counters.clear()
+        row = {"device": gpu_name(device) or "cpu", "block": name}
+        try:
+            row["s"] = first_call(work)
+        except Exception as error:
+            traceback.print_exc()
+            row["failed"] = reason(error)
+        row |= {"graphs": counters["stats"]["unique_graphs"], "fx_hits": counters["inductor"]["fxgraph_cache_hit"]}
+        tell(**row, aot_hits=counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def measure(shape: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case and block, as soon as it is measured."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for case in (case for case in CASES if case in args.cases):
+            caches = Path(folder, CASES[case] or case)
+            command = ["env", f"TORCHINDUCTOR_CACHE_DIR={caches}", f"TRITON_CACHE_DIR={caches / 'triton'}"]
+            command += [sys.executable, str(HERE), "--one", shape, case, "--device", args.device]
+            try:
+                for line in lines_of(command + ["--tiny"] * args.tiny, args.limit):
+                    if found := figures(line):
+                        yield {"shape": shape, "case": case} | found
+            except (TimeoutError, ChildProcessError) as error:
+                yield {"shape": shape, "case": case, "block": "the rest", "failed": str(error)}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as a Markdown table, with a column for each case."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    lines = [f"| shape | block | {' | '.join(cases)} |", "|---" * (2 + len(cases)) + "|"]
+    for shape, block in dict.fromkeys((row["shape"], row["block"]) for row in rows):
+        of = {row["case"]: row.get("s") for row in rows if (row["shape"], row["block"]) == (shape, block)}
+        seconds = " | ".join("-" if of.get(case) is None else f"{of[case]:.1f}" for case in cases)
+        lines.append(f"| {shape} | {block} | {seconds} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3", "gpt_oss", "deepseek"])
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--device", default="", help="cpu or cuda; without it, a GPU if there is one")
+    parser.add_argument("--limit", type=float, default=240, help="seconds for one case of one shape, then it is killed")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        return one(*args.one, args.tiny, args.device)
+    about = versions() | {"machine": platform.platform(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+    about["command"] = shlex.join(["python", "scripts/bench/compile_time.py", *sys.argv[1:]])
+    print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)
+    rows: list[dict[str, Any]] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its process ends too
+    for shape in args.shapes:
+        for row in measure(shape, args):
+            rows.append(row)
+            result = f"failed: {row['failed']}" if "failed" in row else f"{row['s']:.2f} s"
+            print(f"{shape} {row['case']}: {row['block']} {result}", flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+    print(table(rows))
+    if any("failed" in row for row in rows):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
