@@ -36,7 +36,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
-from layers import SHAPES, figures, gpu_name, lines_of, recipe, synchronize, tell, versions  # noqa: E402
+from layers import SHAPES, figures, gpu_name, lines_of, make_layers, recipe, synchronize, tell, versions  # noqa: E402
 from torchtitan_side import reason  # noqa: E402
 
 CASES = {"eager": "", "inductor cold": "inductor", "inductor warm": "inductor", "aot_eager": "aot_eager"}
@@ -59,41 +59,19 @@ def config_of(shape: str, tiny: bool, backend: str) -> Any:
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:
     """Return a transformer, and a call of each of its distinct blocks, forward and backward."""
     import torch
-    from torch import nn
 
-    from titanmoe.comm.collectives import NO_GROUP
-    from titanmoe.config.blocks import turned_width, window
-    from titanmoe.models.layers import rope_angles
-    from titanmoe.models.transformer import Transformer
-    from titanmoe.parallel.attend import context_parallel
-    from titanmoe.parallel.context import placement
-    from titanmoe.tokens import Tokens
+    from titanmoe.config.blocks import window
 
-    model, L = config.model, config.training.seq_len
-    with device:
-        transformer = Transformer(config, 1, torch.bfloat16)
-        for weight in transformer.parameters():
-            nn.init.normal_(weight, std=0.02)
-        for buffer in transformer.buffers():
-            buffer.zero_()
-        context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
-        x_BLD = torch.randn(SAMPLES, L, model.dim, dtype=torch.bfloat16).requires_grad_()
-        index = torch.arange(SAMPLES * L)
-        everyone = torch.ones_like(index, dtype=torch.bool)
-        tokens = Tokens(index.view(SAMPLES, L) % L, index, index // L, everyone, torch.tensor(0))
-        labels_BL = (index % model.vocab_size).view(SAMPLES, L)
-        for moe in transformer.moe_layers().values():
-            moe.begin_step(1, torch.tensor(float(len(index))), SAMPLES)
-    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
+    transformer, x_BLD, rope, tokens, labels_BL = make_layers(config, device, range(config.model.num_layers), SAMPLES)
 
-    def both(block: nn.Module, *inputs: Any) -> None:
+    def both(block: Any, *inputs: Any) -> None:
         y = block(x_BLD, *inputs)
         torch.autograd.grad(y, [x_BLD, *block.parameters()], torch.ones_like(y), allow_unused=True)
         synchronize(device)
 
     found: dict[str, Callable[[], None]] = {}
     for number, block in transformer.blocks().items():
-        width = window(model, number)
+        width = window(config.model, number)
         name = f"attention, window {width}" if width else "attention"
         found.setdefault(name, partial(both, block.attention, rope, tokens.mask))
         if block.moe is not None:

@@ -44,7 +44,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -181,46 +181,68 @@ def rehearsed_as(device: Any) -> str:
     return name if name in HARDWARE else "h100" if device.type == "cuda" else "cpu"
 
 
+class Layers(NamedTuple):
+    """A model with random weights, and the inputs of its blocks."""
+
+    transformer: Any
+    x_BLD: Any
+    rope: Any
+    tokens: Any
+    labels_BL: Any
+
+
+def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) -> Layers:
+    """Build these layers of the model and its head in bfloat16, on one rank."""
+    import torch
+
+    from titanmoe.comm.collectives import NO_GROUP
+    from titanmoe.config.blocks import turned_width
+    from titanmoe.models.layers import rope_angles
+    from titanmoe.models.transformer import Transformer
+    from titanmoe.parallel.attend import context_parallel
+    from titanmoe.parallel.context import placement
+    from titanmoe.tokens import Tokens
+
+    model, L = config.model, config.training.seq_len
+    with torch.device(device):
+        transformer = Transformer(config, 1, torch.bfloat16, layers=numbers)
+        for weight in transformer.parameters():
+            torch.nn.init.normal_(weight, std=0.02)
+        for buffer in transformer.buffers():
+            buffer.zero_()
+        context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
+        x_BLD = torch.randn(samples, L, model.dim, dtype=torch.bfloat16).requires_grad_()
+        index = torch.arange(samples * L)
+        labels_BL = (index % model.vocab_size).view(samples, L)
+        everyone = torch.ones_like(index, dtype=torch.bool)
+        tokens = Tokens(index.view(samples, L) % L, index, index // L, everyone, torch.tensor(0))
+        for moe in transformer.moe_layers().values():
+            moe.begin_step(1, torch.tensor(float(len(index))), samples)
+    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
+    return Layers(transformer, x_BLD, rope, tokens, labels_BL)
+
+
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Iterator[dict[str, Any]]:
     """Time forward and backward of each part of the first layer, alone, and of the head with the loss."""
     import torch
     from torch import Tensor
 
-    from titanmoe.comm.collectives import NO_GROUP
-    from titanmoe.config.blocks import routes_by_parts, turned_width, window
+    from titanmoe.config.blocks import routes_by_parts, window
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
-    from titanmoe.models.layers import rope_angles
     from titanmoe.models.mixers.mixer_rules import elements
-    from titanmoe.models.transformer import Transformer
     from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens
-    from titanmoe.parallel.attend import context_parallel
-    from titanmoe.parallel.context import placement
-    from titanmoe.tokens import Tokens
 
     model, kernels = config.model, config.moe.kernels
     # The second layer's attention too, if it sees further than the first.
     numbers = [0, 1] if model.num_layers > 1 and window(model, 0) != window(model, 1) else [0]
     B, L, D, E, K = SAMPLES, config.training.seq_len, model.dim, model.num_experts, model.top_k
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
-    with torch.device(device):
-        transformer = Transformer(config, 1, torch.bfloat16, layers=numbers)
-        vocabulary, head, blocks = model.vocab_size, transformer.head, list(transformer.blocks().values())
-        for weight in transformer.parameters():
-            torch.nn.init.normal_(weight, std=0.02)
-        for buffer in transformer.buffers():
-            buffer.zero_()
-        context_parallel(transformer, config.parallelism, placement(config.parallelism), NO_GROUP)
-        block = blocks[0]
-        x_BLD = torch.randn(B, L, D, dtype=torch.bfloat16).requires_grad_()
-        index = torch.arange(T)
-        labels_BL = (index % vocabulary).view(B, L)
-        everyone = torch.ones_like(index, dtype=torch.bool)
-        tokens = Tokens(index.view(B, L) % L, index, index // L, everyone, torch.tensor(0))
-        block.moe.begin_step(1, torch.tensor(float(T)), B)
+    transformer, x_BLD, rope, tokens, labels_BL = make_layers(config, device, numbers, B)
+    vocabulary, head, blocks = model.vocab_size, transformer.head, list(transformer.blocks().values())
+    block = blocks[0]
     x_TD, moe = x_BLD.detach().flatten(0, 1).requires_grad_(), block.moe
-    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
 
     def both(make: Callable[[], Tensor | tuple[Tensor, ...]], inputs: list[Tensor]) -> Callable[[], Any]:
         """Forward and backward, with gradients that exist beforehand."""
