@@ -107,7 +107,7 @@ UNDER = (1, 2, 4)
 
 def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     """A shipped recipe's own mapping, and planned bytes of its first, its last and its fullest pipeline rank."""
-    from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
+    from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
     world = recipe_ranks(read_draft([str(path)], PARTS))
@@ -124,7 +124,7 @@ def rows_on_page() -> list[tuple[str, ...]]:
 
 def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
     """Of recipes that are not named, those that the page has."""
-    from titanmoe.rehearse.world import rehearse
+    from titanmoe.rehearse.rehearsal import rehearse
 
     old_rows, rows = rows_on_page(), []
     for name in names():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import processes
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 from titanmoe.train.metrics import peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.launcher import check_cluster
 from titanmoe.parts import PARTS
-from titanmoe.rehearse.world import fake_world
+from titanmoe.rehearse.rehearsal import fake_world
 from titanmoe.train.runtime import Runtime
 
 SMALL = {"model.num_layers": 1, "training.seq_len": 16}

@@ -16,7 +16,7 @@ from tests import parity, world
 from tests.support.fake_gpu import GPU, Event, FakeGPU, Stream
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.parallel.pairs import Pairs
-from titanmoe.rehearse.world import fake_world
+from titanmoe.rehearse.rehearsal import fake_world
 from titanmoe.train.optimizers import offload
 from titanmoe.watch.step_times import StreamMarks
 
@@ -132,7 +132,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
 
 def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[float], dict[str, Any]]:
     """On a rank: losses of a few steps, and what a GPU would have been asked for."""
-    from titanmoe.watch.numbers import checks, watched
+    from titanmoe.watch.number_checks import checks, watched
 
     runtime, losses = parity.runtime_here(), []
     runtime = dataclasses.replace(runtime, device=GPU) if on_gpu else runtime

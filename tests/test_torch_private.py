@@ -78,7 +78,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
     missing = {name: one.where for one, names in removed().items() for name in names}
     assert missing == {
-        "_get_default_store": "watch/hosts.py",
+        "_get_default_store": "watch/machines.py",
         "_scaled_grouped_mm": "moe/fp8.py",
         "no_dispatch": "rehearse",
     }

@@ -9,7 +9,7 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import Runtime, leave  # noqa: E402
-from titanmoe.watch.numbers import checks, watched  # noqa: E402
+from titanmoe.watch.number_checks import checks, watched  # noqa: E402
 
 gc.enable()
 

@@ -37,7 +37,7 @@ from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.parallel.context import Placement, _backward_pairs, _forward_pairs, _start, _wide_zeros  # noqa: E402
 from titanmoe.parallel.flex import MASK_BLOCK, block_mask  # noqa: E402
 from titanmoe.rehearse.code_site import CodeSite  # noqa: E402
-from titanmoe.rehearse.work import Operations  # noqa: E402
+from titanmoe.rehearse.operation_costs import Operations  # noqa: E402
 from titanmoe.report.draw import LIGHT, Area, Sheet, Words, svg  # noqa: E402
 
 MASKS = ("causal", "documents", "window", "documents, window", "pairs, two copies", "pairs, shared")

@@ -110,7 +110,7 @@ def small_kernels() -> Iterator[None]:
 def as_rank(world: int) -> Iterator[None]:
     from titanmoe.ops.device import HARDWARE as known
     from titanmoe.ops.device import as_on
-    from titanmoe.rehearse.world import fake_world
+    from titanmoe.rehearse.rehearsal import fake_world
 
     with warnings.catch_warnings(), as_on(known[HARDWARE]), fake_world(0, world), small_kernels():
         warnings.simplefilter("ignore")
@@ -122,7 +122,7 @@ def configs(recipe: str, further: list[str]) -> tuple[Any, int, dict[int, Any]]:
     from titanmoe.config.load import read_draft
     from titanmoe.config.world_size import recipe_ranks
     from titanmoe.parts import PARTS
-    from titanmoe.rehearse.world import recipe_to_rehearse
+    from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 
     words = [recipe, *further]
     world = recipe_ranks(read_draft(words, PARTS))
@@ -141,11 +141,11 @@ class Steps:
         import torch
 
         from titanmoe.observe import Observer
-        from titanmoe.rehearse.world import Samples
+        from titanmoe.rehearse.rehearsal import Samples
         from titanmoe.train.build import build_training
         from titanmoe.train.runtime import GarbageCollection, Runtime
         from titanmoe.watch.heartbeat import Heartbeat
-        from titanmoe.watch.watch import HeartbeatListener
+        from titanmoe.watch.run_watch import HeartbeatListener
 
         class NoCollection(GarbageCollection):
             def __init__(self, every: int):

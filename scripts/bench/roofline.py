@@ -40,8 +40,8 @@ from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.rehearse import stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
-from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse  # noqa: E402
+from titanmoe.rehearse.operation_costs import Operation, Work, work_of  # noqa: E402
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse  # noqa: E402
 from titanmoe.replace import replaced  # noqa: E402
 from titanmoe.text_report import columns  # noqa: E402
 

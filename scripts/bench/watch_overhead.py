@@ -25,8 +25,8 @@ from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
 from titanmoe.train.trainer import Trainer
-from titanmoe.watch.numbers import checks
-from titanmoe.watch.watch import Watch
+from titanmoe.watch.number_checks import checks
+from titanmoe.watch.run_watch import Watch
 from titanmoe.watch.watchdog import TICK_S
 
 CONFIG = ["--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000"]

@@ -29,7 +29,7 @@ from scripts.torture.trials import GROUPS, KINDS, trial
 
 PRELOADED = (
     "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.checkpoint_folder", "titanmoe.cli",
-    "titanmoe.train.build", "titanmoe.train.trainer", "titanmoe.watch.numbers", "titanmoe.watch.watch",
+    "titanmoe.train.build", "titanmoe.train.trainer", "titanmoe.watch.number_checks", "titanmoe.watch.run_watch",
 )  # fmt: skip
 """Before the first fork, so that no rank has to."""
 

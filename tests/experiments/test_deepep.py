@@ -21,7 +21,7 @@ from titanmoe.experiments.deepep import DeepEP
 from titanmoe.experiments.deepep_rules import DeepEPRules
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.parts import PARTS
-from titanmoe.rehearse.world import recipe_to_rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 from titanmoe.train import launch
 
 ROOT = Path(__file__).resolve().parents[2]

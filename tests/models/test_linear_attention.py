@@ -19,7 +19,7 @@ from titanmoe.models.count import layer_flops
 from titanmoe.models.linear_attention import log_of_uniform
 from titanmoe.models.transformer import Transformer
 from titanmoe.plan.memory import RankMemory, rank_memories
-from titanmoe.rehearse.world import Rehearsal, recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import Rehearsal, recipe_to_rehearse, rehearse
 
 FAMILY = f"{linear_family.__name__}:FAMILY"
 OWN = dict(linear_key_heads=2, linear_value_heads=4, linear_key_dim=4, linear_value_dim=6, conv_width=4)

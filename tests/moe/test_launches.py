@@ -14,8 +14,8 @@ from tests.rehearse.small import config_of
 from titanmoe.models.mixers.latent import LATENT
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import GATHER, REDUCE
-from titanmoe.rehearse.work import Operation
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.operation_costs import Operation
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "model.num_experts": 16}

@@ -26,7 +26,7 @@ from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
 from titanmoe.parallel import pipeline
 from titanmoe.parallel.pipeline import Stage, add_weight_gradients, gathered_once
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
 
 # ---- stages
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import parity, world
 from tests.rehearse.small import config_of
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
 
 ONCE = {"parallelism.reduce_once": True, "training.global_batch_size": 6}
 

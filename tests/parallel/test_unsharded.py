@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests import parity, world
 from tests.rehearse.small import config_of
 from titanmoe.parallel import unsharded
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
 MIXED |= {"training.mixed_precision_reduce": "float32"}

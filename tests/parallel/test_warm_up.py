@@ -13,7 +13,7 @@ from tests import parity, world
 from titanmoe import observe
 from titanmoe.parallel import pipeline
 from titanmoe.parallel.warm_up import warm_up
-from titanmoe.rehearse.record import Recorder
+from titanmoe.rehearse.message_recorder import Recorder
 
 EVERYTHING = {
     "parallelism.pp": 2,

@@ -24,7 +24,7 @@ from titanmoe.plan.planned_overlap import ON_CPUS, planned_overlap, with_overlap
 from titanmoe.plan.schedule_cost import schedule_rows
 from titanmoe.plan.search import evaluate, search
 from titanmoe.rehearse.code_site import GATHER, REDUCE
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 from titanmoe.train.runtime import Runtime
 
 H100 = read_device("h100")

@@ -11,7 +11,7 @@ from titanmoe.config.recipe import names
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 from titanmoe.text_report import format_bytes
 
 MIDDLE = (

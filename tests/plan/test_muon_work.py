@@ -19,9 +19,9 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.price import Pricer
-from titanmoe.rehearse.order import HOST_ORDER, check
-from titanmoe.rehearse.roles import check_ranks, programs, rehearse_ranks
-from titanmoe.rehearse.world import Rehearsal, recipe_to_rehearse, rehearse
+from titanmoe.rehearse.many_ranks import check_ranks, programs, rehearse_ranks
+from titanmoe.rehearse.message_order import HOST_ORDER, check
+from titanmoe.rehearse.rehearsal import Rehearsal, recipe_to_rehearse, rehearse
 
 TP_ETP = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 CASES: dict[str, dict[str, Any]] = {

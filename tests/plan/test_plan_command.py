@@ -25,7 +25,7 @@ from titanmoe.plan.plan_table import ERROR
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import evaluate, is_unfolded, search
 from titanmoe.plan.totals_by_mode import MODES
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 RECIPE = "train_configs/debug.toml"
 SMALL = ["--training.global_batch_size", "8"]

@@ -15,7 +15,7 @@ from titanmoe.plan.devices import read_device
 from titanmoe.plan.dispatch_costs import DispatchChoice
 from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.search import PricedMapping, evaluate
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 H100 = read_device("h100")
 

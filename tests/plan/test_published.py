@@ -14,7 +14,7 @@ from scripts.published_runs import PublishedFactors, RunPricer, device_of, run_o
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.plan_table import ERROR
-from titanmoe.rehearse.world import recipe_to_rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 from titanmoe.text_report import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

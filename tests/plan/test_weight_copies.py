@@ -8,7 +8,7 @@ import torch
 from titanmoe.plan.sizes import Sizes, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
 from titanmoe.rehearse.code_site import GATHER, REDUCE
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 SMALL = (
     "--model.family mixtral --model.size debug --model.vocab_size 256 --model.dim 512 --model.num_layers 2 "

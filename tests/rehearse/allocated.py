@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import parity
 from tests.rehearse.small import config_of
-from titanmoe.rehearse.world import Samples
+from titanmoe.rehearse.rehearsal import Samples
 from titanmoe.train.trainer import Trainer
 
 STEPS = 2

@@ -22,9 +22,9 @@ from titanmoe.moe.router import Router
 from titanmoe.observe import Observer, listening
 from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel.norm import local_grad
-from titanmoe.rehearse.record import Recorder
-from titanmoe.rehearse.routing import AssumedRouting
-from titanmoe.rehearse.world import Rehearsal, Samples, name_groups, rehearse
+from titanmoe.rehearse.assumed_routing import AssumedRouting
+from titanmoe.rehearse.message_recorder import Recorder
+from titanmoe.rehearse.rehearsal import Rehearsal, Samples, name_groups, rehearse
 
 
 class Varied(Samples):

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests import parity
 from titanmoe.config.schema import Config
-from titanmoe.rehearse.record import Log
-from titanmoe.rehearse.world import NamedGroup, recipe_to_rehearse
+from titanmoe.rehearse.message_recorder import Log
+from titanmoe.rehearse.rehearsal import NamedGroup, recipe_to_rehearse
 
 Comparable = list[tuple[Any, ...]]
 FORCED = {"moe.force_balance": True, "training.dtype": "float32", "training.mixed_precision_param": "float32"}

@@ -20,9 +20,9 @@ from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
-from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
-from titanmoe.rehearse.roles import check_ranks, programs, rehearse_ranks
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.many_ranks import check_ranks, programs, rehearse_ranks
+from titanmoe.rehearse.message_order import HOST_ORDER, Verdict, check
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "moe.force_balance": False}

@@ -20,7 +20,7 @@ from tests.rehearse.small import config_of
 from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
-from titanmoe.rehearse.world import Samples, _without_values, fake_world, rehearse
+from titanmoe.rehearse.rehearsal import Samples, _without_values, fake_world, rehearse
 from titanmoe.train.build import build_training
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rehearse.small import config_of
 from titanmoe.rehearse.code_site import GATHER
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 PLAIN, AGAIN = "layers.1", "layers.2"
 BASE = {"model.num_layers": 4, "training.global_batch_size": 4, "training.mixed_precision_param": "bfloat16"}

@@ -18,18 +18,18 @@ from tests.rehearse.test_rehearse_command import SMALL, rehearse
 from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricExchange
 from titanmoe.moe.permute import to_tokens
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse import world
-from titanmoe.rehearse.record import ALL_TO_ALLS, PUT
+from titanmoe.rehearse import rehearsal
+from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, PUT
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 
 
-def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> world.Rehearsal:
+def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> rehearsal.Rehearsal:
     changes = ONE | {"moe.dispatcher": dispatcher, "moe.symm_mem_factor": factor}
-    return world.rehearse(config_of(changes, 4, "h100"), 4, 1, "h100", imbalance)
+    return rehearsal.rehearse(config_of(changes, 4, "h100"), 4, 1, "h100", imbalance)
 
 
-def rows(rehearsal: world.Rehearsal) -> set[tuple[Any, ...]]:
+def rows(rehearsal: rehearsal.Rehearsal) -> set[tuple[Any, ...]]:
     """How many rows go where, whether their weights are messages of their own or not."""
     messages = [m for m in rehearsal.log.messages if m.op in ALL_TO_ALLS and m.dtype.is_floating_point]
     return {(m.splits, m.backward, m.site.layer) for m in messages}

@@ -24,10 +24,10 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.rank_groups import groups
 from titanmoe.models import vocabulary
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.order import HOST_ORDER, Verdict
-from titanmoe.rehearse.record import Event, Log, Message
-from titanmoe.rehearse.roles import SMALL, check_ranks, corners
-from titanmoe.rehearse.world import Rehearsal, Samples, rehearse
+from titanmoe.rehearse.many_ranks import SMALL, check_ranks, corners
+from titanmoe.rehearse.message_order import HOST_ORDER, Verdict
+from titanmoe.rehearse.message_recorder import Event, Log, Message
+from titanmoe.rehearse.rehearsal import Rehearsal, Samples, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 

@@ -14,7 +14,7 @@ from tests.rehearse.small import config_of
 from tests.support.case_features import MODELS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory_over_step import KEPT_ACTIVATIONS, Memory
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 MIDDLE: dict[str, Any] = {
     "model.dim": 128,

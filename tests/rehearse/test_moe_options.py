@@ -15,7 +15,7 @@ from titanmoe.config.fields import ranges
 from titanmoe.config.schema import MoE
 from titanmoe.ops.kernels import installed
 from titanmoe.parts import PARTS
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 SMALL = {"model.num_layers": 2, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanmoe.cli import main
-from titanmoe.rehearse import roles
+from titanmoe.rehearse import many_ranks
 from titanmoe.train.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,8 +102,8 @@ def test_a_later_step(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch
 
 
 def test_eight_ranks_are_rehearsed_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles.os, "cpu_count", lambda: 2)
-    assert 8 // roles.MIN_RANKS_PER_PROCESS >= 2
+    monkeypatch.setattr(many_ranks.os, "cpu_count", lambda: 2)
+    assert 8 // many_ranks.MIN_RANKS_PER_PROCESS >= 2
     assert rehearse("--ranks", "8", "--all-ranks", *SMALL, "--training.global_batch_size", "16") == 0
 
 

@@ -12,10 +12,10 @@ from tests.rehearse.small import config_of
 from tests.support.case_features import DISPATCHERS
 from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
-from titanmoe.rehearse.order import HOST_ORDER
-from titanmoe.rehearse.roles import check_ranks, disagreeing_splits
-from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, balanced, skewed
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages, balanced, skewed
+from titanmoe.rehearse.many_ranks import check_ranks, disagreeing_splits
+from titanmoe.rehearse.message_order import HOST_ORDER
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import pytest
 
 from tests.rehearse.small import config_of
-from titanmoe.rehearse.record import Log
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.message_recorder import Log
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 SMALL = {"training.global_batch_size": 4, "model.num_layers": 2}
 

@@ -11,7 +11,7 @@ import pytest
 from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import ONE, STAGES, schedule
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
 from titanmoe.replace import replaced
 
 CASES = {

@@ -30,8 +30,8 @@ from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.rehearse.code_site import GATHER, REDUCE
-from titanmoe.rehearse.work import PICKS_ROWS
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.operation_costs import PICKS_ROWS
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 RECIPES = Path(__file__).resolve().parents[2] / "train_configs"
 PRODUCTS = ("_grouped_mm", "weighted_swiglu", "weighted_swiglu_backward")

@@ -36,7 +36,7 @@ from titanmoe.ops import kernels
 from titanmoe.ops.kernels import put
 from titanmoe.parts import PARTS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 Kernel = tuple[str, Any]
 """Its name, and what Triton made of it."""

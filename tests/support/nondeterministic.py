@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.work import Operations, tensors
+from titanmoe.rehearse.operation_costs import Operations, tensors
 
 Arguments = dict[str, Any]
 """Those of a call, by the names in the operation's schema; "returned" is its result."""

@@ -34,7 +34,7 @@ PRIVATE = (
     ),
     Private(_C10D, ("_world",), "train/runtime.py", "shorter time-outs for all groups after the first step"),
     Private(_C10D, ("_set_pg_timeout",), "train/runtime.py", "the same", until=(2, 14)),
-    Private(_C10D, ("_get_default_store",), "watch/hosts.py", "a connection to the store for another thread"),
+    Private(_C10D, ("_get_default_store",), "watch/machines.py", "a connection to the store for another thread"),
     Private(
         "torch._C._distributed_c10d",
         ("_dump_fr_trace", "_dump_fr_trace_json"),
@@ -237,7 +237,7 @@ PRIVATE = (
         "tensors without numbers",
     ),
     Private(
-        "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "rehearse/world.py", "a world in one process"
+        "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "rehearse/rehearsal.py", "a world in one process"
     ),
     Private(
         "torch.utils._python_dispatch",
@@ -247,13 +247,13 @@ PRIVATE = (
     ),
     Private("torch.utils._mode_utils", ("no_dispatch",), "rehearse", "real numbers inside a rehearsal"),
     Private("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "rehearse", "tensors among arguments"),
-    Private("torch.utils._pytree", ("tree_leaves",), "watch/culprit.py", "tensors among a module's results"),
+    Private("torch.utils._pytree", ("tree_leaves",), "watch/first_nonfinite.py", "tensors among a module's results"),
     Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
-    Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
+    Private("torch.Tensor", ("_make_subclass",), "rehearse/shape_cache.py", "parameters without numbers"),
     Private(
         "torch.distributed.tensor.debug",
         ("_clear_sharding_prop_cache",),
-        "rehearse/world.py",
+        "rehearse/rehearsal.py",
         "to forget the shards of another rank",
     ),
     Private("torch._C", ("_current_autograd_node",), "rehearse/code_site.py", "the node that backward has come to"),
@@ -263,7 +263,7 @@ PRIVATE = (
         "rehearse",
         "a group that only records its messages",
     ),
-    Private("torch.cpu", ("_default_cpu_stream",), "rehearse/record.py", "the stream that FSDP starts from"),
+    Private("torch.cpu", ("_default_cpu_stream",), "rehearse/message_recorder.py", "the stream that FSDP starts from"),
     Private(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
         ("post_backward", "unshard", "wait_for_unshard", "finalize_backward", "_module_fqn"),

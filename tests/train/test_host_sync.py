@@ -18,7 +18,7 @@ from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 

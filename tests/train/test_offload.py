@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import parity, world
 from tests.rehearse.small import config_of
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
 from titanmoe.train.optimizers import offload
 from titanmoe.train.optimizers.adamw import AdamW
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests import parity, world
 from titanmoe.observe import Observer, listening
 from titanmoe.watch.flight_recorder import Collective, FlightRecord, first_difference, read_recorder
-from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
+from titanmoe.watch.heartbeat import PREVIOUS_BEGUN, STEP_BEGUN, Position
 from titanmoe.watch.process_groups import name_groups, own_groups
-from titanmoe.watch.watch import HeartbeatListener, Watch
+from titanmoe.watch.run_watch import HeartbeatListener, Watch
 
 CHANGES = {"data.source": "synthetic", "training.global_batch_size": 4}
 
@@ -84,7 +84,7 @@ def two_steps(skips: bool) -> tuple[FlightRecord, list[str]]:
         finally:
             module.all_reduce = real
     axes = [group.axes for group in name_groups(trainer.training.meshes.lanes, trainer.training.fold)]
-    return read_recorder(own_groups(trainer.training.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
+    return read_recorder(own_groups(trainer.training.meshes.lanes), numbers[STEP_BEGUN], numbers[PREVIOUS_BEGUN]), axes
 
 
 def test_what_the_flight_recorder_has_of_a_step() -> None:

@@ -18,7 +18,7 @@ from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
 from titanmoe.watch import bit_checks
 from titanmoe.watch.bit_checks import differing_ranks, fingerprint
-from titanmoe.watch.numbers import checks
+from titanmoe.watch.number_checks import checks
 
 TRIALS, EVERY = 20, 2
 RUN = runs.RUN | {"model.num_layers": 1}

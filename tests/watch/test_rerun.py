@@ -15,7 +15,7 @@ from titanmoe.config import ConfigError
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
 from titanmoe.watch.bit_checks import describe
-from titanmoe.watch.numbers import checks
+from titanmoe.watch.number_checks import checks
 
 RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4, "training.global_batch_size": 2}
 KNOWN = 5

@@ -211,7 +211,7 @@ SLOW = 3
 
 def train(changes: dict[str, Any]) -> list[int]:
     """Rank SLOW sleeps in its steps, rank 1 between them."""
-    from titanmoe.watch.numbers import checks, watched
+    from titanmoe.watch.number_checks import checks, watched
 
     rank = int(torch.distributed.get_rank())
 

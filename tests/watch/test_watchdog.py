@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from titanmoe.watch import heartbeat as at
-from titanmoe.watch import hosts, watchdog
+from titanmoe.watch import heartbeat, watchdog
+from titanmoe.watch import machines as machine_memory
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat, Position
-from titanmoe.watch.hosts import MachineMessages, Machines
+from titanmoe.watch.machines import MachineMessages, Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
@@ -41,14 +41,14 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     assert other.is_waiting
     mine.tick(waiting=False)
     assert not other.is_waiting and abs(other.last_progress - time.monotonic()) < 5
-    mine.enter_phase(at.BETWEEN)
-    assert other.numbers[at.PHASE] == at.BETWEEN and other.position == Position()
+    mine.enter_phase(heartbeat.BETWEEN)
+    assert other.numbers[heartbeat.PHASE] == heartbeat.BETWEEN and other.position == Position()
     mine.write_answer(b"words")
     assert other.answer() == b"words"
 
 
 def test_a_machine_is_known_by_a_file_and_nothing_else_is_left(tmp_path: Path) -> None:
-    first, second = hosts._identity(tmp_path), hosts._identity(tmp_path)
+    first, second = machine_memory._identity(tmp_path), machine_memory._identity(tmp_path)
     assert first == second and [path.name for path in tmp_path.iterdir()] == ["identity"]
 
 
@@ -58,7 +58,7 @@ def test_a_full_memory_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match="No space"):
-        hosts._create_heartbeat(tmp_path, "token", 0)
+        machine_memory._create_heartbeat(tmp_path, "token", 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,8 +74,8 @@ class Watched:
         self.bodies = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
         self.watchdogs = []
         for rank, heart in enumerate(self.hearts):
-            heart.numbers[at.PID] = self.bodies[rank].pid
-            heart.numbers[at.FIRST], heart.numbers[at.STEP], heart.numbers[at.PHASE] = 1, 3, 2
+            heart.numbers[heartbeat.PID] = self.bodies[rank].pid
+            heart.numbers[heartbeat.FIRST_STEP], heart.numbers[heartbeat.STEP], heart.numbers[heartbeat.PHASE] = 1, 3, 2
             number = rank // 2
             local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
             machines = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")
@@ -120,7 +120,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
         watchdog.launch_messages, "leave_note", lambda text, **more: notes.append({"text": text} | more)
     )
     machines.send(0, 1, 2)
-    machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
+    machines.hearts[3].numbers[heartbeat.TICK] = 0  # its thread does not run
     machines.run(0, 1, 2)
     assert [body.wait(5) for body in machines.bodies] == [-9] * 4, "its neighbour has killed it"
     report = capfd.readouterr().err
@@ -149,7 +149,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
 def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture) -> None:
     """What it last copied to the store is reported."""
     machines.send(0, 1)
-    machines.hearts[3].numbers[at.STEP] = 2
+    machines.hearts[3].numbers[heartbeat.STEP] = 2
     machines.watchdogs[2]._publish_heartbeats()
     machines.run(0, 1)
     report = capfd.readouterr().err
@@ -179,12 +179,12 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     time.sleep(0.01)
     copy_of_heart = Heartbeat(machines.folder / "1")
     assert copy_of_heart.is_waiting and dog.trouble()
-    other.numbers[at.FIRST] = 3  # its first step, which may compile
+    other.numbers[heartbeat.FIRST_STEP] = 3  # its first step, which may compile
     assert not dog.trouble()
-    other.numbers[at.FIRST] = 1
-    other.numbers[at.STATE] = at.ENDED
+    other.numbers[heartbeat.FIRST_STEP] = 1
+    other.numbers[heartbeat.STATE] = heartbeat.ENDED
     assert not dog.trouble()
-    other.numbers[at.STATE] = at.RUNNING
+    other.numbers[heartbeat.STATE] = heartbeat.RUNNING
     other.tick(waiting=False)
     assert not dog.trouble(), "it computes, as far as the host knows"
     dog.limits = Limits(step=0, first=60, between=60, thread=60, by_age=True)
@@ -199,9 +199,9 @@ def test_an_answer_has_the_step_of_its_messages(machines: Watched) -> None:
     """The rank may still go on."""
     heart, dog = machines.hearts[0], machines.watchdogs[0]
     heart.write_answer(json.dumps({"step": 3}).encode())
-    heart.numbers[at.STEP] = 4
+    heart.numbers[heartbeat.STEP] = 4
     assert dog.local_statuses()[0].step == 3
-    assert dog.local_statuses()[1].step == 3 == machines.hearts[1].numbers[at.STEP], "it has not answered"
+    assert dog.local_statuses()[1].step == 3 == machines.hearts[1].numbers[heartbeat.STEP], "it has not answered"
 
 
 def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
@@ -216,10 +216,10 @@ def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
         body = subprocess.Popen(["true"])
         body.wait()
         for rank in gone:
-            hearts[rank].numbers[at.PID] = body.pid
+            hearts[rank].numbers[heartbeat.PID] = body.pid
         assert any(dogs[rank].trouble() for rank in ranks if rank not in gone)
         for rank in gone:
-            hearts[rank].numbers[at.PID] = os.getpid()
+            hearts[rank].numbers[heartbeat.PID] = os.getpid()
 
 
 def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Watched) -> None:

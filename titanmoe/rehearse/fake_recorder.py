@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
-from titanmoe.rehearse import stand_ins, values
+from titanmoe.rehearse import known_integers, stand_ins
+from titanmoe.rehearse.assumed_routing import IntegerMessages
 from titanmoe.rehearse.memory_over_step import Ledger
-from titanmoe.rehearse.record import Log, Message, Recorder
-from titanmoe.rehearse.routing import IntegerMessages
-from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.work import Operations
+from titanmoe.rehearse.message_recorder import Log, Message, Recorder
+from titanmoe.rehearse.operation_costs import Operations
+from titanmoe.rehearse.shape_cache import Shapes
 
 
 class _Dispatching(threading.local):
@@ -69,7 +69,7 @@ class FakeRecorder(Recorder):
             value = self.number(args[0])
             return value if not isinstance(value, list) else value[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
-        values.follow(func, args, kwargs, out)
+        known_integers.follow(func, args, kwargs, out)
         if not func.is_view:
             site = self.sites.current_site()
             self.operations.add(func, args, kwargs, out, site)
@@ -83,7 +83,7 @@ class FakeRecorder(Recorder):
         return self.shapes(func, args, kwargs)
 
     def whole_numbers(self, x: Tensor) -> Tensor:
-        return values.known_values(x)
+        return known_integers.known_values(x)
 
     def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # By far the most frequent query, and slow on fake tensors.
@@ -94,7 +94,7 @@ class FakeRecorder(Recorder):
     def number(self, x: Tensor) -> Any:
         """What the host reads: the value if it is known, otherwise 0, for a finite loss or a flag that is not set."""
         self.sync()
-        value = values.numbers(x)
+        value = known_integers.numbers(x)
         if value is not None:
             return value
         if not x.dtype.is_floating_point:
@@ -108,7 +108,7 @@ class FakeRecorder(Recorder):
         """Before the first step stages ask each other whether they know their shapes: all of ours do."""
         if not x.dtype.is_floating_point:
             with outside():
-                values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
+                known_integers.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
         site = self.sites.current_site()
@@ -123,13 +123,13 @@ class FakeRecorder(Recorder):
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
             return
         if func._overloadpacket.__name__ == "wait_tensor":
-            if (value := values.known_values(args[0])) is not None:
-                values.set_known(out, value)
+            if (value := known_integers.known_values(args[0])) is not None:
+                known_integers.set_known(out, value)
         elif self.dispatching.exchange is not None and self.sites.in_region("dispatch"):
             with outside():
                 current = self.dispatching
                 value = current.exchange.received_integers(
                     self.rank, current.microbatch, current.layer, current.integer_messages
                 )
-            values.set_known(out, value)
+            known_integers.set_known(out, value)
             self.dispatching.integer_messages += 1

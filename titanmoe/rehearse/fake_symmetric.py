@@ -21,9 +21,9 @@ from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
 from titanmoe.moe.dispatchers.symm_mem import Buffers, Symmetric, SymmetricBuffers, bins
 from titanmoe.parallel.expert import reserve_buffers
+from titanmoe.rehearse.assumed_routing import IntegerMessages
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory_over_step import SYMMETRIC
-from titanmoe.rehearse.routing import IntegerMessages
 from titanmoe.train.gradients import Gradients
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from titanmoe.observe import Observer, listening
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
-from titanmoe.rehearse.work import tensors
+from titanmoe.rehearse.operation_costs import tensors
 from titanmoe.replace import replaced
 
 WEIGHTS, GRADIENTS, MOMENTS, KEPT_ACTIVATIONS, OTHER = "weights", "gradients", "moments", "activations kept", "other"

@@ -10,10 +10,10 @@ from typing import Any
 from titanmoe.plan.planned_overlap import overlap_text
 from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import Memory
-from titanmoe.rehearse.order import Verdict
-from titanmoe.rehearse.record import Message
-from titanmoe.rehearse.work import Operation, Operations, Work, work_of
-from titanmoe.rehearse.world import NamedGroup, Rehearsal
+from titanmoe.rehearse.message_order import Verdict
+from titanmoe.rehearse.message_recorder import Message
+from titanmoe.rehearse.operation_costs import Operation, Operations, Work, work_of
+from titanmoe.rehearse.rehearsal import NamedGroup, Rehearsal
 from titanmoe.text_report import columns, format_bytes
 
 SHOWN_LINES, SHOWN_OPERATIONS = 10, 12

@@ -61,10 +61,10 @@ def run_rehearse(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> Report:
     from titanmoe.parts import PARTS
-    from titanmoe.rehearse.recorded import recorded_routing
+    from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
+    from titanmoe.rehearse.recorded_routing import recorded_routing
+    from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
     from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
-    from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
-    from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
     world = world_of(args.ranks, args.overrides, PARTS)
     if not 0 <= args.rank < world:

@@ -18,13 +18,16 @@ RUNNING, ENDED, FAILED = range(3)
 
 ANSWER, END = 32, 8192
 """In words of 8 bytes: where the text for the other ranks begins, and where the memory ends."""
-(PID, STATE, FIRST, STEP, PHASE, POSITION, BEGUN, BEFORE, WAITING, ALARM, REPORTED, ANSWER_LENGTH, PROGRESS, TICK) = (
-    range(14)
-)
-"""Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN, BEFORE: when this step and
-the one before it began, in nanoseconds of the clock that shows the date. WAITING: whether this rank was waiting for a
-message when its watchdog thread last ran. REPORTED: the report is out. PROGRESS, TICK: when the step last moved
-on, and when the watchdog thread last ran, in nanoseconds of the machine's monotonic clock."""
+# Indices into a heartbeat's numbers.
+(PID, STATE, FIRST_STEP, STEP, PHASE, POSITION) = range(6)
+"""FIRST_STEP: the step that this start of the run began with. PHASE: an index into PHASE_NAMES."""
+(STEP_BEGUN, PREVIOUS_BEGUN) = range(6, 8)
+"""When this step and the one before it began, in nanoseconds of `time.time_ns`."""
+(WAITING, ALARM, REPORTED, ANSWER_LENGTH) = range(8, 12)
+"""WAITING: whether the rank was inside a collective when its watchdog thread last ran. REPORTED: whether the report is
+out."""
+(PROGRESS, TICK) = range(12, 14)
+"""When the step last moved on, and when the watchdog thread last ran, in nanoseconds of `time.monotonic_ns`."""
 
 
 class Position(NamedTuple):
@@ -91,6 +94,11 @@ class Heartbeat:
     @property
     def last_progress(self) -> float:
         return self.numbers[PROGRESS] / 1e9
+
+    @property
+    def step_times(self) -> tuple[int, int]:
+        """When the current and the previous step began, in nanoseconds of the clock that shows the date."""
+        return self.numbers[STEP_BEGUN], self.numbers[PREVIOUS_BEGUN]
 
     @property
     def is_waiting(self) -> bool:

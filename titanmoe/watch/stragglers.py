@@ -24,7 +24,7 @@ from titanmoe.comm.collectives import all_gather
 from titanmoe.comm.host import ToHost
 from titanmoe.parallel.batch_slice import to_device
 from titanmoe.watch import slow_links
-from titanmoe.watch.hosts import Machines
+from titanmoe.watch.machines import Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.slow_links import Link
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS, StepTimes
@@ -128,9 +128,11 @@ def _lower_median(x: np.ndarray) -> np.ndarray:
 
 
 class Stragglers:
-    def __init__(self, training: Training, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
+    def __init__(self, training: Training, times: StepTimes, machines: Machines, groups: list[LaneGroups]):
         self.training, self.times, self.groups = training, times, groups
-        self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
+        self.host_of = {
+            rank: name for name, ranks in zip(machines.names, machines.ranks, strict=True) for rank in ranks
+        }
         self.pending: tuple[list[int], ToHost] | None = None
         """Times that are still being copied to the host. With a GPU it reads them after the next step, where it waits
         anyway."""

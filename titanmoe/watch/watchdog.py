@@ -26,12 +26,12 @@ from typing import Any
 from titanmoe.train import launch_messages
 from titanmoe.train.report_targets import LineFile
 from titanmoe.train.run_folder import EVENTS
-from titanmoe.watch import heartbeat as at
+from titanmoe.watch import heartbeat
 from titanmoe.watch.connections import Connections, probed_connections
 from titanmoe.watch.flight_recorder import FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.hosts import MachineMessages, Machines
 from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
+from titanmoe.watch.machines import MachineMessages, Machines
 from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, main_stack, other_stacks
 
@@ -67,7 +67,7 @@ class Watchdog(threading.Thread):
     def __init__(
         self,
         rank: int,
-        hosts: Machines,
+        machines: Machines,
         groups: list[LaneGroups],
         stage: int,
         limits: Limits,
@@ -81,9 +81,9 @@ class Watchdog(threading.Thread):
         end: ends the process.
         """
         super().__init__(name="titanmoe-watch", daemon=True)
-        self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
+        self.rank, self.machines, self.groups, self.stage, self.limits = rank, machines, groups, stage, limits
         self.folder, self.dump, self.read_recorder, self.end = folder, dump, read_recorder, end
-        self.messages = messages or MachineMessages(hosts)
+        self.messages = messages or MachineMessages(machines)
         self.published_at = 0.0
         self._wakeups, self._wake = socket.socketpair()
         self._wake.setblocking(False)
@@ -103,7 +103,7 @@ class Watchdog(threading.Thread):
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
                 self._publish_heartbeats()
             if self.alarmed() or self.trouble():
-                self.hosts.own_heart.numbers[at.ALARM] = 1
+                self.machines.own_heart.numbers[heartbeat.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
                     self.messages.post("alarm")
                 return self._respond_and_end()
@@ -112,7 +112,7 @@ class Watchdog(threading.Thread):
                 os._exit(128 + signal.SIGTERM)
 
     def tick(self) -> None:
-        self.hosts.own_heart.tick(in_message(main_stack()))
+        self.machines.own_heart.tick(in_message(main_stack()))
 
     def stop(self) -> None:
         self.stopped.set()
@@ -128,7 +128,7 @@ class Watchdog(threading.Thread):
     # ---- is anything wrong?
 
     def alarmed(self) -> bool:
-        if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
+        if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
             return self.messages.store is not None and self.leads() and self.messages.is_posted("alarm")
@@ -138,29 +138,29 @@ class Watchdog(threading.Thread):
         """Whether this rank makes no progress, or the next one of its machine does not, does not answer or has exited.
         So every rank is looked after by another; if several are in trouble, one of them by a rank that is not.
         """
-        ranks = list(self.hosts.local)
-        following = self.hosts.local[ranks[(ranks.index(self.rank) + 1) % len(ranks)]]
+        ranks = list(self.machines.local)
+        following = self.machines.local[ranks[(ranks.index(self.rank) + 1) % len(ranks)]]
         return any(
-            heart.numbers[at.STATE] == at.RUNNING
+            heart.numbers[heartbeat.STATE] == heartbeat.RUNNING
             and (
-                seconds_since(heart.numbers[at.TICK]) > self.limits.thread
+                seconds_since(heart.numbers[heartbeat.TICK]) > self.limits.thread
                 or time.monotonic() - heart.last_progress > self._limit(heart)
                 or has_exited(heart)
             )
-            for heart in (self.hosts.own_heart, following)
+            for heart in (self.machines.own_heart, following)
         )
 
     def _limit(self, heart: Heartbeat) -> float:
-        phase, limits = heart.numbers[at.PHASE], self.limits
-        if phase == at.STARTING:  # loading has no time limit
+        phase, limits = heart.numbers[heartbeat.PHASE], self.limits
+        if phase == heartbeat.STARTING:  # loading has no time limit
             return float("inf")
-        if not (heart.is_waiting or (limits.by_age and phase != at.BETWEEN)):
+        if not (heart.is_waiting or (limits.by_age and phase != heartbeat.BETWEEN)):
             return limits.between
-        return limits.first if heart.numbers[at.STEP] == heart.numbers[at.FIRST] else limits.step
+        return limits.first if heart.numbers[heartbeat.STEP] == heart.numbers[heartbeat.FIRST_STEP] else limits.step
 
     def leads(self) -> bool:
         """Whether this is the first rank of its machine whose watchdog runs."""
-        return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
+        return all(state(heart) != "answers" for rank, heart in self.machines.local.items() if rank < self.rank)
 
     def _publish_heartbeats(self) -> None:
         if self.messages.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.leads():
@@ -178,33 +178,35 @@ class Watchdog(threading.Thread):
 
     def respond(self) -> None:
         answer = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
-        answer["step"] = self.hosts.own_heart.numbers[at.STEP]  # that of the messages, if the rank still goes on
+        answer["step"] = self.machines.own_heart.numbers[
+            heartbeat.STEP
+        ]  # that of the messages, if the rank still goes on
         with contextlib.suppress(Exception):
             answer["recorded"] = self.read_recorder().as_json()
         with contextlib.suppress(Exception):
             answer["connections"] = vars(probed_connections())
         with contextlib.suppress(Exception):
             answer["note"] = self.dump()
-        self.hosts.own_heart.write_answer(json.dumps(answer).encode())
-        local = self.hosts.local.values()
+        self.machines.own_heart.write_answer(json.dumps(answer).encode())
+        local = self.machines.local.values()
         self._wait_until(lambda: all(heart.answer() or state(heart) != "answers" for heart in local), ANSWER_S)
         if self.leads():
             statuses = self.local_statuses()
             with contextlib.suppress(RuntimeError, OSError):
                 self.messages.publish("answers", statuses)
-            if self.hosts.number == 0:
+            if self.machines.number == 0:
                 return self.report(statuses)
-            if self.hosts.number == 1 and not self._wait_until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
+            if self.machines.number == 1 and not self._wait_until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
                 return self.report(statuses)
         self._wait_until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
-        self.hosts.own_heart.numbers[at.REPORTED] = 1
+        self.machines.own_heart.numbers[heartbeat.REPORTED] = 1
         self._run_briefly(self._note_report)
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
 
     def _reported(self) -> bool:
-        if any(heart.numbers[at.REPORTED] for heart in self.hosts.local.values()):
+        if any(heart.numbers[heartbeat.REPORTED] for heart in self.machines.local.values()):
             return True
         try:
             return self.messages.is_posted("report")
@@ -214,7 +216,7 @@ class Watchdog(threading.Thread):
     def _note_report(self) -> None:
         """The report of another machine, for the launcher of this one."""
         with contextlib.suppress(RuntimeError, OSError):
-            if self.hosts.number and self.messages.is_posted("report"):
+            if self.machines.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
                 return
         launch_messages.leave_note("another rank is late", consequence=True)
@@ -222,7 +224,7 @@ class Watchdog(threading.Thread):
     def _leave_note(self, report: dict[str, Any]) -> None:
         """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
         late = set(map(int, report["during"]))
-        local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
+        local = {rank: heart for rank, heart in self.machines.local.items() if rank != self.rank}
         following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
         launch_messages.leave_note(**report, alike=True, following=following)
 
@@ -234,7 +236,7 @@ class Watchdog(threading.Thread):
         report = {"text": verdict.text, "during": verdict.during}
         self._run_briefly(lambda: self._leave_note(report))
         self._run_briefly(lambda: self._write(all_statuses, verdict))
-        self.hosts.own_heart.numbers[at.REPORTED] = 1
+        self.machines.own_heart.numbers[heartbeat.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
             self.messages.post("report", report)
         self.end_others(wait=True)
@@ -245,7 +247,7 @@ class Watchdog(threading.Thread):
     def _statuses_elsewhere(self) -> list[RankStatus]:
         """What the other machines say about their ranks, or else what they last published."""
         by_machine = {}
-        others = [host for host in range(len(self.hosts.ranks)) if host != self.hosts.number]
+        others = [host for host in range(len(self.machines.ranks)) if host != self.machines.number]
 
         def all_answered() -> bool:
             for host in others:
@@ -259,9 +261,9 @@ class Watchdog(threading.Thread):
             last_heartbeats = None
             with contextlib.suppress(RuntimeError, OSError):
                 last_heartbeats = self.messages.read_published("heartbeats", host)
-            name = self.hosts.names[host]
+            name = self.machines.names[host]
             by_machine[host] = last_heartbeats or [
-                RankStatus(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]
+                RankStatus(rank, name, 0, "", 0.0) for rank in self.machines.ranks[host]
             ]
             for status in by_machine[host]:
                 status.state = "unknown"
@@ -289,7 +291,7 @@ class Watchdog(threading.Thread):
 
     def end_others(self, wait: bool) -> None:
         """Kill the ranks of this machine that cannot end themselves. wait: kill the others too if they do not end."""
-        others = [heart for rank, heart in self.hosts.local.items() if rank != self.rank]
+        others = [heart for rank, heart in self.machines.local.items() if rank != self.rank]
         for heart in others:
             if state(heart) in ("stopped", "silent"):
                 kill(heart)
@@ -305,13 +307,19 @@ class Watchdog(threading.Thread):
 
     def local_statuses(self) -> list[RankStatus]:
         """The ranks of this machine."""
-        return [self._status(rank, heart) for rank, heart in self.hosts.local.items()]
+        return [self._status(rank, heart) for rank, heart in self.machines.local.items()]
 
     def _status(self, rank: int, heart: Heartbeat) -> RankStatus:
         numbers = heart.numbers
         idle = time.monotonic() - heart.last_progress
-        status = RankStatus(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
-        status.step, status.phase, status.position = numbers[at.STEP], at.PHASE_NAMES[numbers[at.PHASE]], heart.position
+        status = RankStatus(
+            rank, self.machines.names[self.machines.number], numbers[heartbeat.PID], state(heart), round(idle, 1)
+        )
+        status.step, status.phase, status.position = (
+            numbers[heartbeat.STEP],
+            heartbeat.PHASE_NAMES[numbers[heartbeat.PHASE]],
+            heart.position,
+        )
         with contextlib.suppress(ValueError):
             answer = json.loads(heart.answer() or b"{}")
             status.stack, status.threads = answer.get("stack", []), answer.get("threads", {})
@@ -353,7 +361,7 @@ def _kernel_state(pid: int) -> str:
 
 
 def has_exited(heart: Heartbeat) -> bool:
-    pid = heart.numbers[at.PID]
+    pid = heart.numbers[heartbeat.PID]
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -361,21 +369,21 @@ def has_exited(heart: Heartbeat) -> bool:
     except PermissionError:
         return False
     return (
-        seconds_since(heart.numbers[at.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"
+        seconds_since(heart.numbers[heartbeat.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"
     )  # such a process does not tick
 
 
 def state(heart: Heartbeat) -> str:
     """As in `RankStatus`."""
-    if heart.numbers[at.STATE] != at.RUNNING:
-        return "ended" if heart.numbers[at.STATE] == at.ENDED else "failed"
+    if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
+        return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
     if has_exited(heart):
         return "gone"
-    if _kernel_state(heart.numbers[at.PID]) in ("T", "t"):
+    if _kernel_state(heart.numbers[heartbeat.PID]) in ("T", "t"):
         return "stopped"
-    return "answers" if seconds_since(heart.numbers[at.TICK]) < SILENT_S else "silent"
+    return "answers" if seconds_since(heart.numbers[heartbeat.TICK]) < SILENT_S else "silent"
 
 
 def kill(heart: Heartbeat) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(heart.numbers[at.PID], signal.SIGKILL)
+        os.kill(heart.numbers[heartbeat.PID], signal.SIGKILL)

@@ -16,11 +16,10 @@ from titanmoe.config.schema import Training as Options
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import device
 from titanmoe.train import launch_messages
-from titanmoe.watch import flight_recorder
-from titanmoe.watch import heartbeat as at
+from titanmoe.watch import flight_recorder, heartbeat
 from titanmoe.watch.heartbeat import PHASE_NAMES, Heartbeat, Position
-from titanmoe.watch.hosts import Machines
-from titanmoe.watch.numbers import NumberChecks
+from titanmoe.watch.machines import Machines
+from titanmoe.watch.number_checks import NumberChecks
 from titanmoe.watch.process_groups import name_groups, own_groups
 from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
@@ -61,11 +60,14 @@ class HeartbeatListener(Observer):
 
     def phase(self, name: str, step: int) -> None:
         numbers = self.heart.numbers
-        numbers[at.STEP] = step
+        numbers[heartbeat.STEP] = step
         if name == "data":
-            numbers[at.FIRST] = numbers[at.FIRST] or step
-            numbers[at.BEFORE], numbers[at.BEGUN] = numbers[at.BEGUN], time.time_ns()
-        self.heart.enter_phase(PHASE_NAMES.index(NAME_OF[name]) if name in NAME_OF else at.BETWEEN)
+            numbers[heartbeat.FIRST_STEP] = numbers[heartbeat.FIRST_STEP] or step
+            numbers[heartbeat.PREVIOUS_BEGUN], numbers[heartbeat.STEP_BEGUN] = (
+                numbers[heartbeat.STEP_BEGUN],
+                time.time_ns(),
+            )
+        self.heart.enter_phase(PHASE_NAMES.index(NAME_OF[name]) if name in NAME_OF else heartbeat.BETWEEN)
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
         self.position = Position(stage, number, -1, backward)
@@ -80,24 +82,24 @@ class Watch:
     def __init__(self, options: Options, checkpoint: Checkpoint, training: Training):
         runtime, checks = training.runtime, training.guard.checks
         self.folder, self.rank = training.folder, runtime.rank
-        self.hosts = Machines.meet(runtime.rank, runtime.world)
-        self.heart = self.hosts.own_heart
+        self.machines = Machines.meet(runtime.rank, runtime.world)
+        self.heart = self.machines.own_heart
         lanes, gpu = training.meshes.lanes, device.kind(training.device) == "cuda"
         groups, own = name_groups(lanes, training.fold), own_groups(lanes)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if options.stragglers and isinstance(checks, NumberChecks):
             times = StepTimes([group.axes for group in groups], own, StreamMarks() if gpu else HostMarks())
-            checks.stragglers = Stragglers(training, times, self.hosts, groups)
+            checks.stragglers = Stragglers(training, times, self.machines, groups)
             self.observers.append(times)
         self.watchdog = Watchdog(
             runtime.rank,
-            self.hosts,
+            self.machines,
             groups,
             training.fold.stage,
             limits(options, checkpoint, gpu),
             lambda: training.folder.path,
             self._dump if gpu else lambda: "",
-            lambda: flight_recorder.read_recorder(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
+            lambda: flight_recorder.read_recorder(own, *self.heart.step_times),
         )
         self._stack = ExitStack()
 
@@ -117,16 +119,16 @@ class Watch:
     ) -> None:
         if error is not None and caused_by_others(error) and not self._explained():
             self.watchdog.error_stack = _stack(error)
-            self.heart.numbers[at.ALARM] = 1
+            self.heart.numbers[heartbeat.ALARM] = 1
             self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
             self.heart.write_answer(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
-        self.heart.numbers[at.STATE] = at.ENDED if error is None else at.FAILED
+        self.heart.numbers[heartbeat.STATE] = heartbeat.ENDED if error is None else heartbeat.FAILED
         self._stack.close()
 
     def _explained(self) -> bool:
         """Whether a rank of this machine has failed and has said why."""
-        return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
+        return any(heart.numbers[heartbeat.STATE] == heartbeat.FAILED for heart in self.machines.local.values())
 
     def _dump(self) -> str:
         if self.folder.path is None:

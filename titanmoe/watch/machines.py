@@ -89,11 +89,11 @@ def _identity(folder: Path) -> str:
 class MachineMessages:
     """Messages between machines through the process group's store; none if there is only one machine."""
 
-    def __init__(self, hosts: Machines, store: dist.Store | None = None):
-        self.hosts, self.store = hosts, store
-        if store is None and len(hosts.ranks) > 1:
+    def __init__(self, machines: Machines, store: dist.Store | None = None):
+        self.machines, self.store = machines, store
+        if store is None and len(machines.ranks) > 1:
             # On its own connection: another thread may be waiting on the step's.
-            self.store = dist.PrefixStore(f"watch/{hosts.token}", dist.distributed_c10d._get_default_store().clone())
+            self.store = dist.PrefixStore(f"watch/{machines.token}", dist.distributed_c10d._get_default_store().clone())
 
     def post(self, key: str, value: Any = "") -> None:
         if self.store is not None:
@@ -107,7 +107,7 @@ class MachineMessages:
 
     def publish(self, key: str, statuses: list[RankStatus]) -> None:
         """Publish what is known of this machine's ranks."""
-        self.post(f"{key} {self.hosts.number}", [status.as_json() for status in statuses])
+        self.post(f"{key} {self.machines.number}", [status.as_json() for status in statuses])
 
     def read_published(self, key: str, host: int) -> list[RankStatus] | None:
         name = f"{key} {host}"

@@ -35,13 +35,13 @@ from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.planned_overlap import planned_overlap
-from titanmoe.rehearse import stand_ins, values
+from titanmoe.rehearse import known_integers, stand_ins
+from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages, Routing, with_imbalance
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
-from titanmoe.rehearse.record import Log, Message
-from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, Routing, with_imbalance
-from titanmoe.rehearse.work import Operations
+from titanmoe.rehearse.message_recorder import Log, Message
+from titanmoe.rehearse.operation_costs import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import resolve
@@ -158,11 +158,11 @@ def _assume_routing(
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
-            current.begin(layer, values.numbers(inputs[1].microbatch), 1 + (config.moe.overlap == "halves"))
+            current.begin(layer, known_integers.numbers(inputs[1].microbatch), 1 + (config.moe.overlap == "halves"))
             current.exchange = exchange if dispatcher.memory is None else symmetric_exchange
             with outside():
                 chosen_TK = routing.parts(recorder.rank, current.microbatch, layer)[current.part]
-            values.set_known(out[3], chosen_TK)
+            known_integers.set_known(out[3], chosen_TK)
 
         moe.router.register_forward_hook(route)
         if moe.capacity is not None:
@@ -172,7 +172,7 @@ def _assume_routing(
 
 def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
     """What is dropped depends on scores, so for the sizes of messages nothing is."""
-    values.set_known(out, values.known_values(inputs[0]))
+    known_integers.set_known(out, known_integers.known_values(inputs[0]))
 
 
 class _NoCollection(GarbageCollection):
@@ -299,7 +299,7 @@ def rehearse(
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
         # Of batches, which are on the host: nothing to wait for.
-        stack.enter_context(replaced(FakeTensor, "numpy", lambda x: values.known_values(x).numpy()))
+        stack.enter_context(replaced(FakeTensor, "numpy", lambda x: known_integers.known_values(x).numpy()))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.gpu_stand_ins())
         training.optimizer.moments()  # allocated now, as in every step but the first

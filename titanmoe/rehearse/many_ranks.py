@@ -16,9 +16,9 @@ from multiprocessing import get_context
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.rank_groups import group_of
-from titanmoe.rehearse.order import Comm, Program, Verdict, check
-from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages
-from titanmoe.rehearse.world import Rehearsal, rehearse
+from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages
+from titanmoe.rehearse.message_order import Comm, Program, Verdict, check
+from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 SMALL = 8
 """Ranks of a world that is rehearsed whole."""

@@ -20,7 +20,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config
-from titanmoe.rehearse.routing import AssumedRouting
+from titanmoe.rehearse.assumed_routing import AssumedRouting
 from titanmoe.train.run_folder import EXPERTS
 
 GOLDEN = (5**0.5 - 1) / 2

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from titanmoe.train.run_state import RunState
     from titanmoe.train.training import RankModel, Training
     from titanmoe.watch.bit_checks import Replicas
-    from titanmoe.watch.culprit import Trace
+    from titanmoe.watch.first_nonfinite import Trace
     from titanmoe.watch.stragglers import Stragglers
 
 
@@ -30,7 +30,7 @@ def watched(config: Config, training: Training) -> Iterator[None]:
     if training.runtime.world == 1 or not config.training.watch:
         yield
         return
-    from titanmoe.watch.watch import Watch
+    from titanmoe.watch.run_watch import Watch
 
     with Watch(config.training, config.checkpoint, training):
         yield
@@ -40,7 +40,7 @@ def checks(config: Config, training: RankModel) -> Checks:
     from titanmoe.watch.bit_checks import Replicas
 
     def trace() -> Trace:
-        from titanmoe.watch.culprit import Trace
+        from titanmoe.watch.first_nonfinite import Trace
 
         return Trace(training.gradients, training.loader, config.compile, config.model, config.data)
 
@@ -80,7 +80,7 @@ class NumberChecks(Checks):
             same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same_bits}")
         if not math.isfinite(sums.scalars.loss + sums.scalars.norm) and self.options.culprit != "none":
-            from titanmoe.watch.culprit import first_not_finite
+            from titanmoe.watch.first_nonfinite import first_not_finite
 
             again, text = first_not_finite(self.trace(), work)
             self._say(text)

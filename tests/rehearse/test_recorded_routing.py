@@ -13,9 +13,9 @@ from tests.rehearse.test_rehearse_command import SMALL, refused, rehearse
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.rehearse.recorded import draw_experts, recorded_routing
-from titanmoe.rehearse.routing import Routing
-from titanmoe.rehearse.world import Samples
+from titanmoe.rehearse.assumed_routing import Routing
+from titanmoe.rehearse.recorded_routing import draw_experts, recorded_routing
+from titanmoe.rehearse.rehearsal import Samples
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [90, 4, 0, 30, 30, 2, 60, 1], [1, 1, 0, 0, 0, 0, 0, 0]])

@@ -12,9 +12,9 @@ from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import CodeSite
+from titanmoe.rehearse.operation_costs import Operations, Work, flops, stored_bytes
+from titanmoe.rehearse.rehearsal import rehearse
 from titanmoe.rehearse.rehearsal_table import work_as_json
-from titanmoe.rehearse.work import Operations, Work, flops, stored_bytes
-from titanmoe.rehearse.world import rehearse
 
 aten = torch.ops.aten
 

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.rehearse.small import comparable, config_of
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse import values
+from titanmoe.rehearse import known_integers
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.rehearsal import rehearse
+from titanmoe.rehearse.shape_cache import Shapes
 
 
 def recorder() -> tuple[FakeTensorMode, FakeRecorder]:
@@ -29,8 +29,8 @@ def test_integers_are_tracked() -> None:
         view = count.view(2, 2)
         view[1] += 5
         sizes = count.cumsum(0)
-    assert values.numbers(count) == [1, 1, 7, 5]  # through its view
-    assert values.numbers(sizes) == [1, 2, 9, 14]
+    assert known_integers.numbers(count) == [1, 1, 7, 5]  # through its view
+    assert known_integers.numbers(sizes) == [1, 2, 9, 14]
 
 
 def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_written_to() -> None:
@@ -40,7 +40,7 @@ def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_writte
         place = torch.arange(4)
         best = scores.argmax()
         place[:2] = best
-    assert values.numbers(best) is None and values.numbers(place) is None
+    assert known_integers.numbers(best) is None and known_integers.numbers(place) is None
 
 
 def test_the_host_reads_known_values_and_every_read_is_one_wait() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Comm, Program, Verdict, check
-from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Log, Message
+from titanmoe.rehearse.message_order import HOST_ORDER, STREAMS, Comm, Program, Verdict, check
+from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
 

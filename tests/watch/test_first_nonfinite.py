@@ -13,8 +13,8 @@ from tests.checkpoint import runs
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.train.checks import NumericalFault
-from titanmoe.watch.culprit import beginning_of_text, decoder
-from titanmoe.watch.numbers import checks
+from titanmoe.watch.first_nonfinite import beginning_of_text, decoder
+from titanmoe.watch.number_checks import checks
 
 NAN, BAD = float("nan"), 6
 RUN = runs.RUN | {"debug.culprit": "name", "training.steps": 4, "checkpoint.enable": False}

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
-from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Log, Message
+from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
 
 HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
 POINT_TO_POINT = ("send", "receive")

@@ -8,8 +8,8 @@ import torch
 from tests.rehearse.small import config_of
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
-from titanmoe.rehearse.routing import IntegerMessages, Routing, balanced, skewed, with_imbalance
-from titanmoe.rehearse.world import Samples
+from titanmoe.rehearse.assumed_routing import IntegerMessages, Routing, balanced, skewed, with_imbalance
+from titanmoe.rehearse.rehearsal import Samples
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
