@@ -1,21 +1,20 @@
-"""What a run reports as events of its losses and loads: spikes, experts that die, a loss that flies away.
+"""Alarms on losses and expert loads that rank 0 writes as events: loss spikes, dying experts, divergence.
 
-Each rule is reported once, when it has lasted, and only rank 0 asks.
+`titanmoe.train.metrics` asks each of them after every step. An alarm is written once, when its condition has lasted.
 
-A loss that diverges, or stays above that of a guess, is reported again when it is over. A healthy loss falls, wobbles
-from batch to batch, and has spikes of a few steps. It is too high if, HIGH_STEPS in a row, it is over the lower of two
-limits:
+A diverging loss gets a second event when it has recovered. A healthy loss falls, varies from batch to batch, and has
+spikes of a few steps. It diverges if for HIGH_STEPS in a row it exceeds the lower of two limits:
 
-* FIRST nats above that of the run's first step. Nothing that works makes a model 2.7 times as perplexed as it was
-  before its first update, and a fine-tune that starts low and wobbles by a few tenths stays below.
-* LOWEST nats above its lowest average so far, 7.4 times as perplexed. A spike and the way back from it are shorter;
-  batches of unlike sources differ by less; a model that falls back to counting tokens does so by more.
+* FIRST nats above the loss of the run's first step: 2.7 times the perplexity before the first update. The loss of a
+  fine-tune that starts low and varies by a few tenths stays below.
+* LOWEST nats above the lowest average so far: 7.4 times the perplexity. Spikes are shorter, batches of different
+  sources differ by less, and a model that only knows token frequencies is further above.
 
-It is so at once if it is FAR nats over them twice in a row: a single batch does that, not two.
+FAR nats above the limit, two steps in a row are enough: a single bad batch may do that, two do not.
 
-Or if, GUESSED steps in a row after the warm-up, it is over ln(vocab_size), that of a uniform guess: how often each
-token occurs is learnt within the first steps, and alone worth several nats. Random tokens (data.source = "synthetic")
-have nothing to learn, so this rule is off for them.
+A loss also counts as diverging if for GUESSED steps in a row after the warm-up it exceeds ln(vocab_size), the loss of a
+uniform guess: token frequencies are learnt within the first steps and are worth several nats. This rule is off for
+random tokens (data.source = "synthetic"), which have nothing to learn.
 """
 
 from __future__ import annotations
@@ -31,24 +30,25 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance_losses.balance_rules import switched_on
 
 WINDOW = 64
+"""Number of recent losses that a spike is compared with."""
 ENOUGH = 16
-"""Number of steps needed to know what is usual."""
+"""Number of losses needed before a spike can be detected."""
 TIMES = 6.0
-"""A spike is this many robust standard deviations (1.4826 * median absolute deviation) above the median."""
+"""Robust standard deviations (1.4826 * median absolute deviation) above the median from which a loss is a spike."""
 LEAST = 0.02
-"""The deviation is at least this fraction of the median: that of a loss that hardly moves is almost zero."""
+"""Smallest deviation assumed, as a fraction of the median: that of a loss that hardly changes is almost 0."""
 
 
 class Spikes:
-    """Loss spikes, found by a rule that is robust to outliers: far above the median of the steps before."""
+    """Detector of loss spikes: a loss far above the median of recent losses, a rule that is robust to outliers."""
 
     def __init__(self) -> None:
         self.before: deque[float] = deque(maxlen=WINDOW)
         self.high = False
 
     def check(self, loss: float) -> str:
-        """Return the text of the event, "" for none: a spike is reported once, at its first step."""
-        if not math.isfinite(loss):  # a step that was skipped; the median of a NaN is anything
+        """Return the text of the event, or "": a spike is reported once, at its first step."""
+        if not math.isfinite(loss):  # the step was skipped; a NaN would make the median meaningless
             return ""
         text, was_high, self.high = "", self.high, False
         if len(self.before) >= ENOUGH:
@@ -66,16 +66,16 @@ class Spikes:
 
 
 LASTS = 50
-"""How many steps in a row it takes: one bad batch does not count."""
+"""Consecutive steps after which an imbalance or a dying expert is reported; one bad batch does not count."""
 AT_ONCE = 10
-"""How many in a row if the imbalance is the greatest possible, to within 1 %."""
+"""Consecutive steps after which the greatest possible imbalance, to within 1 %, is reported."""
 DYING = 0.01
-"""An expert is dying below this fraction of the mean load."""
+"""Fraction of the mean load below which an expert is dying."""
 HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
 
 
 def unbalanced(model: Model, moe: MoE) -> str:
-    """The header's line for a run that nothing keeps in balance."""
+    """Return the header's warning for a run without balance losses or selection biases; "" if it has some."""
     balanced = moe.bias_update_rate or any(term.rules.evens_loads for term in switched_on(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
     if not a_choice or moe.force_balance or balanced:
@@ -84,18 +84,22 @@ def unbalanced(model: Model, moe: MoE) -> str:
 
 
 class Collapse:
-    """Experts that die, and routing that collapses onto a few: reported once, when it has lasted."""
+    """Detector of dying experts, and of routing that collapses onto a few experts."""
 
     def __init__(self, num_experts: int, top_k: int):
         self.greatest = num_experts / top_k
-        """The greatest imbalance possible, when all tokens choose the same experts."""
+        """Greatest possible imbalance, reached when all tokens choose the same experts."""
         self.limit = max(2.0, self.greatest / 2)
         self._dying: dict[int, Counter[int]] = {}
         self._uneven: Counter[int] = Counter()
         self._collapsed: Counter[int] = Counter()
 
     def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
-        """Texts of events. loads: tokens of every expert in this step, by layer."""
+        """Yield the texts of events.
+
+        Args:
+            loads: by layer, the number of tokens that each expert received in this step.
+        """
         for layer, load in loads.items():
             mean = sum(load) / len(load)
             before, now = self._dying.get(layer, Counter()), Counter()
@@ -130,18 +134,18 @@ HIGH_STEPS, GUESSED, TWICE = 16, 50, 2
 
 
 class Expected(NamedTuple):
-    """What is known of a run's loss before it begins."""
+    """Facts of the recipe that the divergence alarm needs."""
 
     warmup: int
     """lr_schedule.warmup_steps"""
     lr: float
     """optimizer.lr"""
     guess: float
-    """The loss of a uniform guess; infinite if there is nothing to learn."""
+    """Loss of a uniform guess; infinite if there is nothing to learn."""
 
 
 class Divergence:
-    """A loss that flies away, or stays above that of a guess."""
+    """Detector of a loss that diverges, or that stays above the loss of a uniform guess."""
 
     def __init__(self, expected: Expected):
         self.warmup, self.guess = expected.warmup, expected.guess
@@ -152,15 +156,21 @@ class Divergence:
         self.first: float | None = None
         self.lowest, self.highest = math.inf, 0.0
         self.over, self.far, self.guessing, self.calm = 0, 0, 0, 0
-        """Losses in a row over a limit, far over it, over a guess, and below both."""
+        """Numbers of consecutive losses over the limit, far over it, over a uniform guess, and over none of these."""
         self.begun = 0
-        """The first step of those that are not calm."""
+        """First step of the current series of losses that are too high; 0 if there is none."""
         self.text = ""
-        """What is wrong, for as long as it is."""
+        """Text of the alarm while it lasts, else ""."""
 
     def check(self, step: int, loss: float, smoothed: float) -> str:
-        """The text of an event, "" for none."""
-        if not math.isfinite(loss):  # a step that was skipped
+        """Return the text of an event, or "".
+
+        Args:
+            step: number of the step.
+            loss: of the step.
+            smoothed: average of recent losses.
+        """
+        if not math.isfinite(loss):  # the step was skipped
             return ""
         self.first = loss if self.first is None else self.first
         limit = min(self.first + FIRST, self.lowest + LOWEST)

@@ -1,5 +1,7 @@
-"""Builds a run from a config: gives each component its table. The model, the loader and the header read most of them,
-so these get the whole config.
+"""Builds a run from a config: `build_training`, which titanmoe.train.launch and titanmoe.rehearse call.
+
+Each object gets the tables of the recipe that it reads. The model, the loader and the header read most tables and get
+the whole config.
 """
 
 from __future__ import annotations
@@ -68,16 +70,19 @@ def build_training(
 ) -> Training:
     """Build what a run needs on this rank. Collective over the world.
 
-    The arguments after `runtime` replace a component.
+    The first five keyword arguments let tests and tools replace an object of the run.
 
     Args:
-        loader: called with the config, the data rank and their number.
-        garbage: called with training.gc_every.
-        checks: called with the config and the model, when its gradients and optimizer are there.
-        build: makes this rank's stages, as titanmoe.parallel.apply.build.
-        reserve_buffers: makes what dispatchers use in a step's first pass.
-        likeliest: the head returns the ids with the highest logits, as a teacher's. Such a run cannot train.
-        notes: rows of the header.
+        config: the resolved config.
+        runtime: this process, its rank and device.
+        loader: makes the data loader from the config, the data rank and the number of data ranks.
+        garbage: makes the garbage collection from training.gc_every.
+        checks: makes the numerical checks from the config and the model with its gradients and optimizer.
+        build: makes this rank's stages; has the signature of titanmoe.parallel.apply.build.
+        reserve_buffers: makes the buffers that dispatchers use in the first pass of a step.
+        likeliest: whether the head returns the top-k ids and their log-probabilities, as a teacher's does. Such a run
+            cannot train.
+        notes: rows to add to the header.
     """
     training, device = config.training, runtime.device
     fold = derive(runtime.world, config.parallelism)
@@ -183,7 +188,7 @@ def build_model(
     reserve_buffers: Callable[..., SharedBuffers | None],
     likeliest: bool,
 ) -> RankModel:
-    """Build this rank's stages, and what computes and applies their gradients. Collective over the world."""
+    """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
     training, device = config.training, runtime.device
     rules, distillation = OBJECTIVES.look_up(training.objective), config.distillation
     kept, temperature = rules.kept(config)
@@ -240,7 +245,7 @@ def build_model(
 
 
 def ready_reference(config: Config, training: Training) -> dict[str, str]:
-    """Count what the run's reference says of its data, unless that is stored; return a row of the header."""
+    """Store the reference model's log-probabilities of the data unless they exist; return a row of the header."""
     from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
     return Reference(config, training).ready()
@@ -253,7 +258,13 @@ def no_notes(training: Training) -> dict[str, str]:
 def make_evaluations(
     config: Config, model: RankModel, slicer_for: Callable[..., Slicer]
 ) -> tuple[Validation | None, Answers | None]:
-    """Build what the recipe asks for after some steps."""
+    """Build the evaluations that the recipe asks for, with None for each of the others.
+
+    Args:
+        config: the resolved config.
+        model: this rank's model and data.
+        slicer_for: makes the Slicer of an objective.
+    """
     data, loader, last = model.meshes.data, model.loader, config.training.steps
     validation = answers = None
     if every := config.validation.interval:

@@ -1,5 +1,7 @@
-"""How a trainer asks whether its numbers can be trusted. The answers come from titanmoe/watch, which it does not
-know."""
+"""Interface through which the training loop asks whether its numbers can be trusted.
+
+`titanmoe.watch` implements it (silent errors, ranks that differ); `titanmoe.train` only knows the default here.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +11,39 @@ from titanmoe.observe import Observer
 
 
 class NumericalFault(RuntimeError):
-    """Training cannot go on with these numbers. Raised on all ranks."""
+    """Numbers of a step with which training cannot go on. Raised on all ranks."""
 
 
 class Restore(NumericalFault):
-    """Training can go on from the newest checkpoint."""
+    """Numbers of a step that are wrong, so that training should go on from the newest checkpoint."""
 
 
 class Checks(Observer):
-    """The default, which trusts everything. Listens while a run trains."""
+    """Default checks, which accept every step. An observer that listens while a run trains."""
 
     def suspect(self, why: str, work: Any, sums: Any) -> Any:
-        """Called between gradients and update if the step's loss or gradient norm is unusual.
+        """Examine a step with an unusual loss or gradient norm, after its gradients and before its update.
 
-        why: what is wrong. work: the step's StepWork. sums: its Sums. Returns new Sums if the forward and backward were
-        repeated, else None.
+        Args:
+            why: what is unusual.
+            work: the step's StepWork.
+            sums: the step's Sums.
+
+        Returns:
+            New Sums if forward and backward were repeated, else None.
         """
 
     def after_step(self, saves: bool) -> None:
-        """Called after every step, and before the state is saved if this step saves. May raise NumericalFault."""
+        """Check the state after a step, before it is saved if `saves`.
+
+        Raises:
+            NumericalFault: on all ranks, if training cannot go on.
+        """
 
     def report(self) -> dict[str, float]:
-        """More numbers for the step's line."""
+        """Return metrics to add to the step's line."""
         return {}
 
     def explained(self) -> str:
-        """What was found about the last suspect step, as sentences; "" if nothing was."""
+        """Return what was found about the last suspect step, as sentences; "" if nothing was."""
         return ""

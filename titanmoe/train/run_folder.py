@@ -1,4 +1,8 @@
-"""The run's folder: which one it is, and a lock so that no two processes write to it at once."""
+"""The run's folder: how a run chooses it, locks it against other processes, and removes lines of steps to be repeated.
+
+A run that continues uses {job.dump_folder}/{job.name} and holds a lock on the file `lock`. Any other run takes a new
+folder: that one, or name-2, name-3, ...
+"""
 
 from __future__ import annotations
 
@@ -22,13 +26,13 @@ METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS, ANSWERS = "experts.jsonl", "ranks.jsonl", "answers.jsonl"
 EVENTS, CONFIG = "events.jsonl", "config.toml"
 QUANTITIES = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
-"""What a line of answers.jsonl has of every question, and a line of metrics.jsonl the means of."""
+"""Metrics of each question in answers.jsonl; metrics.jsonl has their means."""
 COMMAND = "TITANMOE_COMMAND"
-"""The environment variable in which `titanmoe train` leaves what the user typed."""
+"""Environment variable in which `titanmoe train` stores the command that the user typed."""
 
 
 def command(without: str = "") -> str:
-    """What started this run, without this option, for a command that gives it another value."""
+    """Return the shell command that started this run, with the option `without` and its value left out."""
     typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
         if without and word == without:
@@ -39,7 +43,7 @@ def command(without: str = "") -> str:
 
 
 class RunFolder:
-    """The run's folder, which rank 0 chooses and locks."""
+    """Folder of the run, which rank 0 chooses and locks."""
 
     def __init__(self, job: Job, checkpoint: Checkpoint, rank: int):
         self.job, self.checkpoint, self.rank = job, checkpoint, rank
@@ -47,7 +51,7 @@ class RunFolder:
         self._lock: TextIO | None = None
 
     def claim(self) -> Path:
-        """All ranks call it together."""
+        """Choose, create and lock the folder on rank 0 and return its path on all ranks. Collective over the world."""
         import torch.distributed as dist
 
         box: list[Any] = [None]
@@ -65,8 +69,9 @@ class RunFolder:
 
     @contextlib.contextmanager
     def removed_if_refused(self) -> Iterator[None]:
-        """A start that is refused after `claim` removes the file that it claimed the folder by, and folders that are
-        empty then.
+        """Return a context for the start of a run: a ConfigError in it removes what `claim` created.
+
+        That is the lock or the empty metrics.jsonl, and the folders that are empty without it.
         """
         try:
             yield
@@ -86,12 +91,18 @@ class RunFolder:
 
 
 def claim(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
-    """The folder, and its lock, which lasts as long as the file stays open. Only one rank calls this.
-
-    checkpoints: the name of their folder, where an old one may be a link.
+    """Choose and create the run's folder; only one rank calls this.
 
     A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
     it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
+
+    Args:
+        job: the recipe's [job].
+        continues: whether the run continues from its own checkpoints.
+        checkpoints: the name of the checkpoints' folder, which may be a link.
+
+    Returns:
+        The folder, and for a run that continues the open lock file. Closing that file releases the lock.
     """
     parent, name = Path(job.dump_folder), job.name or "run"
     folder, n = parent / name, 1
@@ -138,9 +149,9 @@ def _locked(folder: Path) -> TextIO:
 
 
 def refuse_links(folder: Path, checkpoints: str) -> None:
-    """Raise a ConfigError if a run's folder has links, through which the run would write into other folders.
+    """Raise a ConfigError if a run's folder has symbolic links, through which the run would write elsewhere.
 
-    Those of W&B's own are left out, and those among the checkpoints, which the saver handles.
+    Links in W&B's folder are allowed, and so are those in the checkpoints' folder, which the saver handles.
     """
     skipped = {folder / "wandb", folder / checkpoints}
     for path, folders, files in os.walk(folder):
@@ -156,7 +167,7 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
 
 
 def check_free(config: Config) -> None:
-    """Refuse a start in the folder of a live run before any rank is started."""
+    """Raise a ConfigError if the run would continue in the folder of a run that is alive."""
     folder = choose_checkpoint.run_folder(config.job)
     if choose_checkpoint.continues(config.checkpoint):
         refuse_links(folder, config.checkpoint.folder)
@@ -166,10 +177,9 @@ def check_free(config: Config) -> None:
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Remove the lines of steps that will run again. A run that starts from the beginning moves existing files aside.
+    """Remove the lines of steps after `step` from the run's JSONL files; with step 0 rename existing files instead.
 
-    Of the events only spikes, skips and divergences belong to such a step; that the run was started or saved remains
-    true.
+    Of the events only spikes, skips and divergences are removed: that the run was started or saved remains true.
     """
     if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
@@ -194,6 +204,7 @@ def _read_lines(folder: Path, name: str) -> list[str]:
 
 
 def _stays(line: str, step: int) -> bool:
+    """Return whether a line is valid and says nothing about a step after this one."""
     try:
         record = json.loads(line)
         return record["step"] <= step or record.get("kind", "spike") not in ("spike", "skip", "divergence")

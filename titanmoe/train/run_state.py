@@ -1,9 +1,9 @@
-"""How far a run has come, and which of its steps made no update.
+"""The steps and tokens of a run so far, and the rule that skips updates (optimizer.skip_spikes).
 
-With the tensors and the loader's place, this is what a resumed run needs. An update is skipped whose loss or gradient
-norm is not finite, or far above those of the steps before. The rule is that of OLMo-core's SkipStepOptimizer
-(https://github.com/allenai/OLMo-core), except that a fall is fine and skipped steps do not count towards the mean.
-Every rank has the same two numbers, so all decide alike.
+A resumed run needs this, the tensors, and the loader's position. An update is skipped if its loss or gradient norm is
+not finite, or far above the mean of recent steps. The rule is that of OLMo-core's SkipStepOptimizer
+(https://github.com/allenai/OLMo-core), except that low values are never skipped and skipped steps do not count towards
+the mean. Loss and norm are the same on all ranks, so all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -18,24 +18,30 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.train.checks import NumericalFault
 
 USUAL = 6.0
-"""How many standard deviations above the mean make a step suspect, if skip_spikes is not set."""
+"""Standard deviations above the mean from which a step is suspect, if optimizer.skip_spikes is not set."""
 LEAST = 1e-3
-"""The deviation counts as at least this fraction of the mean; otherwise it is almost zero when values hardly change."""
+"""Smallest standard deviation assumed, as a fraction of the mean: that of values that hardly change is almost 0."""
 
 
 class Skips:
-    """The rule by which steps make no update, and how many it has skipped."""
+    """Rule by which steps make no update, and the number of steps that made none."""
 
     def __init__(self, options: Options):
         self.options = options
         self.before = {name: deque[float](maxlen=options.skip_window) for name in ("loss", "gradient norm")}
         self.skipped = 0
-        """Steps of the run without an update, for any reason."""
+        """Number of steps of the run without an update, for any reason."""
         self.in_a_row = 0
-        """How many of the latest steps this rule has skipped without a break."""
+        """Number of consecutive steps up to now that this rule has skipped."""
 
     def why(self, loss: float, norm: float, sigmas: float) -> str:
-        """What is wrong with these two; "" if nothing. sigmas: how many deviations above the mean are too many."""
+        """Return what is unusual about a step's loss or gradient norm; "" if nothing is.
+
+        Args:
+            loss: of the step.
+            norm: of the step's gradient.
+            sigmas: standard deviations above the mean of recent steps from which a value is unusual.
+        """
         for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
             if not math.isfinite(value):
                 return f"{name} {value}"
@@ -48,15 +54,18 @@ class Skips:
         return ""
 
     def skip(self) -> None:
+        """Count a step that this rule skips."""
         self.skipped += 1
         self.in_a_row += 1
 
     def accept(self, loss: float, norm: float) -> None:
+        """Add the numbers of a step that makes an update to the recent ones."""
         self.in_a_row = 0
         for before, value in zip(self.before.values(), (loss, norm), strict=True):
             before.append(value)
 
     def check_limit(self, step: int, why: str) -> None:
+        """Raise a NumericalFault if optimizer.skip_limit updates in a row were skipped, the last because of `why`."""
         if self.in_a_row >= self.options.skip_limit:
             raise NumericalFault(
                 f"step {step}: {self.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
@@ -68,7 +77,7 @@ class Skips:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "before": {k: [*v] for k, v in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """state: {} from a run without this rule."""
+        """Restore the state of a checkpoint; {} stands for a run that skipped nothing."""
         self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
         for name, before in self.before.items():
             before.clear()
@@ -77,13 +86,14 @@ class Skips:
 
 @dataclass
 class RunState:
-    """How far a run has come."""
+    """Progress of a run: its steps and tokens so far."""
 
     skips: Skips
     step: int = 0
     tokens: float = 0.0
-    """How many were trained on so far, on all ranks, without padding."""
+    """Tokens trained on so far, summed over all ranks, without padding."""
 
     @property
     def updates(self) -> int:
+        """Number of steps that changed the weights."""
         return self.step - self.skips.skipped

@@ -1,6 +1,7 @@
-"""The process: which rank it is, its device, starting and ending the process groups, synchronised garbage collection.
+"""The process of one rank: its environment, device, process groups, signals, and synchronised garbage collection.
 
-torch is imported where it is used, so that an illegal recipe is refused without waiting for it to load.
+`titanmoe.train.launch.main` calls `start` before it builds the run and `stop` at the end. torch is imported where it is
+used: an illegal recipe is refused without waiting for torch to load.
 """
 
 from __future__ import annotations
@@ -31,39 +32,44 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that torchrun sets for every rank."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of GPU memory, under their name and their former one."""
+"""Environment variables with the settings of PyTorch's CUDA allocator: the current name and the older one."""
 PR_SET_PDEATHSIG = 1  # prctl.h
 STOP_SECONDS = 5.0
-"""How long a failed rank waits for its process groups to end."""
+"""Seconds that a failed rank waits for its process groups to end."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun sets for a process."""
+    """Ranks of a process, as torchrun sets them in its environment."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
     local_world: int = 1
-    """Ranks on this machine; if the launcher does not say, as many as local_rank implies."""
+    """Number of ranks on this machine; local_rank + 1 if LOCAL_WORLD_SIZE is not set."""
     launched: bool = False
-    """False for plain `python train.py`, which is one rank."""
+    """Whether a launcher started the process; plain `python train.py` is one rank without one."""
 
 
 @dataclass(frozen=True)
 class Runtime:
+    """Rank and device of a process that has joined the others."""
+
     rank: int
     local_rank: int
     world: int
     device: torch.device
     keep_timeouts: bool = False
-    """Other runs will use the process groups after this one, so their time-outs must not change."""
+    """Whether time-outs must not change, because other runs use the process groups after this one."""
 
     def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
-        """Shorten the time-out of every process group but the patient ones, once the slow first step is over.
+        """Set the time-out of the process groups once the slow first step is over. Collective over the world.
 
-        All ranks call it together.
+        Args:
+            seconds: the new time-out.
+            patient: process groups that keep theirs.
         """
         if self.keep_timeouts:
             return
@@ -84,6 +90,7 @@ class Runtime:
 
 
 def read_environment() -> Environment:
+    """Return the ranks that the environment variables name; raise a ConfigError if some are missing or wrong."""
     present = [name for name in VARIABLES if os.environ.get(name)]
     if not present:
         return Environment()
@@ -108,19 +115,20 @@ def read_environment() -> Environment:
 
 
 def world_size() -> int:
+    """Return the number of ranks of the run from the environment."""
     return read_environment().world
 
 
 def restarted() -> bool:
-    """Whether torchrun has started this run's ranks before."""
+    """Return whether torchrun has restarted this run's ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def die_with_launcher() -> None:
-    """Has the kernel kill this rank when its torchrun dies, for whatever reason.
+    """Ask the kernel to kill this rank when its torchrun dies; do nothing without torchrun.
 
-    Orphaned ranks would keep the run's folder locked and the GPUs busy, and the next start would be refused. Only under
-    torchrun: a run started by hand may outlive its shell.
+    Orphaned ranks would keep the run's folder locked and the GPUs busy, and the next start would be refused. A run
+    started by hand may outlive its shell.
     """
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
@@ -131,16 +139,17 @@ def die_with_launcher() -> None:
 
 
 def grow_segments() -> None:
-    """Let GPU memory segments grow in place: the number of routed rows changes every time, and blocks of fixed sizes
-    would leave gaps. PyTorch reads this once, so a program that used it before is too late (`segments`); a setting in
-    the environment takes precedence.
+    """Set expandable_segments:True for PyTorch's CUDA allocator, unless the environment has settings for it.
+
+    The number of routed tokens changes in every step, and segments of fixed size would leave gaps. PyTorch reads the
+    setting once, so this has no effect after the first use of CUDA (`segments` tells).
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def segments() -> str:
-    """Whether GPU memory segments grow: the allocator's own answer, whatever the environment asks for."""
+    """Return the header's text on whether PyTorch's CUDA allocator uses expandable segments, and if not, why."""
     import torch
 
     try:
@@ -158,7 +167,11 @@ def segments() -> str:
 
 
 def start(config: Config) -> Runtime:
-    """Pick the device and join the other ranks. A problem raises a ConfigError of one line, the same on all ranks."""
+    """Choose the device and join the other ranks. Collective over the world.
+
+    Raises:
+        ConfigError: with one line, the same on all ranks.
+    """
     environment = read_environment()
     device = _device(config.training.device, environment)
     if device.type == "cpu":
@@ -197,8 +210,10 @@ def _device(choice: str, environment: Environment) -> torch.device:
 
 
 def _open_files() -> None:
-    """Raise the limit to what the system allows: on a thousand ranks gloo, the store and the data workers open
-    thousands of files, and a run would hit the usual limit of 1,024 halfway."""
+    """Raise the limit of open files to what the system allows.
+
+    On a thousand ranks gloo, the store and the data workers open more files than the usual limit of 1,024.
+    """
     if sys.platform.startswith("linux"):
         import resource
 
@@ -247,12 +262,12 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
 
 
 def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:
-    """A name that the ranks of this attempt share, and that no earlier attempt had.
+    """Return a name that the ranks of this attempt share and that no earlier attempt had. Collective over the world.
 
     torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
-    dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and not those for a
-    node that joined. So each rank stores a random token, and rank 0 answers to these tokens, repeatedly, because the
-    token of a dead rank may still be there.
+    dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and does not count
+    those for a node that joined. So each rank stores a random token, and rank 0 writes the name under each token. It
+    does so repeatedly, because the token that it read may be that of a dead rank.
     """
     token = uuid.uuid4().hex
     store.set(f"rank {environment.rank}", token)
@@ -273,8 +288,7 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
 
 
 def why_not_listen(port: int) -> str:
-    """Why this process cannot listen on a port; empty if it can. Asked first, because torch's own error fills a
-    screen."""
+    """Return why this process cannot listen on a port; "" if it can. torch's own error would fill a screen."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -288,9 +302,9 @@ def why_not_listen(port: int) -> str:
 def stop(abandon: bool = False) -> None:
     """End the process groups; call it in a `finally`.
 
-    During an exception, or if `abandon` is set, a collective may still be in flight that the other ranks will never
-    answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nothing catches the
-    exception, the process exits once its traceback is printed, without waiting for groups that are still referenced.
+    During an exception, or with `abandon`, a collective may be in flight that the other ranks will never join, and its
+    group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nothing catches the exception, the
+    process exits once its traceback is printed, without waiting for groups that are still referenced.
     """
     import torch.distributed as dist
 
@@ -312,10 +326,10 @@ def stop(abandon: bool = False) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit at once, when the work is done.
+    """Flush the output and exit with this code, without the interpreter's shutdown.
 
-    This skips the interpreter's shutdown: if a gloo thread releases a Python object during it, the process dies of
-    SIGABRT (torch 2.13, about one run in ten with 4 ranks), and a run that succeeded would count as failed.
+    If a gloo thread releases a Python object during the shutdown, the process dies of SIGABRT (torch 2.13, about one
+    run in ten with 4 ranks), and a run that succeeded would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the disk behind it may be full
@@ -329,14 +343,17 @@ def _leave(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def say(*parts: object) -> None:
-    """Print once, not once per rank."""
+    """Print on rank 0 alone, as torchrun's variable RANK says; errors of the console are ignored."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a console that fails must not end the run
             print(*parts, flush=True)
 
 
 class GarbageCollection:
-    """Collects every n steps on all ranks together: otherwise each pauses in a different step and stalls the rest."""
+    """Garbage collection in the same steps on all ranks.
+
+    With Python's automatic collection each rank would pause in a different step and stall the others.
+    """
 
     def __init__(self, every: int):
         self.every = every
@@ -344,17 +361,21 @@ class GarbageCollection:
         gc.collect()
 
     def collect(self, step: int) -> None:
+        """Collect recent garbage in every n-th step."""
         if step % self.every == 0:
-            gc.collect(1)  # recent garbage only; a full pass over the model's objects is slow and finds nothing new
+            gc.collect(1)  # a full pass over the model's objects is slow and finds nothing new
 
 
 AGAIN_S = 3.0
-"""A terminal's Ctrl-C reaches a rank twice, directly and through torchrun. A second one counts only after this time."""
+"""Seconds after which a second Ctrl-C counts: one Ctrl-C reaches a rank twice, directly and through torchrun."""
 
 
 class Signals:
+    """Context in which the first SIGTERM or SIGINT only sets `number`, and a second Ctrl-C raises KeyboardInterrupt."""
+
     def __init__(self) -> None:
         self.number = 0
+        """Number of the signal received, or 0."""
         self._since = 0.0
         self._before: dict[int, Any] = {}
 

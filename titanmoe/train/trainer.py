@@ -1,4 +1,8 @@
-"""The training loop."""
+"""The training loop: `titanmoe.train.launch.main` builds a `Training` and calls `Trainer(training).train()`.
+
+A step gets its batches, computes gradients, asks the guard whether they may become an update, clips, updates the
+weights, moves the routers' selection biases, and reports.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +23,27 @@ from titanmoe.train.training import Training
 
 
 class Trainer:
+    """The training loop of one rank; all ranks run it together."""
+
     def __init__(self, training: Training):
         self.training = training
         self.stopping = False
-        """Whether a rank wanted to stop in the last step."""
+        """Whether any rank asked to stop during the last step."""
         self.labelled = self.unlabelled = 0
-        """How many steps of this process had labels, and how many had none."""
+        """Numbers of steps of this process whose batch had labels, and had none."""
 
     @property
     def step(self) -> int:
+        """Number of steps that the run has made."""
         return self.training.state.step
 
     @property
     def ends(self) -> bool:
+        """Whether the step just made was the last one."""
         return self.step >= self.training.steps or self.stopping
 
     def train(self) -> int:
-        """Train until the last step or a signal; returns the signal, or 0."""
+        """Train until the last step or a signal; return the number of the signal, or 0. Collective over the world."""
         return self.training.guard.restoring(self._train)
 
     def _train(self) -> int:
@@ -105,7 +113,7 @@ class Trainer:
                 training.folder.unlock()
 
     def train_step(self) -> dict[str, Any]:
-        """What to report of the step; nothing if its batch is passed over."""
+        """Make one step and return what to report of it: {} if its batch is skipped (data.skip_steps)."""
         training, state = self.training, self.training.state
 
         state.step += 1
@@ -141,7 +149,7 @@ class Trainer:
         return training.report(scalars, rate)
 
     def _count_labels(self, count: float) -> None:
-        """Announce a step without labels: the first one at once, and again whenever their number has doubled."""
+        """Count the step by whether its batch had labels; announce the 1st, 2nd, 4th, 8th, ... step without any."""
         self.labelled += count > 0
         self.unlabelled += not count
         if not count and self.unlabelled.bit_count() == 1:

@@ -1,4 +1,4 @@
-"""The components of a run on one rank, as `build_training` makes them."""
+"""Everything that a run consists of on one rank. `titanmoe.train.build.build_training` makes it, `Trainer` uses it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ from titanmoe.train.timing import Clock
 
 @dataclass(eq=False, kw_only=True)
 class StepReport:
-    """What is reported about a step. Each number has the same name in every output."""
+    """Function that collects a step's metrics under their names in metrics.jsonl, TensorBoard and W&B."""
 
     with_mtp: bool
+    """Whether the model predicts further tokens (model.mtp_depth > 0)."""
     with_skips: bool
+    """Whether optimizer.skip_spikes is set."""
     first_pass: FirstPass | None
     state: RunState
 
@@ -57,17 +59,18 @@ class StepReport:
 
 @dataclass(eq=False, kw_only=True)
 class RankModel:
-    """A rank's share of the model, its data, and what computes and applies its gradients."""
+    """The model's stages on one rank, its data, and what computes and applies its gradients."""
 
     runtime: Runtime
     fold: Fold
     meshes: Meshes
 
-    # The model, as far as it is on this rank.
     stages: list[Transformer]
+    """This rank's pipeline stages; parameters and buffers of all of them are in the next two, by name."""
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
     moe_layers: dict[int, MoE]
+    """This rank's MoE layers by the number of their block in the model."""
 
     loader: Loader
     gradients: Gradients
@@ -81,6 +84,8 @@ class RankModel:
 
 @dataclass(eq=False, kw_only=True)
 class Training(RankModel):
+    """A run on one rank: the model, and what a step, an evaluation, a checkpoint and a report need."""
+
     # A step.
     slicer: Slicer
     guard: Guard
@@ -88,29 +93,31 @@ class Training(RankModel):
     rate: LearningRate
     report: StepReport
     max_grad_norm: float
-    """Gradients are clipped to it; 0 for no limit."""
+    """Gradient norm that gradients are clipped to; 0 for no limit."""
     bias_update_rate: float
+    """Step size of the routers' selection biases (moe.bias_update_rate)."""
 
     # A run.
     steps: int
+    """Step at which the run ends."""
     epochs: int
-    """0 if the run has a number of steps of its own."""
+    """Epochs from which `steps` was derived; 0 if the recipe sets training.steps."""
     timeout_s: int
-    """How long a collective may take, once the first step is done."""
+    """Seconds that a collective may take after the first step."""
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
     answers: Answers | None
     set_up: dict[str, str]
-    """Rows of the header."""
+    """Rows of the header that are known once the model is built."""
     metrics: Metrics
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
     get_ready: Callable[[Training], dict[str, str]]
-    """Called when the weights are there, before the first step. Returns rows of the header."""
+    """Function called once the weights are loaded, before the first step. Returns rows of the header."""
 
     @property
     def evaluations(self) -> list[Validation | Answers]:
-        """What may be due after a step."""
+        """The evaluations that the recipe asks for."""
         return [evaluation for evaluation in (self.validation, self.answers) if evaluation]
