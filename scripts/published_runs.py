@@ -17,7 +17,7 @@ from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Pip
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
-from titanmoe.models.mixers.mixer_rules import MixerWork
+from titanmoe.models.mixers.mixer_spec import MixerWork
 from titanmoe.plan.block_costs import RESIDUAL, ROPE
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device, read_device

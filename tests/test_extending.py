@@ -36,7 +36,7 @@ LISTS = (
         "tests/models/test_tensors.py::test_names_are_those_of_the_modules[more0-conv_moe]",
         "tests/models/test_tensors.py::test_names_of_adapters_are_those_of_the_modules[conv_moe]",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
-        "tests/train/test_optimizer.py::test_rules_are_true[momentum]",
+        "tests/train/test_optimizer.py::test_spec_is_true[momentum]",
     ),
 )
 """Tests that know dispatchers, families, formats, optimizers and recipes by name."""

@@ -178,7 +178,7 @@ def test_nothing_is_imported_upwards_by_its_name() -> None:
 
 
 def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
-    """An entry is the component's rules, without torch: all that the planner and the rehearsal know of it."""
+    """An entry is the component's spec, without torch: all that the planner and the rehearsal know of it."""
     assert [name for name, to in imports() if to.startswith("titanmoe.experiments") and room(name) != room(to)] == []
     named = [to for name, to in imports_by_name() if room(to) == "experiments" and room(name) != "experiments"]
     entries = [str(entry) for kind in PARTS.kinds for entry in kind.table.values()]

@@ -10,12 +10,12 @@ from titanmoe.data import data_laws
 from titanmoe.data.formats import FORMATS
 from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
-from titanmoe.moe.balance_losses import balance_rules
-from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.balance_losses import balance_spec
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
-from titanmoe.train.objectives.objective_rules import OBJECTIVES
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.objectives.objective_spec import OBJECTIVES
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
@@ -27,6 +27,6 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 PARTS = Parts(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_laws.contradictions, balance_rules.contradictions, tensors.contradictions),
+    (data_laws.contradictions, balance_spec.contradictions, tensors.contradictions),
     read_model_file,
 )

@@ -230,7 +230,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     from titanmoe.config.blocks import routes_by_parts, window
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
-    from titanmoe.models.mixers.mixer_rules import elements
+    from titanmoe.models.mixers.mixer_spec import elements
     from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests import parity
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.optimizers.optimizer_rules import OptimizerRules
+from titanmoe.train.optimizers.optimizer_spec import OptimizerSpec
 
 SAVED, LAST = 1, 2
 # The real loader over counted random tokens; every mapping of 8 ranks with few enough data ranks is legal.
@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {
 class Still(Optimizer):
     """Leaves the weights as they are."""
 
-    rules = OptimizerRules()
+    spec = OptimizerSpec()
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         return {name: {} for name in self.local_shards}

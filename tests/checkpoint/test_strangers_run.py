@@ -137,7 +137,7 @@ def test_train_runs_no_code_that_a_checkpoint_it_reads_names(stranger, capsys, w
     assert f'if you trust that code, add --allow-code "{name}"' in capsys.readouterr().err
     if "teacher" in words[-1]:  # there is no family in it yet
         assert main([*ONE_RANK, *words, "--allow-code", name]) == 2
-        assert "payload:X has no `rules`, which are made of Family" in capsys.readouterr().err
+        assert "payload:X has no `spec`, an instance of Family" in capsys.readouterr().err
         del sys.modules["runs.stranger.payload"]
         Path("ran").unlink()
     (stranger / "payload.py").write_text(PAYLOAD + FAMILY)

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError, load
-from titanmoe.config.kinds import Kind, PartError, Parts, Rules
+from titanmoe.config.kinds import Kind, PartError, Parts, Spec
 from titanmoe.config.schema import Config
 
 OWN = """
 from abc import abstractmethod
 
-from titanmoe.config.kinds import Rules
+from titanmoe.config.kinds import Spec
 from titanmoe.config.ranges import Violation
 
 
-class OwnRules(Rules):
+class OwnSpec(Spec):
     help = "whole sends everything."
 
     def contradictions(self, config):
@@ -30,13 +30,13 @@ class OwnRules(Rules):
 
 
 class Whole:
-    rules = OwnRules()
+    spec = OwnSpec()
 
     def dispatch(self): ...
 
 
 class Half:
-    rules = OwnRules()
+    spec = OwnSpec()
 
 
 class Declared(Half):
@@ -49,19 +49,19 @@ class Base:
     def also(self): ...
 
 
-class Undone(Base, OwnRules):
+class Undone(Base, OwnSpec):
     pass
 
 
 undone = Undone()
 
 
-class NoRules:
+class NoSpec:
     def dispatch(self): ...
 """
 
 
-class Usual(Rules):
+class Usual(Spec):
     help = "usual is usual."
     implementation = "builtins:dict"
 
@@ -88,7 +88,7 @@ def test_a_part_is_found_by_its_name_and_by_where_it_lies(kind: Kind) -> None:
         ("no_such_module:X", '"no_such_module:X" cannot be used: no_such_module cannot be imported: ModuleNotFound'),
         ("broken_part:X", "broken_part cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this"),
         ("own_parts:Hole", '"own_parts:Hole" cannot be used: own_parts has no Hole'),
-        ("own_parts:NoRules", "own_parts:NoRules has no `rules`, which are made of Rules"),
+        ("own_parts:NoSpec", "own_parts:NoSpec has no `spec`, an instance of Spec"),
         ("own_parts:Half", "own_parts:Half lacks dispatch"),
         ("own_parts:Declared", "own_parts:Declared lacks dispatch"),
         ("own_parts:undone", "own_parts:undone lacks dispatch, also"),
@@ -108,14 +108,14 @@ def test_a_part_that_lacks_a_member_is_refused_where_it_is_used(kind: Kind) -> N
         kind.implementation("alltoall")
 
 
-def test_its_rules_are_asked(kind: Kind) -> None:
+def test_its_spec_is_asked(kind: Kind) -> None:
     argv = ["--moe.dispatcher", "whole", "--training.seed", "13"]
     with pytest.raises(ConfigError, match=r"training.seed = 13 brings bad luck to whole"):
         load(argv, Parts((kind,)), lambda config: [])
     config = load(argv[:2], Parts((kind,)), lambda config: [])
-    (rules,) = config.parts.rules(config)
-    assert list(rules.violations(config, {"ep": 2})) == ["whole has no ep = 2: use 1"]
+    (spec,) = config.parts.specs(config)
+    assert list(spec.violations(config, {"ep": 2})) == ["whole has no ep = 2: use 1"]
 
 
 def test_a_config_that_no_recipe_was_read_for_has_no_parts() -> None:
-    assert list(Config().parts.rules(Config())) == []
+    assert list(Config().parts.specs(Config())) == []

@@ -10,7 +10,7 @@ from titanmoe.config.laws import contradictions, out_of_range
 from titanmoe.config.ranges import Range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import family_of, names
-from titanmoe.moe.dispatchers.dispatcher_rules import overlapping_quoted
+from titanmoe.moe.dispatchers.dispatcher_spec import overlapping_quoted
 from titanmoe.parts import PARTS
 
 LATENT = {

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
-from titanmoe.config.kinds import Kind, PartError, Parts, Rules
+from titanmoe.config.kinds import Kind, PartError, Parts, Spec
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
 ROOT = Path(__file__).parents[2]
 SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": "head"}}
@@ -29,7 +29,7 @@ SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "n
 OWN = {"taps": 4, "scale": 1.0, "gate": False, "kind": "a"}
 
 
-class ThreeSizes(Rules):
+class ThreeSizes(Spec):
     def preset(self, values):
         if (size := values["model.size"]) == "own":
             return {f"model.own.{name}": value for name, value in OWN.items()}

@@ -4,9 +4,9 @@ import pytest
 
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.fields import build
-from titanmoe.config.kinds import Kind, Parts, Rules
+from titanmoe.config.kinds import Kind, Parts, Spec
 from titanmoe.config.model_file import ModelFile
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
 FIXED = {
     "model.family": "mixtral",
@@ -19,7 +19,7 @@ FIXED = {
 DEFAULTS = {"checkpoint.initial_hf": "there", "data.tokenizer": "there"}
 
 
-class Family(Rules):
+class Family(Spec):
     def preset(self, values):
         return {"model.top_k": 7, "model.dim": 128, "model.own.taps": 4}
 

@@ -18,7 +18,7 @@ from tests.support.dispatched import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.experiments.deepep import DeepEP
-from titanmoe.experiments.deepep_rules import DeepEPRules
+from titanmoe.experiments.deepep_spec import DeepEPSpec
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.parts import PARTS
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse
@@ -73,7 +73,7 @@ def test_without_a_loan_or_alone_it_is_alltoall(memory: bool) -> None:
 
 def any_dtype() -> Any:
     """The emulation sends what the real kernels cannot."""
-    return mock.patch.object(DeepEPRules, "param", "")
+    return mock.patch.object(DeepEPSpec, "param", "")
 
 
 def measured(changes: dict[str, Any]) -> Any:

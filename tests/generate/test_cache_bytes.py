@@ -76,8 +76,8 @@ class Forgetful(GroupedQuery):
     implementation = f"{__name__}:Forgetful"
 
 
-RULES = Forgetful()
-FORGETFUL = Family(mixtral.SIZES, mixer=lambda model, layer: RULES)
+SPEC = Forgetful()
+FORGETFUL = Family(mixtral.SIZES, mixer=lambda model, layer: SPEC)
 
 
 def test_a_layer_without_a_cache_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.search import search
 from titanmoe.train import out_of_memory
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS, AdamWRules, OptimizerRules
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS, AdamWSpec, OptimizerSpec
 
 CPUS, GPUS = Machine(0, 2, 24 << 30), Machine(8, 64, 80 << 30)
 LONG = ("debug", "--training.seq_len", "16384", "--training.local_batch_size", "64", "--training.global_batch_size=-1")
@@ -130,13 +130,13 @@ def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_
     )
 
 
-class StatelessRules(OptimizerRules):
-    reads = tuple(set(AdamWRules.reads) - {"offload"})
+class StatelessSpec(OptimizerSpec):
+    reads = tuple(set(AdamWSpec.reads) - {"offload"})
     numbers_per_weight = 0
 
 
 def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessRules())
+    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
     config = read_draft(["--config", "debug_pp"], PARTS).config
     with_moments = memory_check.memory_need(config, 4, 4, CPUS)
     config.optimizer.name = "stateless"
@@ -150,7 +150,7 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
 
 
 def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessRules())
+    monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
     config = read_draft(["--config", "debug"], PARTS).config
     assert {"optimizer.offload": True} in list(memory_check._ways(config, 2, GPUS))[-1]
     config.optimizer.name = "stateless"

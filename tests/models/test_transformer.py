@@ -110,12 +110,12 @@ def test_every_size_is_built_as_counted(family: str, size: str) -> None:
 
 
 @pytest.mark.parametrize("family, size", SIZES)
-def test_mixers_are_built_as_their_rules_say(family: str, size: str) -> None:
+def test_mixers_are_built_as_their_specs_say(family: str, size: str) -> None:
     model = Model(**preset(family, size))
     built = build(model)
     assert sum(p.numel() for p in built.parameters()) == parameters(model).total
-    for rules, block in zip(mixers(model), built.blocks().values(), strict=True):
-        stated = {name: shape for name, (shape, _) in rules.parameters(model).items()}
+    for spec, block in zip(mixers(model), built.blocks().values(), strict=True):
+        stated = {name: shape for name, (shape, _) in spec.parameters(model).items()}
         assert {name: tuple(p.shape) for name, p in block.attention.named_parameters()} == stated
 
 

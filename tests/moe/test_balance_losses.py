@@ -14,20 +14,20 @@ from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
-from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES, OTHER_METRICS, BalanceRules, switched_on
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, switched_on
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parts import PARTS
 from titanmoe.train.alarms import unbalanced
 
 
-class EvenRules(BalanceRules):
+class EvenSpec(BalanceSpec):
     metric = "unevenness"
 
 
 class Even(BalanceLoss):
     """aux_loss_sequence again, from the same counts and shares."""
 
-    rules = EvenRules()
+    spec = EvenSpec()
 
     def forward(self, routed: Routed) -> Tensor:
         choices_BE = routed.choices()
@@ -36,13 +36,13 @@ class Even(BalanceLoss):
         return (f_BE * routed.shares() / tokens_B1).sum() / routed.step_samples
 
 
-class LogitRules(BalanceRules):
+class LogitSpec(BalanceSpec):
     evens_loads = False
     metric = "unevenness"
 
 
 class Logits(BalanceLoss):
-    rules = LogitRules()
+    spec = LogitSpec()
 
     def forward(self, routed: Routed) -> Tensor:
         return routed.logits_TE.square().sum() / routed.step_tokens
@@ -76,7 +76,7 @@ def test_terms_that_are_on() -> None:
     ]
 
 
-def test_what_names_them_asks_their_rules() -> None:
+def test_what_names_them_asks_their_specs() -> None:
     config = Config(model=Model(num_experts=8, top_k=2), moe=MoE(balance_losses=[f"{LOGITS} 0.1"]))
     assert unbalanced(config.model, config.moe)
     assert not unbalanced(config.model, MoE(balance_losses=[f"{EVEN} 0.1"]))
@@ -94,7 +94,7 @@ def test_what_names_them_asks_their_rules() -> None:
         ([f"{EVEN} 0.1", f"{EVEN} 0.2"], f"{EVEN} is there twice: keep one"),
         ([f"{EVEN} 0.1", f"{LOGITS} 0.2"], f"{EVEN} and {LOGITS} are both reported as unevenness: use one"),
         ([f"{__name__}:NoForward 0.1"], f'"{__name__}:NoForward" cannot be used: {__name__}:NoForward lacks forward'),
-        ([f"{__name__}:Model 0.1"], f"{__name__}:Model has no `rules`, which are made of BalanceRules"),
+        ([f"{__name__}:Model 0.1"], f"{__name__}:Model has no `spec`, an instance of BalanceSpec"),
     ],
 )
 def test_what_is_refused(lines: list[str], says: str) -> None:
@@ -106,20 +106,20 @@ def test_what_is_refused(lines: list[str], says: str) -> None:
         assert len(refused.value.problems) == 2
 
 
-class LossRules(BalanceRules):
+class LossSpec(BalanceSpec):
     metric = "loss"
 
 
 class Loss(Even):
-    rules = LossRules()
+    spec = LossSpec()
 
 
 class Layer(Even):
-    rules = type("LayerRules", (BalanceRules,), {"metric": "layers.1.z_loss"})()
+    spec = type("LayerSpec", (BalanceSpec,), {"metric": "layers.1.z_loss"})()
 
 
 class NoForward(BalanceLoss):
-    rules = EvenRules()
+    spec = EvenSpec()
 
 
 @pytest.mark.parametrize(("name", "metric"), [("Loss", "loss"), ("Layer", "layers.1.z_loss")])

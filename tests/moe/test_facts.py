@@ -18,7 +18,7 @@ from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_o
 from tests.support.dispatched import dispatched
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS, DispatcherRules, overlapping
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, DispatcherSpec, overlapping
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
 
@@ -55,9 +55,9 @@ class Groups(TorchDispatchMode):
 def on_four_ranks(name: str) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
-    rules = DISPATCHERS.look_up(name)
-    if getattr(rules, "param", ""):  # what is read from the recipe does not matter to the emulation
-        shape |= {"training.mixed_precision_param": rules.param, "model.dim": rules.dim_of}
+    spec = DISPATCHERS.look_up(name)
+    if getattr(spec, "param", ""):  # what is read from the recipe does not matter to the emulation
+        shape |= {"training.mixed_precision_param": spec.param, "model.dim": spec.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
     dispatcher = DISPATCHERS.implementation(name)(E)
     ranks = ExpertRanks(whole_world(), RANKS, 1, *nodes_of(2))
@@ -118,20 +118,20 @@ def test_hooks_see_rows_that_are_on_their_way(name: str) -> None:
 
 @pytest.mark.parametrize("name", DISPATCHERS.table)
 def test_facts_are_true(name: str) -> None:
-    rules = DISPATCHERS.look_up(name)
-    assert world.run(RANKS, host_syncs, name, 0) == [rules.host_syncs] * RANKS
-    assert world.run(RANKS, rows_for_no_expert, name) == [rules.unused_rows] * RANKS
-    if not rules.no_bins:
+    spec = DISPATCHERS.look_up(name)
+    assert world.run(RANKS, host_syncs, name, 0) == [spec.host_syncs] * RANKS
+    assert world.run(RANKS, rows_for_no_expert, name) == [spec.unused_rows] * RANKS
+    if not spec.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, can_wait, name) == [name in overlapping()] * RANKS
-    assert world.run(RANKS, sends_across, name) == [rules.works_by_node] * RANKS
-    assert rules.asks_machine == (DISPATCHERS.implementation(name).missing is not Dispatcher.missing)
+    assert world.run(RANKS, sends_across, name) == [spec.works_by_node] * RANKS
+    assert spec.asks_machine == (DISPATCHERS.implementation(name).missing is not Dispatcher.missing)
 
 
 class Nowhere(Dispatcher):
     """Only this rank's experts, one row for each kept choice, and no message."""
 
-    rules = DispatcherRules()
+    spec = DispatcherSpec()
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Stay:
         flat = chosen_TK.flatten()

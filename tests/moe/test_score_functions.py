@@ -82,5 +82,5 @@ def test_a_published_model_with_one_weight_of_1_is_refused() -> None:
 
 
 def test_the_kernel_has_the_formulas_of_the_package() -> None:
-    modes = {name: rules.kernel_mode for name, rules in SCORE_FUNCTIONS.table.items() if rules.kernel_mode}
+    modes = {name: spec.kernel_mode for name, spec in SCORE_FUNCTIONS.table.items() if spec.kernel_mode}
     assert modes == {name: name for name in MODES}

@@ -18,7 +18,7 @@ from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.pairs import Action, Pairs
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}

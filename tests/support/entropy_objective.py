@@ -10,19 +10,19 @@ from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.objective_rules import ObjectiveRules
+from titanmoe.train.objectives.objective_spec import ObjectiveSpec
 
 NAME = f"{__name__}:EntropyBonus"
 BONUS = 0.3
 
 
-class EntropyRules(ObjectiveRules):
+class EntropySpec(ObjectiveSpec):
     entropy = True
     further_tokens = True
 
 
 class EntropyBonus(Objective):
-    rules = EntropyRules()
+    spec = EntropySpec()
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         return (scores.loss_BS - BONUS * scores.entropy_BS).sum()

@@ -7,14 +7,14 @@ from titanmoe.models.families import mixtral
 from titanmoe.models.families.family import Family
 from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 
 
 def is_linear(model: Model, layer: int) -> bool:
     return layer % 2 == 0
 
 
-def mixer(model: Model, layer: int) -> MixerRules:
+def mixer(model: Model, layer: int) -> MixerSpec:
     return GATED_DELTA if is_linear(model, layer) else GROUPED_QUERY
 
 

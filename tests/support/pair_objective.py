@@ -12,14 +12,14 @@ from titanmoe.data.batch import Batch
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.objective_rules import ObjectiveRules
+from titanmoe.train.objectives.objective_spec import ObjectiveSpec
 
 NAME = f"{__name__}:Pairs"
 BETA = 0.1
 
 
 class Pairs(Objective):
-    rules = ObjectiveRules()
+    spec = ObjectiveSpec()
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         first, second = sum_over(scores.loss_BS.sum(1), self.meshes.cp).view(-1, 2).unbind(1)

@@ -10,7 +10,7 @@ import torch
 from tests import reference
 from tests.support import tolerances
 from titanmoe.config.schema import Config
-from titanmoe.moe.balance_losses.balance_rules import switched_on
+from titanmoe.moe.balance_losses.balance_spec import switched_on
 from titanmoe.ops.newton_schulz import CLASSIC, coefficients, gain
 
 if TYPE_CHECKING:

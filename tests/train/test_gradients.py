@@ -13,19 +13,19 @@ from tests import parity, world
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
-from titanmoe.moe.dispatchers.dispatcher_rules import AllToAllRules
+from titanmoe.moe.dispatchers.dispatcher_spec import AllToAllSpec
 from titanmoe.train import gradients
 from titanmoe.train.gradients import sum_together, to_host
 
 
-class AskingRules(AllToAllRules):
-    implementation = ""  # the class that has these rules
+class AskingSpec(AllToAllSpec):
+    implementation = ""  # the class that has this spec
 
 
 class Asking(AllToAll):
     """Is wrong with its buffers, and rank 0 alone says so."""
 
-    rules = AskingRules()
+    spec = AskingSpec()
 
     @staticmethod
     def reserve(model: Any, options: Any, ranks: Any, tokens: int, dtype: Any, device: torch.device) -> SharedBuffers:

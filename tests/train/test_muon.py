@@ -23,7 +23,7 @@ from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import parameters
 from titanmoe.models.matrices import Matrix, declared, matrices_of
 from titanmoe.models.mixers.grouped_query import GroupedQuery
-from titanmoe.models.mixers.mixer_rules import MatrixRows
+from titanmoe.models.mixers.mixer_spec import MatrixRows
 from titanmoe.models.tensors import shapes
 from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
@@ -31,7 +31,7 @@ from titanmoe.parallel.matrix_pieces import ALONE, Team, WeightCut, box_of, memb
 from titanmoe.parallel.whole_matrices import owners
 from titanmoe.train.header import header
 from titanmoe.train.optimizers.muon import Muon
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.out_of_memory import _state
 
 MUON = {"optimizer.name": "muon", "training.global_batch_size": 4}

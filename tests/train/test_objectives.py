@@ -11,7 +11,7 @@ from tests import parity, reference
 from tests.support import entropy_objective, pair_objective
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.train.objectives.objective_rules import OBJECTIVES
+from titanmoe.train.objectives.objective_spec import OBJECTIVES
 
 reference.OBJECTIVES |= {pair_objective.NAME: pair_objective.mean, entropy_objective.NAME: entropy_objective.mean}
 PAIRS = {

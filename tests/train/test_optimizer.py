@@ -1,4 +1,4 @@
-"""Optimizers: what weight decay shrinks, what their rules say, and rounding to bfloat16 at random."""
+"""Optimizers: what weight decay shrinks, what their specs say, and rounding to bfloat16 at random."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.tensors import matches
 from titanmoe.parts import PARTS
 from titanmoe.train.optimizers.adamw import AdamW, Rounding, at_random
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS, SHARED, OptimizerRules
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS, SHARED, OptimizerSpec
 
 SPARED = {"norm.weight": (3,), "attention.wq.bias": (3,), "moe.router.weight": (2, 3), "moe.shared.gate.weight": (1, 3)}
 SHRUNK = {"attention.wq.weight": (3, 3), "moe.experts.w1": (2, 3, 3)}
@@ -57,36 +57,36 @@ class Asked:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS.table)
-def test_rules_are_true(name: str) -> None:
+def test_spec_is_true(name: str) -> None:
     """What it reads, and the size of its state, before a step and after."""
-    rules, options = OPTIMIZERS.look_up(name), Asked()
+    spec, options = OPTIMIZERS.look_up(name), Asked()
     parameters = {name: nn.Parameter(torch.ones(shape)) for name, shape in OF_MIXTRAL.items()}
     config = replace(Config(), optimizer=cast(Options, options))
     optimizer = OPTIMIZERS.implementation(name).build(parameters, config, None)
-    matrices = [name for name in parameters if matches(name, rules.matrices(config))]
+    matrices = [name for name in parameters if matches(name, spec.matrices(config))]
     of_matrices = sum(parameters[name].numel() for name in matrices)
     others = sum(p.numel() for p in parameters.values()) - of_matrices
-    numbers = rules.numbers_per_weight * others + rules.numbers_per_matrix_weight * of_matrices
+    numbers = spec.numbers_per_weight * others + spec.numbers_per_matrix_weight * of_matrices
     for _ in range(2):
         moments = [x for tensors in optimizer.moments().values() for x in tensors.values()]
         assert sum(x.numel() for x in moments) == numbers
-        state = 4 * numbers + rules.bytes_per_tensor * (len(parameters) - len(matrices))
+        state = 4 * numbers + spec.bytes_per_tensor * (len(parameters) - len(matrices))
         assert sum(x.nbytes for x in optimizer.on_device) == state and optimizer.on_host == []
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step(0.1, torch.ones(()))
         assert all(p.grad is None and not torch.equal(p, torch.ones_like(p)) for p in parameters.values())
-    assert options.fields - set(SHARED) == set(rules.reads)
+    assert options.fields - set(SHARED) == set(spec.reads)
 
 
-class PlainRules(OptimizerRules):
+class PlainSpec(OptimizerSpec):
     reads = ("beta1",)
     numbers_per_weight = 0
 
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPTIMIZERS.table, "plain", PlainRules())
+    monkeypatch.setitem(OPTIMIZERS.table, "plain", PlainSpec())
 
 
 def test_a_field_that_an_optimizer_does_not_read_is_refused(plain: None) -> None:

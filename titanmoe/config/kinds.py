@@ -1,8 +1,8 @@
 """A part is one of several of a kind: a dispatcher, an optimizer, a family of models. A recipe names it.
 
-What is known of a part without torch are its rules: a line of help, and what it refuses. Each kind lies in a folder of
-its own, with the table of its names; `load` is handed these tables, because this room knows no part. A part may also
-lie outside the package: its name is then "module:NAME".
+The spec of a part is what is known of it without torch: a line of help, and what it refuses. Each kind lies in a
+folder of its own, with the table of its names; `load` is handed these tables, because this room knows no part. A part
+may also lie outside the package: its name is then "module:NAME".
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class PartError(LookupError):
         return self.text
 
 
-class Rules:
+class Spec:
     """What is known of a part. Each kind adds the facts that its parts have to state."""
 
     help = ""
     """When to choose it, as --help says it."""
     implementation = ""
-    """"module:NAME", imported when it is used; "" if the rules are an attribute of the implementation itself."""
+    """"module:NAME", imported when it is used; "" if the spec is an attribute of the implementation itself."""
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Fields, by path, that have another default with this part. values: of all fields."""
@@ -71,45 +71,45 @@ def single_name(value: Any) -> list[str]:
 class Kind:
     field: str
     """The field of a recipe that names one."""
-    table: Mapping[str, Rules | str]
-    """Parts by name. "module:NAME" stands for a part in one file, or its rules, imported when they are looked up."""
-    rules: type[Rules] = Rules
+    table: Mapping[str, Spec | str]
+    """Parts by name. "module:NAME" stands for a part in one file, or its spec, imported when it is looked up."""
+    spec: type[Spec] = Spec
     members: tuple[str, ...] = ()
     """What an implementation has to have."""
     names: Callable[[Any], list[str]] = single_name
     """Those in a value of the field; PartError if it cannot be read."""
 
-    def rules_of(self, value: Any) -> list[Rules]:
-        """The rules of all parts that a value of the field names; PartError with all that cannot be used."""
-        rules, problems = [], []
+    def specs_of(self, value: Any) -> list[Spec]:
+        """Return the specs of all parts that a value of the field names; PartError with all that cannot be used."""
+        specs, problems = [], []
         for name in self.names(value):
             try:
-                rules.append(self.look_up(name))
+                specs.append(self.look_up(name))
             except PartError as error:
                 problems.append(str(error))
         if problems:
             raise PartError((self.field,), "; ".join(problems))
-        return rules
+        return specs
 
-    def look_up(self, name: str) -> Rules:
-        """The rules of a part; PartError if it cannot be used."""
+    def look_up(self, name: str) -> Spec:
+        """Return the spec of a part; PartError if it cannot be used."""
         entry = self.table.get(name, name)
-        if isinstance(entry, Rules):
+        if isinstance(entry, Spec):
             return entry
         if ":" not in entry:
             raise self._unknown(name)
         member = self._import(name, entry)
-        rules = member if isinstance(member, Rules) else getattr(member, "rules", None)
-        if not isinstance(rules, self.rules):
-            raise self._unusable(name, f"{entry} has no `rules`, which are made of {self.rules.__name__}")
-        if not rules.implementation:
+        spec = member if isinstance(member, Spec) else getattr(member, "spec", None)
+        if not isinstance(spec, self.spec):
+            raise self._unusable(name, f"{entry} has no `spec`, an instance of {self.spec.__name__}")
+        if not spec.implementation:
             self._check_members(name, entry, member)
-        return rules
+        return spec
 
     def implementation(self, name: str) -> Any:
-        rules, entry = self.look_up(name), self.table.get(name, name)
-        member = self._import(name, rules.implementation or str(entry))
-        self._check_members(name, rules.implementation or str(entry), member)
+        spec, entry = self.look_up(name), self.table.get(name, name)
+        member = self._import(name, spec.implementation or str(entry))
+        self._check_members(name, spec.implementation or str(entry), member)
         return member
 
     def summary(self) -> str:
@@ -169,14 +169,14 @@ class Parts(NamedTuple):
     def of(self, field: str) -> Kind | None:
         return next((kind for kind in self.kinds if kind.field == field), None)
 
-    def rules(self, config: Config) -> Iterator[Rules]:
+    def specs(self, config: Config) -> Iterator[Spec]:
         """Those of the parts that a config names."""
         for kind in self.kinds:
             table, _, name = kind.field.rpartition(".")
-            yield from kind.rules_of(getattr(getattr(config, table), name))
+            yield from kind.specs_of(getattr(getattr(config, table), name))
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         for law in self.laws:
             yield from law(config)
-        for rules in self.rules(config):
-            yield from rules.contradictions(config)
+        for spec in self.specs(config):
+            yield from spec.contradictions(config)

@@ -308,8 +308,8 @@ def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) ->
     for kind in parts.kinds:
         values = defaults | from_file | settings.values | fixed
         try:
-            rules = kind.rules_of(values[kind.field])
-            preset = {path: value for part in rules for path, value in part.preset(values).items()}
+            specs = kind.specs_of(values[kind.field])
+            preset = {path: value for spec in specs for path, value in spec.preset(values).items()}
         except PartError as error:
             settings.blame(error.fields, str(error))
             for path in error.fields:

@@ -18,7 +18,7 @@ from titanmoe.data.remote import find_remote, is_url
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
     """Every file that the paths name, in their order; the files of a folder sorted by name."""
-    rules = FORMATS.look_up(format)
+    spec = FORMATS.look_up(format)
     inputs: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
@@ -29,17 +29,17 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if rules.takes(_extension(file))]
+            files = [file for file in _walk(path) if spec.takes(_extension(file))]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in matches or rules.takes(_extension(file))]
+            files = [file for file in files if file in matches or spec.takes(_extension(file))]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
-            stat, kind = file.stat(), rules.file_format(_extension(file)) or format
+            stat, kind = file.stat(), spec.file_format(_extension(file)) or format
             inputs.append(InputFile(str(file), kind, stat.st_size, stat.st_mtime_ns))
     shards = sorted({source.file.rpartition("/")[0] for source in inputs if Path(source.file).suffix == ".tokens"})
     problems += [
@@ -54,16 +54,16 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 
 
 def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
-    rules = FORMATS.look_up(format)
+    spec = FORMATS.look_up(format)
     try:
         by_extension = [(file, _extension(Path(file.url))) for file in find_remote(url)]
     except ConfigError as error:
         problems += error.problems
         return []
-    taken = [(file, extension) for file, extension in by_extension if file.matched or rules.takes(extension)]
+    taken = [(file, extension) for file, extension in by_extension if file.matched or spec.takes(extension)]
     if not taken:
         problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
-    return [InputFile(f.url, rules.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
+    return [InputFile(f.url, spec.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
 
 
 def _walk(root: Path) -> list[Path]:

@@ -48,8 +48,8 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))
-    for rules in config.parts.rules(config):
-        yield from rules.violations(config, degrees)
+    for spec in config.parts.specs(config):
+        yield from spec.violations(config, degrees)
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -160,8 +160,8 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     """What each degree splits into equal parts."""
     model, divided = config.model, {"tp": {}}
-    for rules in config.parts.rules(config):
-        for degree, fields in rules.divided(config).items():
+    for spec in config.parts.specs(config):
+        for degree, fields in spec.divided(config).items():
             divided.setdefault(degree, {}).update(fields)
     divided["tp"]["model.vocab_size"] = model.vocab_size
     moe = moe_layers(model)

@@ -20,7 +20,7 @@ from titanmoe.config.schema import Model
 from titanmoe.generate.cached_rows import Rows
 from titanmoe.generate.model import cache_path
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
 
@@ -108,7 +108,7 @@ class Cache(ABC):
         return all(each.go_back(count) for each in self.kept)
 
 
-def cache_of(mixer: MixerRules) -> type[Cache]:
+def cache_of(mixer: MixerSpec) -> type[Cache]:
     module, _, name = cache_path(mixer).partition(":")
     return getattr(import_module(module), name)
 

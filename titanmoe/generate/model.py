@@ -25,7 +25,7 @@ from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
 from titanmoe.models.lora_spec import is_adapter
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ CACHES = {
 """By the module of a mixer, the `titanmoe.generate.cache.Cache` that keeps its earlier tokens."""
 
 
-def cache_path(mixer: MixerRules) -> str:
+def cache_path(mixer: MixerSpec) -> str:
     """Return the "module:NAME" of a mixer's cache: its own, else that of its module; empty if it has none."""
     return mixer.cache or CACHES.get(mixer.implementation, "")
 

@@ -23,7 +23,7 @@ from titanmoe.plan.devices import Device, names, read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import fits
 from titanmoe.text_report import format_bytes
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 MEMORY_TOLERANCE = 0.1
 """How far the memory of a known GPU may be from that of this machine's."""

@@ -33,7 +33,7 @@ from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.lora_spec import adapter_names, is_adapter
-from titanmoe.models.mixers.mixer_rules import MixerRules, elements
+from titanmoe.models.mixers.mixer_spec import MixerSpec, elements
 from titanmoe.models.tensors import Tuning
 
 
@@ -207,7 +207,7 @@ def work_of_parts(model: Model, seq_len: int, tuning: Tuning) -> tuple[list[Bloc
     return blocks, ends
 
 
-def _block_work(model: Model, mixer: MixerRules, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
+def _block_work(model: Model, mixer: MixerSpec, layer: int, seq_len: int, walk: _Walk) -> BlockWork:
     name = tensors.block_name(model, layer)
     sizes = {part: prod(shape) for part, (shape, _) in tensors.of_layer(model, layer, mixer, walk.tuning).items()}
     sizes |= {part: model.top_k * n // model.num_experts for part, n in sizes.items() if ".experts." in part}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, LoRA
-from titanmoe.models.mixers.mixer_rules import Shape, Split
+from titanmoe.models.mixers.mixer_spec import Shape, Split
 
 if TYPE_CHECKING:
     from titanmoe.models.tensors import Tuning

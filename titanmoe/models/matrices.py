@@ -14,7 +14,7 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_rules import MatrixRows, Shape
+from titanmoe.models.mixers.mixer_spec import MatrixRows, Shape
 
 ROUND = 1 << 26
 """Numbers of a rank's pieces that travel at once, unless a single weight has more."""

@@ -12,7 +12,7 @@ from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models import lora_spec
 from titanmoe.models.families import family_of, mixers
-from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
+from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 
 
 def swiglu(dim: int, hidden: int) -> dict[str, Split]:
@@ -23,7 +23,7 @@ def under(prefix: str, tensors: dict[str, Split]) -> dict[str, Split]:
     return {f"{prefix}.{name}": split for name, split in tensors.items()}
 
 
-def of_block(model: Model, mixer: MixerRules, experts: bool, tp: int = 1) -> dict[str, Split]:
+def of_block(model: Model, mixer: MixerSpec, experts: bool, tp: int = 1) -> dict[str, Split]:
     """Return shape and tp's dim of a block's parameters that are sharded over attention's data ranks: of all but its
     router and its experts."""
     norm: Split = ((model.dim,), None)
@@ -67,7 +67,7 @@ def expert_data_dim(name: str) -> int:
     return lora_spec.shared_dim(name) if lora_spec.is_adapter(name) else 2 if name in ("w1", "w3") else 1
 
 
-def of_layer(model: Model, layer: int, mixer: MixerRules, tuning: Tuning) -> dict[str, Split]:
+def of_layer(model: Model, layer: int, mixer: MixerSpec, tuning: Tuning) -> dict[str, Split]:
     """Return shape and sharded dim of all parameters of a block, by name, with its adapters."""
     experts = has_experts(model, layer)
     tensors = of_block(model, mixer, experts)

@@ -19,7 +19,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.mask import Mask
 from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
 from titanmoe.moe.halves import feed_halves
 from titanmoe.moe.layer import MoE
@@ -31,7 +31,7 @@ class Block(nn.Module):
     def __init__(
         self,
         model: Model,
-        mixer: MixerRules,
+        mixer: MixerSpec,
         options: MoEOptions,
         seed: int,
         layer: int,

@@ -24,7 +24,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance_losses.balance_loss import Routed
-from titanmoe.moe.balance_losses.balance_rules import BALANCE_LOSSES, switched_on
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, switched_on
 from titanmoe.moe.layer_statistics import RowLayout, StepCounts
 from titanmoe.moe.router import Router
 from titanmoe.moe.score_functions import score_function_of

@@ -13,7 +13,7 @@ from titanmoe import observe
 from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.expert_products import AddGradient, ExpertProducts, Kind
 from titanmoe.moe.fp8 import EightBitProducts, Rounded
 from titanmoe.moe.grouped import Groups, can_group

@@ -15,7 +15,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.halves import take_halves
 from titanmoe.moe.router import Router

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance_losses.balance_loss import Routed
-from titanmoe.moe.balance_losses.balance_rules import switched_on
+from titanmoe.moe.balance_losses.balance_spec import switched_on
 from titanmoe.ops.kernels import fused
 
 

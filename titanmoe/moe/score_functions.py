@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.kinds import Kind, Rules
+from titanmoe.config.kinds import Kind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FIELD = "model.score_function"
 
 
-class ScoreFunction(Rules):
+class ScoreFunction(Spec):
     kernel_mode = ""
     """The key of titanmoe.ops.kernels.route.MODES that computes it; "" if only the plain formulas do."""
     scores_sum_to_one = True

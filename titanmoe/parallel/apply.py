@@ -18,7 +18,7 @@ from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import LOSS_ONLY, HeadOutput
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts, why_in_parts
 from titanmoe.parallel.context import placement

@@ -20,7 +20,7 @@ import torch
 
 from titanmoe.config.schema import Config
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.layer import MoE
 
 

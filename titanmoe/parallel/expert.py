@@ -15,7 +15,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks, SharedBuffers
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:

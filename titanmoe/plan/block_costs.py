@@ -18,7 +18,7 @@ from titanmoe.fold.attention_backend import head_widths, kernel_refuses
 from titanmoe.fold.degrees import Fold, runs
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_rules import MixerWork
+from titanmoe.models.mixers.mixer_spec import MixerWork
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device

@@ -16,7 +16,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legality import divided_fields
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.dispatch_costs import NEAR, DispatchChoice, hidden_by_pairs
 from titanmoe.plan.kept_bytes import Widths, kept_bytes
@@ -161,7 +161,5 @@ def _dispatchers(config: Config, group: int, device: Device) -> list[str]:
         return [dispatcher]
     tried = {name: DISPATCHERS.look_up(name) for name in DISPATCHERS.table}
     return [
-        name
-        for name, rules in tried.items()
-        if rules.search_tries and (group > device.domain or not rules.works_by_node)
+        name for name, spec in tried.items() if spec.search_tries and (group > device.domain or not spec.works_by_node)
     ]

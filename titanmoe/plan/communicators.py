@@ -8,7 +8,7 @@ from __future__ import annotations
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import channels, stage_ranks
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import LinkGroup
 

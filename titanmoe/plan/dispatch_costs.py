@@ -10,7 +10,7 @@ from math import comb
 from typing import NamedTuple
 
 from titanmoe.config.schema import Model
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
@@ -153,8 +153,8 @@ class DispatchCosts:
             travel: seconds of messages among them.
             hidden: fraction of these that pairs would hide.
         """
-        rules, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * travel
-        pays = not choice.halves and not rules.cannot_overlap and NEAR * (seconds - saved) < seconds
+        spec, saved = DISPATCHERS.look_up(choice.dispatcher), hidden * (1 - self.links.message_share) * travel
+        pays = not choice.halves and not spec.cannot_overlap and NEAR * (seconds - saved) < seconds
         return (choice._replace(hidden=hidden), seconds - saved) if pays else (choice, seconds)
 
     def covering(self, matrix: float) -> float:

@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, runs
 from titanmoe.models import tensors
 from titanmoe.models.lora_spec import is_adapter
-from titanmoe.models.mixers.mixer_rules import BatchShare
+from titanmoe.models.mixers.mixer_spec import BatchShare
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import ModelKey, Sizes
 

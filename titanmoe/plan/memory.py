@@ -25,7 +25,7 @@ from titanmoe.plan.muon_work import travelling_bytes
 from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
 from titanmoe.train.find_teacher import config_of_teacher, find_teacher
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""

@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.matrices import ROUND, declared, matrices_of
-from titanmoe.models.mixers.mixer_rules import Shape
+from titanmoe.models.mixers.mixer_spec import Shape
 from titanmoe.models.tensors import Tuning
 from titanmoe.plan.sizes import ModelKey
 

@@ -13,7 +13,7 @@ from titanmoe.config.command_line import split_words
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.text_report import Report, print_report
 
 MOST_GPUS = 16384

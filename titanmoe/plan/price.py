@@ -24,7 +24,7 @@ from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
 from titanmoe.plan.weight_copies import WeightCopies
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 UPDATE = 28
 """Bytes that the norm, clipping and the update move per weight in float32, without the optimizer's own numbers."""

@@ -19,9 +19,9 @@ from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_rules import MixerRules, Shape, Split
+from titanmoe.models.mixers.mixer_spec import MixerSpec, Shape, Split
 from titanmoe.models.tensors import Tuning, block_name, of_block, of_experts
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 EVERYTHING = Tuning()
 
@@ -95,7 +95,7 @@ class ModelKey:
         self.model = model
 
     @cached_property
-    def mixers(self) -> list[MixerRules]:
+    def mixers(self) -> list[MixerSpec]:
         return mixers(self.model)
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS, against_halves
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, against_halves
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.dispatch_costs import DispatchChoice

@@ -18,7 +18,7 @@ from titanmoe.config.schema import Model, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.dispatchers.symm_mem import Buffers, Symmetric, SymmetricBuffers, bins
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse.assumed_routing import IntegerMessages

@@ -45,7 +45,7 @@ from titanmoe.rehearse.operation_costs import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import resolve
-from titanmoe.train.objectives.objective_rules import OBJECTIVES
+from titanmoe.train.objectives.objective_spec import OBJECTIVES
 from titanmoe.train.refusals import refusals
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.trainer import Trainer

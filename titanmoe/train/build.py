@@ -25,7 +25,7 @@ from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOutput
-from titanmoe.moe.balance_losses.balance_rules import switched_on
+from titanmoe.moe.balance_losses.balance_spec import switched_on
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parallel.apply import build, make_engine, make_meshes
@@ -46,8 +46,8 @@ from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.objectives.objective import Objective
-from titanmoe.train.objectives.objective_rules import OBJECTIVES
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.objectives.objective_spec import OBJECTIVES
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
 from titanmoe.train.run_state import RunState, Skips
@@ -190,9 +190,9 @@ def build_model(
 ) -> RankModel:
     """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
     training, device = config.training, runtime.device
-    rules, distillation = OBJECTIVES.look_up(training.objective), config.distillation
-    kept, temperature = rules.kept(config)
-    output = HeadOutput(with_entropy=rules.entropy, kept=kept, temperature=temperature)
+    spec, distillation = OBJECTIVES.look_up(training.objective), config.distillation
+    kept, temperature = spec.kept(config)
+    output = HeadOutput(with_entropy=spec.entropy, kept=kept, temperature=temperature)
     if likeliest:
         output = replace(output, top=distillation.top, temperature=distillation.temperature)
     stages = build(config, meshes, loader.microbatches, device, output=output)

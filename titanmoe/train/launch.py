@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.legal_mappings import refit
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.train import launch_messages
 from titanmoe.train.launch_messages import Checked, read_handed_config, show_status
 from titanmoe.train.refusals import ranks_of_a_node, refusals, resolve_checked

@@ -17,7 +17,7 @@ from titanmoe.config.schema import Config
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.train.console import format_size
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 CGROUPS = Path("/sys/fs/cgroup")
 

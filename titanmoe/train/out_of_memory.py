@@ -17,7 +17,7 @@ from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for
 from titanmoe.train import machine_room
-from titanmoe.train.optimizers.optimizer_rules import OPTIMIZERS
+from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 

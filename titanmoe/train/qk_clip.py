@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
-from titanmoe.models.mixers.mixer_rules import ClippedRows
+from titanmoe.models.mixers.mixer_spec import ClippedRows
 from titanmoe.parallel.materialize import piece
 
 

@@ -26,7 +26,7 @@ from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import violations
-from titanmoe.moe.dispatchers.dispatcher_rules import DISPATCHERS
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.train.find_teacher import problems_of_teacher
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.runtime import read_environment

@@ -8,10 +8,10 @@ from functools import cache
 from titanmoe.config import ConfigError
 from titanmoe.config.kinds import Kind, PartError
 from titanmoe.config.schema import Config
-from titanmoe.data.formats.format import FormatRules, manifest_of
+from titanmoe.data.formats.format import FormatSpec, manifest_of
 
 
-class Auto(FormatRules):
+class Auto(FormatSpec):
     """The format of each file by its extension."""
 
     help = "auto: by extension."
@@ -20,7 +20,7 @@ class Auto(FormatRules):
         return format_of(extension)
 
 
-class TokenShards(FormatRules):
+class TokenShards(FormatSpec):
     """What `titanmoe tokenize` makes (titanmoe.data.shards)."""
 
     help = "tokens: token shards alone."
@@ -38,7 +38,7 @@ FORMATS = Kind(
         "preference": "titanmoe.data.formats.conversations:PREFERENCE",
         "tokens": TokenShards(),
     },
-    FormatRules,
+    FormatSpec,
 )
 
 
@@ -70,4 +70,4 @@ def format_option(conversations: bool) -> Kind:
             format = FORMATS.look_up(name)
             if format.tokenized or ((format.conversations or format.answers > 1) and not conversations):
                 del table[name]
-    return Kind("--format", table, FormatRules)
+    return Kind("--format", table, FormatSpec)

@@ -1,10 +1,10 @@
 """Conversations and preferences in JSONL or Parquet, with messages in a field of each line or row."""
 
 from titanmoe.data.formats import jsonl, parquet
-from titanmoe.data.formats.format import FormatRules
+from titanmoe.data.formats.format import FormatSpec
 
 
-class Conversations(FormatRules):
+class Conversations(FormatSpec):
     """A list of messages."""
 
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanmoe.config.kinds import Rules
+from titanmoe.config.kinds import Spec
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span
 
 
-class FormatRules(Rules):
+class FormatSpec(Spec):
     """The facts about a format, with their usual values."""
 
     extensions: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class FormatRules(Rules):
             yield source.span(0, source.bytes, source.bytes)
 
 
-class Format(FormatRules):
+class Format(FormatSpec):
     """A format that reads files."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from typing import cast
 from titanmoe.config.kinds import Kind
 from titanmoe.config.schema import OWN, Model, Own
 from titanmoe.models.families.family import Family
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 
 FAMILIES = Kind(
     "model.family",
@@ -51,7 +51,7 @@ def preset(family: str, size: str) -> dict[str, object]:
     return {"family": family, "size": size, **fields, **({"own": own} if own else {})}
 
 
-def mixers(model: Model) -> list[MixerRules]:
+def mixers(model: Model) -> list[MixerSpec]:
     """Of each block, including that of multi-token prediction."""
     family = family_of(model.family)
     return [family.mixer_of(model, layer) for layer in range(model.num_layers + model.mtp_depth)]

@@ -7,28 +7,28 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from titanmoe.config.kinds import PartError, Rules
+from titanmoe.config.kinds import PartError, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import OWN, Config, Model
 from titanmoe.models.families.huggingface import HuggingFace
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
 from titanmoe.models.mixers.latent import LATENT
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 
 NAMED = ("model.family", "model.size")
 
 
-def attention(model: Model, layer: int) -> MixerRules:
+def attention(model: Model, layer: int) -> MixerSpec:
     return LATENT if model.kv_lora_rank else GROUPED_QUERY
 
 
 @dataclass(frozen=True)
-class Family(Rules):
+class Family(Spec):
     sizes: Mapping[str, Mapping[str, Any]]
     """Each with the [model] fields that it stands for; those left out keep their defaults."""
     hf: HuggingFace | None = None
     """How it is written for transformers; None: it cannot be converted."""
-    mixer: Callable[[Model, int], MixerRules] = attention
+    mixer: Callable[[Model, int], MixerSpec] = attention
     """Gives the mixer of a block, by its number; the same object for blocks that are alike."""
     own: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     """What [model] has no field for, with defaults: a recipe sets it in [model.own], a size as `own`."""
@@ -37,7 +37,7 @@ class Family(Rules):
     along which tp shards a parameter, None to replicate it, by pattern of its name within a block, such as
     "moe.shared.w?.weight". Not for routers and experts. The planner counts such weights so, and times as without it."""
 
-    def mixer_of(self, model: Model, layer: int) -> MixerRules:
+    def mixer_of(self, model: Model, layer: int) -> MixerSpec:
         """The block of multi-token prediction, which comes after the last layer, is like the last."""
         return self.mixer(model, min(layer, model.num_layers - 1))
 
@@ -84,6 +84,6 @@ class Family(Rules):
         for mixer in self._mixers(config.model):
             yield from mixer.violations(config, degrees)
 
-    def _mixers(self, model: Model) -> list[MixerRules]:
+    def _mixers(self, model: Model) -> list[MixerSpec]:
         """Each kind once."""
         return list(dict.fromkeys(self.mixer(model, layer) for layer in range(model.num_layers)))

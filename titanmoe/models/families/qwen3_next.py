@@ -9,7 +9,7 @@ from titanmoe.models.families import huggingface as hf
 from titanmoe.models.families.family import Family, attention
 from titanmoe.models.mixers.gated_delta import FIELDS, GATED_DELTA, Heads
 from titanmoe.models.mixers.grouped_query import GROUPED_QUERY
-from titanmoe.models.mixers.mixer_rules import MixerRules
+from titanmoe.models.mixers.mixer_spec import MixerSpec
 
 SWITCHES = dict(
     full_attention_every=4,
@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
-def mixer(model: Model, layer: int) -> MixerRules:
+def mixer(model: Model, layer: int) -> MixerSpec:
     every = model.full_attention_every
     return attention(model, layer) if every and (layer + 1) % every == 0 else GATED_DELTA
 

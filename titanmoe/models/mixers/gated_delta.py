@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.config.ranges import Violation, divisors, nearest_values
 from titanmoe.config.schema import OWN, Config, Model
-from titanmoe.models.mixers.mixer_rules import BatchShare, MatrixRows, MixerRules, MixerWork, Product, Split
+from titanmoe.models.mixers.mixer_spec import BatchShare, MatrixRows, MixerSpec, MixerWork, Product, Split
 
 FIELDS: dict[str, int | float | bool | str] = dict(
     linear_key_heads=8, linear_value_heads=8, linear_key_dim=8, linear_value_dim=8, conv_width=4, linear_gate="delta"
@@ -51,7 +51,7 @@ def numbers_of_chunks(heads: Heads) -> float:
     return H * (4 * (k + v) + 5 * C + k * (2.2 * k + 3.2 * v) / C) + K * (8 * k + 2 * C)
 
 
-class GatedDeltaRules(MixerRules):
+class GatedDeltaSpec(MixerSpec):
     name = "linear attention"
     implementation = "titanmoe.models.linear_attention:GatedDelta"
     by_runs = True
@@ -151,4 +151,4 @@ class GatedDeltaRules(MixerRules):
             )
 
 
-GATED_DELTA = GatedDeltaRules()
+GATED_DELTA = GatedDeltaSpec()

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from titanmoe.config.blocks import turned_width
 from titanmoe.config.ranges import Repeated, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.mixers.mixer_rules import (
+from titanmoe.models.mixers.mixer_spec import (
     BatchShare,
     ClippedRows,
     MatrixRows,
-    MixerRules,
+    MixerSpec,
     MixerWork,
     Product,
     Split,
@@ -27,7 +27,7 @@ def attention_output_bytes(heads: int, value: int, share: BatchShare, sinks: boo
     return (output + sums) * (2 if sinks else 1)
 
 
-class GroupedQuery(MixerRules):
+class GroupedQuery(MixerSpec):
     name = "grouped-query attention"
     implementation = "titanmoe.models.attention:Attention"
     attends = True

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.grouped_query import attention_output_bytes
-from titanmoe.models.mixers.mixer_rules import (
+from titanmoe.models.mixers.mixer_spec import (
     BatchShare,
     ClippedRows,
     MatrixRows,
-    MixerRules,
+    MixerSpec,
     MixerWork,
     Product,
     Split,
@@ -24,7 +24,7 @@ GROUPED_QUERY_ALONE = (
 """Fields of [model]."""
 
 
-class Latent(MixerRules):
+class Latent(MixerSpec):
     name = "latent attention"
     implementation = "titanmoe.models.latent_attention:LatentAttention"
     attends = True

@@ -1,7 +1,7 @@
 """What a balance loss is: a term of the objective that depends on what a layer's router does.
 
-A new loss is a subclass of `BalanceLoss` with its own `forward` and its `rules`, and a line in
-`titanmoe/moe/balance_losses/balance_rules.py`; outside the package it needs no line. `z_loss.py` is the shortest;
+A new loss is a subclass of `BalanceLoss` with its own `forward` and its `spec`, and a line in
+`titanmoe/moe/balance_losses/balance_spec.py`; outside the package it needs no line. `z_loss.py` is the shortest;
 `AuxLossGlobal` in `aux_losses.py` keeps state between microbatches.
 
 Shapes: B samples of a microbatch, T tokens this rank owns, E experts.

@@ -9,8 +9,8 @@ Backward may recompute a layer, up to what its experts got (titanmoe.parallel.re
 titanmoe.comm to learn sizes and places is not sent a second time then, nor what it sends as `small`. What `combine`
 saves for backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
 
-A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `rules`, a class with the methods of
-`Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_rules.py`. `allgather.py` is the shortest.
+A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `spec`, a class with the methods of
+`Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_spec.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
 etp innermost), R routed tokens that this rank's experts work on. Expert number E stands for "no expert".
@@ -80,7 +80,7 @@ class ExpertRanks:
     ep: int = 1
     etp: int = 1
     within: Group = NO_GROUP
-    """The group's ranks on this node, if it spans nodes and the dispatcher's rules say `works_by_node`."""
+    """The group's ranks on this node, if it spans nodes and the dispatcher's spec says `works_by_node`."""
     across: Group = NO_GROUP
     """The rank with this rank's position on each node of the group; only this rank if the group does not span nodes."""
 

@@ -17,7 +17,7 @@ from titanmoe.parallel.materialize import blocks_of, piece
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.optimizers.optimizer_rules import OwnRates, groups_of, rate_share
+from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_share
 
 
 def widened(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from titanmoe.parallel.whole_matrices import rounds_of, sum_grams
 from titanmoe.train.optimizers.adamw import AdamW, Rounding, decays, moment_dtype, widened
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.optimizers.optimizer_rules import OwnRates, groups_of, rate_share
+from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_share
 
 BATCH = 1 << 27
 """Numbers of a stack of matrices that are worked on at once."""

@@ -1,7 +1,7 @@
 """What an optimizer is. It knows this rank's part of every weight; the model and the mapping only if it asks.
 
-A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, and its `rules`, and a line in
-`titanmoe/train/optimizers/optimizer_rules.py`. `adamw.py` is the one with most in it.
+A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, and its `spec`, and a line in
+`titanmoe/train/optimizers/optimizer_spec.py`. `adamw.py` is the one with most in it.
 """
 
 from __future__ import annotations

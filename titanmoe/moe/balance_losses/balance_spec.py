@@ -1,6 +1,6 @@
 """What is known of each balance loss without torch, the table of their names, and which of them a recipe switches on.
 
-A new balance loss is a file that has its rules too, and a line in BALANCE_LOSSES.
+A new balance loss is a file that has its spec too, and a line in BALANCE_LOSSES.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from titanmoe.config.kinds import Kind, PartError, Rules
+from titanmoe.config.kinds import Kind, PartError, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, MoE
 
@@ -27,7 +27,7 @@ OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load"
 """Names of reported numbers, and of the counts behind them, that no balance loss may have."""
 
 
-class BalanceRules(Rules):
+class BalanceSpec(Spec):
     """The facts about a balance loss, with their usual values."""
 
     evens_loads = True
@@ -38,24 +38,24 @@ class BalanceRules(Rules):
     """Its name in reports; "" for the name of the loss, without a module."""
 
 
-class SequenceRules(BalanceRules):
+class SequenceSpec(BalanceSpec):
     help = "aux_loss_sequence evens out loads within each sample."
     implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLossSequence"
 
 
-class MicrobatchRules(BalanceRules):
+class MicrobatchSpec(BalanceSpec):
     help = "aux_loss evens out loads within each microbatch."
     implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLoss"
     by_microbatch = True
 
 
-class GlobalRules(BalanceRules):
+class GlobalSpec(BalanceSpec):
     help = "aux_loss_global evens out loads over the whole step."
     implementation = "titanmoe.moe.balance_losses.aux_losses:AuxLossGlobal"
     by_microbatch = True
 
 
-class ZRules(BalanceRules):
+class ZSpec(BalanceSpec):
     help = "z_loss keeps logits small."
     implementation = "titanmoe.moe.balance_losses.z_loss:ZLoss"
     evens_loads = False
@@ -97,12 +97,12 @@ def entry_names(lines: list[str]) -> list[str]:
 BALANCE_LOSSES = Kind(
     FIELD,
     {  # in the order in which they are reported
-        "aux_loss_sequence": SequenceRules(),
-        "aux_loss": MicrobatchRules(),
-        "aux_loss_global": GlobalRules(),
-        "z_loss": ZRules(),
+        "aux_loss_sequence": SequenceSpec(),
+        "aux_loss": MicrobatchSpec(),
+        "aux_loss_global": GlobalSpec(),
+        "z_loss": ZSpec(),
     },
-    BalanceRules,
+    BalanceSpec,
     ("begin_step",),
     entry_names,
 )
@@ -113,17 +113,17 @@ class Term(NamedTuple):
 
     name: str
     coefficient: float
-    rules: BalanceRules
+    spec: BalanceSpec
 
     @property
     def metric(self) -> str:
-        return self.rules.metric or self.name.rpartition(":")[2]
+        return self.spec.metric or self.name.rpartition(":")[2]
 
 
 def switched_on(moe: MoE) -> list[Term]:
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
-        Term(*entry, cast(BalanceRules, BALANCE_LOSSES.look_up(entry.name)))
+        Term(*entry, cast(BalanceSpec, BALANCE_LOSSES.look_up(entry.name)))
         for entry in [*keys, *entries(moe.balance_losses)]
         if entry.coefficient
     ]

@@ -15,7 +15,7 @@ from math import gcd, prod
 from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import window
-from titanmoe.config.kinds import Rules
+from titanmoe.config.kinds import Spec
 from titanmoe.config.schema import Config, Model
 
 Shape = tuple[int, ...]
@@ -88,7 +88,7 @@ class BatchShare(NamedTuple):
     """How many runs context parallelism cuts its samples into; 0 without it."""
 
 
-class MixerRules(Rules, ABC):
+class MixerSpec(Spec, ABC):
     name = ""
     """Its name in messages, such as "latent attention"."""
     attends = False

@@ -1,6 +1,6 @@
 """What is known of each dispatcher without torch, and the table of their names.
 
-A new dispatcher is a file that has its rules too, and a line in DISPATCHERS.
+A new dispatcher is a file that has its spec too, and a line in DISPATCHERS.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.kinds import Kind, Rules
+from titanmoe.config.kinds import Kind, Spec
 from titanmoe.config.ranges import Violation, choices
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import nodes_of_a_group
@@ -44,7 +44,7 @@ class ExchangeCosts(Protocol):
         """Return in how many of so many equal parts of the experts a token has any, on average."""
 
 
-class DispatcherRules(Rules):
+class DispatcherSpec(Spec):
     """The facts about a dispatcher, with their usual values."""
 
     host_syncs = 1
@@ -119,14 +119,14 @@ class DispatcherRules(Rules):
         return 0.0
 
 
-class AllToAllRules(DispatcherRules):
+class AllToAllSpec(DispatcherSpec):
     help = "alltoall moves each token only to its experts' ranks."
     implementation = "titanmoe.moe.dispatchers.alltoall:AllToAll"
     traceable = True
     search_tries = True
 
 
-class AllGatherRules(DispatcherRules):
+class AllGatherSpec(DispatcherSpec):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
     implementation = "titanmoe.moe.dispatchers.allgather:AllGather"
     traceable = True
@@ -137,7 +137,7 @@ class AllGatherRules(DispatcherRules):
         return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.row_bytes)
 
 
-class HierarchicalRules(DispatcherRules):
+class HierarchicalSpec(DispatcherSpec):
     help = (
         "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
         "ep x etp that spans nodes, if a token has several experts on one."
@@ -164,7 +164,7 @@ class HierarchicalRules(DispatcherRules):
         return 2 * costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
 
 
-class SymmetricMemoryRules(DispatcherRules):
+class SymmetricMemorySpec(DispatcherSpec):
     help = (
         "symm_mem (run on one GPU, not on several) is alltoall by writing to the memory of other GPUs of the node, in "
         "which the host never waits for sizes: for GPUs that often idle waiting for the host. On CPUs it shows that "
@@ -192,7 +192,7 @@ class SymmetricMemoryRules(DispatcherRules):
             )
 
 
-def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation]:
+def against_halves(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
     """Yield why a half of a microbatch's samples cannot be computed while routed tokens of the other are in flight."""
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'
@@ -207,11 +207,11 @@ def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation
             ("moe.overlap", "training.local_batch_size"),
             f"{halves} halves the samples of a microbatch, and training.local_batch_size = 1: use 2 or more, {off}",
         )
-    if rules.cannot_overlap:
+    if spec.cannot_overlap:
         yield Violation(
             ("moe.overlap", "moe.dispatcher"),
             f"{halves} computes between sending tokens and waiting for them, and moe.dispatcher = "
-            f'"{moe.dispatcher}" {rules.cannot_overlap}: use dispatcher = {overlapping_quoted()}, {off}',
+            f'"{moe.dispatcher}" {spec.cannot_overlap}: use dispatcher = {overlapping_quoted()}, {off}',
         )
     if moe.capacity_factor:
         yield Violation(
@@ -224,13 +224,13 @@ def against_halves(config: Config, rules: DispatcherRules) -> Iterator[Violation
 DISPATCHERS = Kind(
     "moe.dispatcher",
     {
-        "alltoall": AllToAllRules(),
-        "allgather": AllGatherRules(),
-        "hierarchical": HierarchicalRules(),
-        "symm_mem": SymmetricMemoryRules(),
-        "deepep": "titanmoe.experiments.deepep_rules:RULES",
+        "alltoall": AllToAllSpec(),
+        "allgather": AllGatherSpec(),
+        "hierarchical": HierarchicalSpec(),
+        "symm_mem": SymmetricMemorySpec(),
+        "deepep": "titanmoe.experiments.deepep_spec:SPEC",
     },
-    DispatcherRules,
+    DispatcherSpec,
     ("place", "dispatch", "missing", "reserve"),
 )
 

@@ -1,6 +1,6 @@
 """What is known of each objective without torch, and the table of their names.
 
-A new objective is a file, with its rules in it, and a line in OBJECTIVES.
+A new objective is a file, with its spec in it, and a line in OBJECTIVES.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from titanmoe.config.kinds import Kind, Rules
+from titanmoe.config.kinds import Kind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import DPO, Config
 from titanmoe.data.formats import answers_in
 
 
-class ObjectiveRules(Rules):
+class ObjectiveSpec(Spec):
     """What holds for an objective; these are the usual answers. Its loss is reported as `loss`; validation reports
     cross-entropy with any."""
 
@@ -83,7 +83,7 @@ class ObjectiveRules(Rules):
                 )
 
 
-class DPORules(ObjectiveRules):
+class DPOSpec(ObjectiveSpec):
     help = "dpo is direct preference optimization on pairs of answers, with dpo.beta."
     implementation = "titanmoe.train.objectives.dpo:DPO"
     reference = True
@@ -99,7 +99,7 @@ class DPORules(ObjectiveRules):
             )
 
 
-class WeightedCrossEntropyRules(ObjectiveRules):
+class WeightedCrossEntropySpec(ObjectiveSpec):
     help = "weighted_cross_entropy weights each label as data.label_weights says."
     implementation = "titanmoe.train.objectives.cross_entropy:WeightedCrossEntropy"
 
@@ -116,7 +116,7 @@ class WeightedCrossEntropyRules(ObjectiveRules):
             )
 
 
-class DistillationRules(ObjectiveRules):
+class DistillationSpec(ObjectiveSpec):
     help = "distillation learns from a teacher's distributions as [distillation] says."
     implementation = "titanmoe.train.objectives.distillation:Distilled"
 
@@ -147,7 +147,7 @@ class DistillationRules(ObjectiveRules):
             )
 
 
-class CrossEntropyRules(ObjectiveRules):
+class CrossEntropySpec(ObjectiveSpec):
     help = "cross_entropy is the mean over all labels."
     implementation = "titanmoe.train.objectives.cross_entropy:CrossEntropy"
     further_tokens = True
@@ -159,11 +159,11 @@ class CrossEntropyRules(ObjectiveRules):
 OBJECTIVES = Kind(
     "training.objective",
     {
-        "cross_entropy": CrossEntropyRules(),
-        "distillation": DistillationRules(),
-        "dpo": DPORules(),
-        "weighted_cross_entropy": WeightedCrossEntropyRules(),
+        "cross_entropy": CrossEntropySpec(),
+        "distillation": DistillationSpec(),
+        "dpo": DPOSpec(),
+        "weighted_cross_entropy": WeightedCrossEntropySpec(),
     },
-    ObjectiveRules,
+    ObjectiveSpec,
     members=("sum", "count"),
 )

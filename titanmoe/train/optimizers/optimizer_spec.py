@@ -1,6 +1,6 @@
 """What is known of each optimizer without torch, and the table of their names.
 
-A new optimizer is a file, with its rules in it, and a line in OPTIMIZERS.
+A new optimizer is a file, with its spec in it, and a line in OPTIMIZERS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from titanmoe.config.fields import toml_value
-from titanmoe.config.kinds import Kind, Rules
+from titanmoe.config.kinds import Kind, Spec
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
@@ -164,7 +164,7 @@ SHARED += ("qk_clip", "qk_clip_every", "qk_clip_measure")
 """Fields of [optimizer] that a step reads whatever the optimizer is."""
 
 
-class OptimizerRules(Rules):
+class OptimizerSpec(Spec):
     """What holds for an optimizer; these are the usual answers."""
 
     reads: tuple[str, ...] = ()
@@ -208,7 +208,7 @@ class OptimizerRules(Rules):
                 )
 
 
-class AdamWRules(OptimizerRules):
+class AdamWSpec(OptimizerSpec):
     help = "adamw is AdamW, with decoupled weight decay."
     implementation = "titanmoe.train.optimizers.adamw:AdamW"
     of_state = ("offload", "moments_dtype", "stochastic_rounding")
@@ -238,11 +238,11 @@ class AdamWRules(OptimizerRules):
         return 2 if config.optimizer.moments_dtype == "bfloat16" else super().moment_width(config)
 
 
-class MuonRules(AdamWRules):
+class MuonSpec(AdamWSpec):
     help = "muon makes all singular values of a matrix's update alike, and leaves embeddings and vectors to adamw."
     implementation = "titanmoe.train.optimizers.muon:Muon"
     of_matrices = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "ns_dtype", "ns_eps", "adjust_lr", "by_head")
-    reads = (*AdamWRules.reads, *of_matrices, "router_matrix", "adamw_lr")
+    reads = (*AdamWSpec.reads, *of_matrices, "router_matrix", "adamw_lr")
     numbers_per_matrix_weight = 1
 
     def matrices(self, config: Config) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ class MuonRules(AdamWRules):
                 yield Violation(
                     ("optimizer.name", "model.family"),
                     f"{name} has {shape[-2]} rows, and matrices of {' + '.join(map(str, rows.parts))} rows for each "
-                    f'head do not divide them: correct `rows` in the rules of model.family = "{config.model.family}" '
+                    f'head do not divide them: correct `rows` in the spec of model.family = "{config.model.family}" '
                     "(docs/extending.md)",
                 )
                 return
@@ -271,9 +271,9 @@ class MuonRules(AdamWRules):
 OPTIMIZERS = Kind(
     "optimizer.name",
     {
-        "adamw": AdamWRules(),
-        "muon": MuonRules(),
+        "adamw": AdamWSpec(),
+        "muon": MuonSpec(),
     },
-    OptimizerRules,
+    OptimizerSpec,
     ("step", "moments", "resume", "on_device", "on_host"),
 )

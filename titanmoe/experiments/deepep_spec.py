@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
-from titanmoe.moe.dispatchers.dispatcher_rules import DispatcherRules, ExchangeCosts
+from titanmoe.moe.dispatchers.dispatcher_spec import DispatcherSpec, ExchangeCosts
 
 
-class DeepEPRules(DispatcherRules):
+class DeepEPSpec(DispatcherSpec):
     help = (
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
@@ -75,4 +75,4 @@ class DeepEPRules(DispatcherRules):
         return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
 
 
-RULES = DeepEPRules()
+SPEC = DeepEPSpec()
