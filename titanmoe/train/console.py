@@ -1,4 +1,7 @@
-"""A run on the console: on a terminal one panel that stays in place, else one line per report. Only rank 0 prints."""
+"""Console output of a run, on rank 0: on a terminal a live panel, elsewhere one line per report.
+
+`titanmoe.train.metrics` prints the header, opens the console as a ReportTarget and prints the closing line.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +28,13 @@ from titanmoe.train.report_targets import Report, ReportTarget
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
-"""Number of reports in the panel's curve."""
+"""Number of reports in the panel's loss curve."""
 QUIET = ("start", "restart", "data", "save", "stop")
-"""Events without a line of their own, because the header, the reports or the error say it."""
+"""Kinds of events that are not printed, because the header, the reports or the error say the same."""
 
 
 class Shown(NamedTuple):
-    """What the console shows of a run besides its reports."""
+    """Settings of the recipe that the console shows beside its reports."""
 
     steps: int
     compiles: bool
@@ -39,7 +42,14 @@ class Shown(NamedTuple):
 
 
 def open_console(style: str, run: Shown, name: str, console: Console | None = None) -> ReportTarget:
-    """style: metrics.console. name: the run's."""
+    """Return the live panel or the line printer.
+
+    Args:
+        style: metrics.console: "live", "lines", or "auto" for the panel on a terminal that can show it.
+        run: settings of the recipe to show.
+        name: of the run, the panel's title.
+        console: rich's console to draw the panel on.
+    """
     console = console or Console(highlight=False)
     if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):
         return LivePanel(run, name, console)
@@ -47,6 +57,7 @@ def open_console(style: str, run: Shown, name: str, console: Console | None = No
 
 
 def figures(record: dict[str, float]) -> dict[str, str]:
+    """Return the metrics that the console shows of a line of metrics.jsonl, formatted, by label."""
     shown = {
         "loss": f"{record['loss']:.4f}",
         "grad norm": f"{record['grad_norm']:.3f}",
@@ -90,7 +101,18 @@ def closing_line(
     folder: Path,
     wrong: str = "",
 ) -> None:
-    """checkpoint: of `last_checkpoint`. wrong: with the loss, and what to change."""
+    """Print how a run ended.
+
+    Args:
+        step: the last step made.
+        steps: the step at which the run was to end.
+        first: the first step that this process reported, and its loss.
+        last_loss: the loss of the last step.
+        seconds: that this process trained for.
+        checkpoint: text of `last_checkpoint`.
+        folder: the run's.
+        wrong: what is wrong with the loss and what to change; "" if nothing is.
+    """
     began, loss = first
     done = "done" if step == steps else "ended"
     if wrong:
@@ -105,7 +127,7 @@ def closing_line(
 
 
 def last_checkpoint(options: Checkpoint, run: Path) -> str:
-    """The newest that is complete."""
+    """Return the closing line's text on the newest complete checkpoint."""
     if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
     folder = checkpoints_of(run, options)
@@ -114,6 +136,8 @@ def last_checkpoint(options: Checkpoint, run: Path) -> str:
 
 
 class Lines:
+    """ReportTarget that prints one line per report or event."""
+
     def __init__(self, run: Shown):
         self.run = run
 
@@ -143,13 +167,13 @@ class Lines:
 
 
 class LivePanel:
-    """Other output appears above it; its last state remains when the run ends."""
+    """ReportTarget that draws a panel in place; other output appears above it, and it remains when the run ends."""
 
     def __init__(self, run: Shown, name: str, console: Console):
         self.run, self.name, self.console = run, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.held_out = ""
-        """The last validation, which stays on the panel until the next."""
+        """Text of the last validation, shown until the next one."""
         what = "compiling and making the first step" if run.compiles else "making the first step"
         self.live = Live(Spinner("dots", f"{what} ..."), console=console, refresh_per_second=2)
         self.live.start()
@@ -208,24 +232,29 @@ class LivePanel:
 
 
 def curve(values: deque[float]) -> str:
+    """Return a sparkline of block characters, scaled to the range of the values."""
     low, high = min(values), max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
     return "".join(BLOCKS[round((value - low) * scale)] for value in values)
 
 
 def shares(record: dict[str, float]) -> str:
-    """Parts of the step that take at least half a percent of it; dispatch is within forward and backward."""
-    parts = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
-    dispatch, whole = parts.pop("dispatch", 0.0), sum(parts.values())
+    """Return the phases of a step with their fractions of its time, those of at least 0.5 %.
+
+    The time of dispatch is within that of forward and backward, and is shown in parentheses after it.
+    """
+    phases = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
+    dispatch, total = phases.pop("dispatch", 0.0), sum(phases.values())
     shown = []
-    for name, value in parts.items():
-        inside = f" (dispatch {dispatch / whole:.0%})" if name == "forward_backward" and dispatch else ""
-        if value >= 0.005 * whole:
-            shown.append(f"{name.replace('_', '-')} {value / whole:.0%}{inside}")
+    for name, value in phases.items():
+        inside = f" (dispatch {dispatch / total:.0%})" if name == "forward_backward" and dispatch else ""
+        if value >= 0.005 * total:
+            shown.append(f"{name.replace('_', '-')} {value / total:.0%}{inside}")
     return "  ".join(shown)
 
 
 def banner(rows: dict[str, str | Text]) -> None:
+    """Print the header of a run as a table of names and texts."""
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
         table.add_row(Text(name, style="bold"), Text(text, overflow="fold") if isinstance(text, str) else text)
@@ -233,7 +262,13 @@ def banner(rows: dict[str, str | Text]) -> None:
 
 
 def saving(options: Checkpoint, each: int, run: Path) -> Text:
-    """each: bytes of a checkpoint."""
+    """Return the header's text on when and where the run saves, in red if nothing is saved or the disk is too full.
+
+    Args:
+        options: the recipe's [checkpoint].
+        each: bytes of one checkpoint.
+        run: the run's folder.
+    """
     if not options.enable:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
     folder = checkpoints_of(run, options)
@@ -253,11 +288,12 @@ def format_size(size: int) -> str:
 
 
 def mapping(axes: dict[str, int]) -> str:
+    """Return a mapping's axes of more than one rank, as "dp_shard 4 x tp 2"."""
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
 class Stamped:
-    """A stream whose lines begin with the rank, for ranks that only print if something is wrong."""
+    """Output stream that puts the rank before each line, for ranks that only print if something is wrong."""
 
     def __init__(self, stream: TextIO, rank: int):
         self.stream, self.mark, self.open = stream, f"[rank {rank}] ", False
@@ -273,5 +309,6 @@ class Stamped:
 
 
 def stamp(rank: int) -> None:
+    """Put the rank before every line that this process prints, unless it is rank 0."""
     if rank:
         sys.stdout, sys.stderr = Stamped(sys.stdout, rank), Stamped(sys.stderr, rank)

@@ -1,11 +1,11 @@
-"""What a run measures between steps, only forward: the loss on data that is not trained on, and questions with choices.
+"""Evaluations between training steps, forward only: validation loss, and multiple-choice questions.
 
-Both go through the stages and mapping of the run and leave no trace: weights, optimizer, selection biases and the
-loader are not written to, and the layers' counts are reset when a step begins. Random numbers are counted, and those
-of training (jitter) are off. What lm-evaluation-harness calls acc and acc_norm is computed from the same sums of
-log-probabilities.
+Both run through the stages and mapping of the run and change none of its state: weights, optimizer, selection biases
+and the loader are not written to, and the layers' counts are reset when a step begins. Random numbers are functions of
+the step and the token, and router jitter is off. `accuracy` and `accuracy_norm` are acc and acc_norm of
+lm-evaluation-harness.
 
-Shapes: B samples, S positions of the attention slice, C choices of all questions.
+Shapes: B samples, S positions of the attention slice, C choices of all questions, T positions of a microbatch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ from titanmoe.train.run_state import RunState
 def forward_only(
     samples: Iterable[list[Batch]], slicer: Slicer, gradients: Gradients
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each step's batches, the slicer's objective: this rank's sum, and the count over all ranks."""
+    """Run the batches of one step after another forward. Collective over the world.
+
+    Yields:
+        The objective's sum on this rank, and its count over all ranks.
+    """
     one = torch.ones((), dtype=torch.float64, device=slicer.device)
     for batches in samples:
         totals = slicer.count(batches)
@@ -45,30 +49,31 @@ def forward_only(
 
 @dataclass(eq=False, kw_only=True)
 class Evaluation:
-    """What is measured every `interval` steps, and after step `last`."""
+    """Evaluation that is due every `interval` steps and after step `last`."""
 
     interval: int
     last: int
     slicer: Slicer
-    """Without what multi-token prediction needs, and with the objective that is measured."""
+    """Slicer with the objective to measure, and without the inputs of multi-token prediction."""
     gradients: Gradients
     state: RunState
 
     @property
     def is_due(self) -> bool:
+        """Whether the step just made is one after which to measure."""
         return self.state.step % self.interval == 0 or self.state.step == self.last
 
 
 @dataclass(eq=False, kw_only=True)
 class Validation(Evaluation):
-    """The loss: cross-entropy, or that of pairs."""
+    """Validation loss: cross-entropy, or the loss of preference pairs."""
 
     samples: ValidationSet
     best: float = math.inf
+    """Lowest validation loss of the run so far."""
 
     def after_step(self) -> dict[str, float]:
-        """The loss and the best one so far, if a validation is due; the perplexity of cross-entropy, or the objective's
-        own metrics."""
+        """Return the validation loss and related metrics if one is due, else {}. Collective over the world."""
         if not self.is_due:
             return {}
         begin = time.monotonic()
@@ -87,8 +92,10 @@ class Validation(Evaluation):
         self.best = math.inf if best is None else best
 
     def measure(self) -> tuple[float, dict[str, float]]:
-        """The objective over the whole set, divided by its count once; and its metrics, as those of a step with val_
-        before their last name."""
+        """Return the loss over the validation set, and the objective's own metrics. Collective over the world.
+
+        "preference.accuracy" of a step is "preference.val_accuracy" here.
+        """
         meshes, objective = self.slicer.meshes, self.slicer.objective
         total, count = (torch.zeros((), dtype=torch.float64, device=self.slicer.device) for _ in range(2))
         sums = objective.take_metrics(total)
@@ -104,11 +111,12 @@ class Validation(Evaluation):
 
 
 class ChoiceSums(CrossEntropy):
-    """Adds up the log-probabilities of each choice over the batches of a set. Itself it is 0."""
+    """Objective that adds up the log-probabilities of each choice over the batches of a set; its own sum is 0."""
 
     def clear(self, choices: int, device: torch.device) -> None:
+        """Set the sums of this many choices to 0."""
         self.sums_C = torch.zeros(choices + 1, dtype=torch.float64, device=device)
-        """The last one is what padding adds to."""
+        """Log-probability of each choice; padding is added to one more entry at the end."""
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         choice_T = piece.further[CHOICE].flatten() % len(self.sums_C)
@@ -117,7 +125,7 @@ class ChoiceSums(CrossEntropy):
 
 
 def judge(question: Question, log_p: np.ndarray) -> dict[str, float]:
-    """From the log-probability of each choice."""
+    """Return the metrics of a question from the log-probability of each choice."""
     right = question.answer
     bytes_of_right = len(question.choices[right].encode())
     lengths = np.array([len(choice) for choice in question.choices])
@@ -131,12 +139,15 @@ def judge(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
 @dataclass(eq=False, kw_only=True)
 class Answers(Evaluation):
-    """The answers to questions with choices. The slicer's objective is ChoiceSums."""
+    """Multiple-choice questions, by task. The slicer's objective is ChoiceSums."""
 
     questions: AnswerSet
 
     def after_step(self) -> dict[str, Any]:
-        """If it is due: the mean of each quantity by task, and all numbers as lines for the run's folder."""
+        """Return the mean of each metric by task, and the lines for answers.jsonl, if due; else {}.
+
+        Collective over the world.
+        """
         if not self.is_due:
             return {}
         begin, at = time.monotonic(), 0
@@ -152,7 +163,7 @@ class Answers(Evaluation):
         return report | {"answers": lines, "answers_s": time.monotonic() - begin}
 
     def log_probabilities(self) -> np.ndarray:
-        """Of every choice."""
+        """Return the log-probability of every choice, summed over its tokens. Collective over the world."""
         sums, meshes = self.slicer.objective, self.slicer.meshes
         sums.clear(len(self.questions.encoded), self.slicer.device)
         for _ in forward_only(self.questions, self.slicer, self.gradients):

@@ -1,4 +1,7 @@
-"""Which model teaches a run, and why it may not: what is known of it without torch."""
+"""Finds the teacher of a run (distillation.teacher) and checks that it fits, without torch.
+
+`titanmoe.train.refusals` calls this before ranks start, and `titanmoe.train.teacher` when it builds the teacher.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 @functools.cache  # a run that is still training may have a newer checkpoint the next time
 def find_teacher(folder: str) -> WholeModel:
+    """Return the model in a run's folder, a checkpoint or a Hugging Face folder; raise a ConfigError if none is."""
     from titanmoe.checkpoint.whole_model import find_whole  # imports safetensors
 
     try:
@@ -30,7 +34,7 @@ def find_teacher(folder: str) -> WholeModel:
 
 
 def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
-    """The run's, with the model of the teacher, its layers spread evenly; nothing is trained, recomputed or dropped."""
+    """Return the run's config for the teacher's model: all weights frozen, no recomputation, no dropped tokens."""
     return replace(
         config,
         model=replace(teacher.config.model, mtp_depth=0),
@@ -44,7 +48,7 @@ def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
 
 
 def problems_of_teacher(config: Config, world: int) -> Iterator[str]:
-    """Why the teacher, if there is one, cannot teach this run."""
+    """Yield why the teacher that the recipe names, if any, cannot be used on this number of ranks."""
     if not config.distillation.teacher:
         return
     try:
@@ -65,7 +69,12 @@ def problems_of_teacher(config: Config, world: int) -> Iterator[str]:
 
 
 def check_tokenizer(teacher: WholeModel, identity: str) -> None:
-    """identity: of the tokenizer that the run's tokens come from."""
+    """Raise a ConfigError if the teacher learned the tokens of another tokenizer than the data's, if both are known.
+
+    Args:
+        teacher: the teacher.
+        identity: digest of the data's tokenizer.
+    """
     its_own, file = teacher.identity, teacher.path / FILE
     if its_own is None and teacher.step is None:
         its_own = open_tokenizer(str(file)).identity if file.is_file() else None

@@ -1,4 +1,8 @@
-"""Computes a step's gradients, pipelined or not, and sends the host what it needs to know in one transfer."""
+"""Computes a step's gradients, pipelined or not, and copies all scalars that the host needs in one transfer.
+
+`Trainer.train_step` makes the slices by `Slicer` and calls `Gradients.sums`. The objective's sums are divided by their
+global count and every reduction is a sum, so no gradient is scaled twice.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +38,21 @@ from titanmoe.train.run_state import RunState
 
 @dataclass
 class Totals:
-    """Counts of a step's batch over all ranks."""
+    """Counts of a step's batch, summed over all data ranks."""
 
-    count: Tensor  # of what the objective divides by, such as labels
-    tokens: Tensor  # tokens that are not padding
-    samples: Tensor  # that are not all padding
-    flops: Tensor  # of the model, forward and backward
+    count: Tensor
+    """Divisor of the objective's sum, such as the number of labels."""
+    tokens: Tensor
+    """Tokens without padding."""
+    samples: Tensor
+    """Samples that are not all padding."""
+    flops: Tensor
+    """FLOPs of the model, forward and backward."""
 
 
 @dataclass
 class StepWork:
-    """The inputs of a rank's forward and backward in one step."""
+    """Inputs of a rank's forward and backward in one step."""
 
     batches: list[Batch]
     slices: list[Slice]
@@ -53,37 +61,38 @@ class StepWork:
 
 @dataclass
 class StepScalars:
-    """What the host learns of a step, between its gradients and its update."""
+    """Numbers of a step over all ranks, on the host, known between its gradients and its update."""
 
     loss: float
     mtp_loss: float
     stop: bool
     """Whether any rank wants to stop."""
     norm: float
+    """Gradient norm before clipping."""
     tokens: float
     count: float
-    """Of what the objective divides by, such as labels."""
+    """Divisor of the objective's sum, such as the number of labels."""
     flops: float
     layers: dict[int, LayerStatistics]
-    """Of each MoE layer."""
+    """Statistics of each MoE layer, by block."""
     max_logits: list[float]
-    """Of each block, in a step that measures them."""
+    """Largest attention logit of each block; [] in a step that does not measure them."""
     metrics: dict[str, float]
-    """The objective's own."""
+    """Metrics of the objective, by name."""
 
 
 @dataclass
 class PassSums:
-    """What a forward and backward gives besides gradients: this rank's, or summed over all ranks."""
+    """Results of a step's forward and backward besides gradients: one rank's, or summed over all ranks."""
 
     loss: Tensor
     mtp_loss: Tensor
     stop: Tensor
-    """How many ranks want to stop."""
+    """Number of ranks that want to stop."""
     repeat: Tensor
-    """How many ranks ask for the step to be repeated (FirstPass)."""
+    """Number of ranks that ask for the pass to be repeated (FirstPass)."""
     metrics: Tensor
-    """The objective's own, in the order of their names."""
+    """Metrics of the objective, in the order of `Objective.metrics`."""
 
 
 def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor]:
@@ -94,7 +103,7 @@ def sum_together(values: Mapping[str, Tensor], group: Group) -> dict[str, Tensor
 
 
 def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Copy named tensors to the host in one transfer, which waits for the device: numbers, and lists of vectors."""
+    """Copy named tensors to the host in one transfer and wait for it: scalars as floats, vectors as lists."""
     numbers = iter(torch.cat([value.flatten() for value in values.values()]).double().tolist())
     return {
         name: [next(numbers) for _ in range(value.numel())] if value.ndim else next(numbers)
@@ -103,42 +112,46 @@ def to_host(values: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class FirstPass(Protocol):
-    """What makes the first forward and backward of a step faster, and may ask that they be repeated without it."""
+    """Fast mode of a step's first forward and backward, which may fail and be repeated without it.
+
+    Dispatchers with buffers of fixed size implement it: the pass is void if a buffer was too small.
+    """
 
     needs_repeat: Tensor
-    """Whether this rank asks for it: a scalar on the device, set during the pass."""
+    """Whether this rank asks for a repetition: a scalar on the device, set during the pass."""
     repeats: int
-    """How many steps of this process were repeated."""
+    """Number of steps of this process that were repeated."""
 
     def attached(self, layers: Collection[MoE]) -> AbstractContextManager[None]:
-        """Return a context in which the layers use it."""
+        """Return a context in which the layers use the fast mode."""
         ...
 
     def must_repeat(self, ranks: float) -> bool:
-        """Return whether the pass is void. ranks: how many ask for it."""
+        """Return whether the pass is void, given the number of ranks that ask for a repetition."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return what is reported of it with every step."""
+        """Return metrics of the fast mode to report with every step."""
         ...
 
 
 class Sums(NamedTuple):
-    """What is known of a step once its gradients are summed."""
+    """Numbers of a step over all ranks once its gradients are summed."""
 
     scalars: StepScalars
     norm: Tensor
+    """Gradient norm, on the device."""
     layers: dict[int, LayerStatistics]
-    """Each MoE layer's, on the device."""
+    """Statistics of each MoE layer, on the device."""
     own: PassSums
-    """This rank's summands."""
+    """Results of this rank alone."""
     logits: Tensor | None
-    """The largest of each block and head, in a step that measures them."""
+    """Largest attention logit of each block and head; None in a step that does not measure them."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Slicer:
-    """Cuts the batches of a data rank into the slices that this rank works on."""
+    """Takes the slices that this rank works on from the batches of its data rank."""
 
     meshes: Meshes
     placement: Placement
@@ -148,7 +161,7 @@ class Slicer:
     work: TrainingWork = NO_WORK
 
     def count(self, batches: list[Batch]) -> Totals:
-        """Count a step's batch over all data ranks, in one message. Collective over them."""
+        """Return the counts of a step's batch over the data ranks, by one all-reduce. Collective over them."""
         tokens = [b.valid_BS.sum().double() for b in batches]
         own = {
             "count": sum(self.objective.count(b).double() for b in batches),
@@ -160,19 +173,20 @@ class Slicer:
         return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
 
     def _of_pairs(self, batch: Batch) -> float:
-        """Return the FLOPs of positions and what they see."""
+        """Return the attention FLOPs of a batch, which depend on the pairs of positions that its mask allows."""
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
         return sum(cost * counts[width] for width, cost in self.work.per_pair.items())
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
+        """Return this rank's slice of each microbatch, on its device."""
         where = (self.meshes, self.placement, self.device)
         return [take_slice(batch, m, *where, self.with_mtp) for m, batch in enumerate(batches)]
 
 
 @dataclass(eq=False, kw_only=True)
 class Gradients:
-    """Computes the gradients of a step, summed over all ranks, and what is reported with them."""
+    """Computation of a step's gradients, summed over all ranks, and of the numbers reported with them."""
 
     stages: list[Transformer]
     engine: WithoutPipeline | Pipeline
@@ -182,7 +196,7 @@ class Gradients:
     meshes: Meshes
     model: Model
     layout: RowLayout
-    """Where numbers stand in the row of statistics of a MoE layer."""
+    """Columns of a MoE layer's row of statistics."""
     state: RunState
     device: torch.device
     logits: LargestLogits | None = None
@@ -190,14 +204,17 @@ class Gradients:
     def __post_init__(self) -> None:
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        """Those with a gradient: the recipe may freeze others."""
+        """Parameters that get a gradient; the recipe may freeze others."""
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks = moe_blocks(self.model)
 
     def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> Sums:
-        """Sum the gradients of a step over the ranks, and return what is known of it. Collective over the world.
+        """Compute the gradients of a step, summed over the ranks, and return its numbers. Collective over the world.
 
-        wants_to_stop: asked after the backward, whether this rank wants to; all stop together once one does.
+        Args:
+            work: the step's microbatches.
+            wants_to_stop: returns whether this rank wants to stop; called after the backward. All ranks stop together
+                once one wants to.
         """
         sums, repeat = self._sums(work, self.first_pass, wants_to_stop)
         if repeat:
@@ -209,10 +226,10 @@ class Gradients:
     def _sums(
         self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
     ) -> tuple[Sums, bool]:
-        """Return what is known of a step, and whether it has to be repeated.
+        """Make one forward and backward; return the step's numbers, and whether the pass is void.
 
-        What the host has to know comes in one transfer, the only one of a step outside its dispatchers; the norm and
-        each MoE layer's statistics are returned as tensors too.
+        All scalars come to the host in one transfer, the only one of a step outside its dispatchers; the norm and the
+        statistics of the MoE layers are returned on the device too.
         """
         observe.active.phase("forward_backward", self.state.step)
         own, summed = self.forward_backward(work.slices, work.totals, first_pass, wants_to_stop)
@@ -244,6 +261,7 @@ class Gradients:
         return Sums(scalars, norm, on_device, own, logits), repeat
 
     def begin_step(self, totals: Totals) -> None:
+        """Reset what the layers count, and give them the number of the step and its totals."""
         if self.logits:
             self.logits.begin_step(self.state.step)
         for moe in self.moe_layers.values():
@@ -257,9 +275,13 @@ class Gradients:
         first_pass: FirstPass | None = None,
         wants_to_stop: Callable[[], bool] = lambda: False,
     ) -> tuple[PassSums, PassSums]:
-        """Run the step's microbatches. Return this rank's sums, and those of all ranks, which travel in one message.
+        """Run the step's microbatches; return the results of this rank, and their sum over all ranks by one all-reduce.
 
-        first_pass: what the layers use; the pass is exact without it.
+        Args:
+            slices: this rank's microbatches.
+            totals: counts of the step's batch.
+            first_pass: the fast mode that the layers use; None for the exact pass.
+            wants_to_stop: returns whether this rank wants to stop; called after the backward.
         """
         self.begin_step(totals)
         # The objective's sums are divided by their global count. Every reduction is a sum, so nothing is scaled twice.
@@ -280,11 +302,15 @@ class Gradients:
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
-        """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
+        """Sum the gradients that FSDP does not sum: of replicated parameters, and of copies of the tied embedding.
+
+        Collective over the world.
+        """
         meshes = self.meshes
         sum_replicated(self.trained.values(), (meshes.sequence, meshes.data), meshes.tp, meshes.etp)
         self.tied.add_gradients()
 
     def drop(self) -> None:
+        """Free the gradients of all trained parameters."""
         for parameter in self.trained.values():
             parameter.grad = None

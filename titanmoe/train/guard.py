@@ -1,8 +1,10 @@
-"""Whether a step's numbers may become an update, and what happens if not.
+"""Decides whether a step's gradients become an update, and what happens otherwise. `Trainer` calls it in every step.
 
-A batch that the recipe names is passed over. A step whose loss or gradient norm is unusual is first repeated, if the
-checks do so, then skipped, if the recipe says so. Numbers that are not finite end the run and are named. Ranks that
-differ send it back to the newest checkpoint.
+* A batch whose step is in data.skip_steps is not used.
+* A step with an unusual loss or gradient norm is repeated if the checks can do so, then skipped if
+  optimizer.skip_spikes is set.
+* A loss or norm that is not finite ends the run with the name of the first bad parameter.
+* If ranks differ, the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -28,25 +30,29 @@ from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.run_state import USUAL, RunState
 
 RESTORES = 3
-"""How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""
+"""Number of times that a process restores a checkpoint because ranks differ; after that a machine is at fault."""
 
 
 class NonFinite(NumericalFault):
-    """Loss or gradient norm is not a finite number."""
+    """A loss or gradient norm that is not a finite number."""
 
 
 class StepVerdict(NamedTuple):
+    """Decision of the guard on a step."""
+
     update: bool
-    """Whether the gradients become an update; if not, they are gone."""
+    """Whether the gradients become an update; if not, they have been freed."""
     sums: Sums
-    """Those of the last pass."""
+    """Numbers of the last forward and backward of the step."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Guard:
+    """Function from a step's numbers to the decision whether they become an update."""
+
     options: Options
     pass_over: list[range]
-    """Steps whose batch is not used."""
+    """Steps whose batch is not used (data.skip_steps)."""
     state: RunState
     gradients: Gradients
     optimizer: Optimizer
@@ -55,6 +61,7 @@ class Guard:
     checks: Checks
 
     def passes_over(self) -> bool:
+        """Return whether the step's batch is not to be used; if so, count the step as skipped and write an event."""
         step = self.state.step
         if not any(step in steps for steps in self.pass_over):
             return False
@@ -63,10 +70,14 @@ class Guard:
         return True
 
     def __call__(self, work: StepWork, sums: Sums) -> StepVerdict:
-        """Raises on all ranks if the run cannot go on."""
+        """Return whether the step's gradients become an update. Collective over the world.
+
+        Raises:
+            NumericalFault: on all ranks, if the run cannot go on.
+        """
         why = self._why(sums.scalars)
-        if why and (again := self.checks.suspect(why, work, sums)):
-            sums, why = again, self._why(again.scalars)
+        if why and (repeated := self.checks.suspect(why, work, sums)):
+            sums, why = repeated, self._why(repeated.scalars)
         if why and self.options.skip_spikes:
             self._skip(why, work.batches)
             return StepVerdict(False, sums)
@@ -78,7 +89,7 @@ class Guard:
         return self.state.skips.why(scalars.loss, scalars.norm, self.options.skip_spikes or USUAL)
 
     def _skip(self, why: str, batches: list[Batch]) -> None:
-        """Make no update, and write down whose step it was."""
+        """Free the gradients, count the step as skipped, and write an event with its samples. Collective."""
         self.gradients.drop()
         self.state.skips.skip()
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -89,6 +100,10 @@ class Guard:
         self.state.skips.check_limit(self.state.step, why)
 
     def check_finite(self, loss: float, norm: float) -> None:
+        """Raise NonFinite if the loss or the norm is not finite, with the first bad gradient and weight.
+
+        Collective over the world in that case.
+        """
         if math.isfinite(loss) and math.isfinite(norm):
             return
         step = self.state.step
@@ -113,7 +128,7 @@ class Guard:
     # ---- going back
 
     def restoring(self, train: Callable[[], int]) -> int:
-        """Trains, again from the newest checkpoint whenever ranks differ and there is one."""
+        """Call `train`, and call it again from the newest checkpoint after each Restore, at most RESTORES times."""
         for _ in range(RESTORES):
             try:
                 return train()
@@ -122,7 +137,10 @@ class Guard:
         return train()
 
     def last_word(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
-        """Writes down that training ends here, or goes back to a checkpoint; returns what to raise."""
+        """Write the event that ends training or restores a checkpoint; return the error to raise.
+
+        A Restore without a saved checkpoint becomes a NumericalFault.
+        """
         restores = isinstance(error, Restore) and has_saved
         observe.active.event(self.state.step, "restore" if restores else "stop", str(error))
         if isinstance(error, Restore) and not restores:

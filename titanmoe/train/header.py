@@ -1,4 +1,4 @@
-"""The header that a run prints before its first step: a table of what it is and how it computes."""
+"""Builds the rows of the header that a run prints before its first step, as a table of names and texts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from titanmoe.train.machine_room import checkpoint_bytes
 from titanmoe.train.runtime import segments
 
 TRIED = ("2.11", "2.13", "2.14", "2.15")
-"""Versions of PyTorch that the tests were run with (README.md)."""
+"""Versions of PyTorch that the tests have run with (README.md)."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The rows that only the recipe, the mapping and the device decide."""
+    """Rows of the header that depend on the recipe, the mapping and the device alone."""
 
     mapping: dict[str, str]
     batches: dict[str, str | Text]
@@ -36,12 +36,26 @@ class Header:
     checkpoint_bytes: int
 
     def rows(self, notes: dict[str, str], run: Path) -> dict[str, str | Text]:
-        """notes: what is known once the run is built and its checkpoint loaded."""
+        """Return all rows in the order in which they are printed.
+
+        Args:
+            notes: rows that are known once the run is built and its checkpoint loaded.
+            run: the run's folder.
+        """
         where = {"run folder": str(run), "checkpoint": saving(self.checkpoint, self.checkpoint_bytes, run)}
         return self.mapping | notes | self.batches | where | self.routing
 
 
 def header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
+    """Return the header's rows on model, mapping, devices, batch and data.
+
+    Args:
+        config: the resolved config.
+        fold: the mapping.
+        parameters: numbers of the model's parameters.
+        device_name: as PyTorch names the device.
+        peak: FLOP/s of one device; None if unknown.
+    """
     model, training = config.model, config.training
     dp = fold.dp_replicate * fold.dp_shard
     samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
@@ -81,7 +95,7 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
 def set_up(
     config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
 ) -> dict[str, str]:
-    """The rows about GPU memory, compilation, the pipeline and recomputation."""
+    """Return the header's rows on PyTorch's version, GPU memory, compilation, the pipeline and recomputation."""
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):

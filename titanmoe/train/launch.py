@@ -1,4 +1,8 @@
-"""From the command line to a running Trainer: read the recipe, refuse what is illegal, start the process, train."""
+"""Runs one rank from the command line to the end of training: `main`, which train.py and `titanmoe train` call.
+
+It reads the recipe (or the config that the launcher has passed on), refuses what is illegal, joins the other ranks,
+builds the run and trains. Imports of torch wait until the config is known to be legal.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,13 @@ def resolve(
     world: int,
     ahead: Callable[[Config], dict[str, Any]] = record_to_resume,
 ) -> Config:
-    """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from."""
+    """Return the config with derived degrees, batch sizes and numbers of steps filled in.
+
+    Args:
+        config: the config as given.
+        world: number of ranks.
+        ahead: reads the record of the checkpoint that the run resumes from, {} if there is none.
+    """
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
@@ -62,7 +72,12 @@ def resolve(
 
 
 def _steps(config: Config, record: dict[str, Any]) -> int:
-    """Of a run of epochs. record: of the checkpoint that it resumes from."""
+    """Return the number of steps of a run of training.epochs.
+
+    Args:
+        config: the config.
+        record: of the checkpoint that the run resumes from; {} if there is none.
+    """
     from titanmoe.data.sources import steps_of_epochs
 
     steps = steps_of_epochs(config, record.get("step", 0), record.get("loader", {}).get("consumed", 0))
@@ -77,16 +92,23 @@ def _steps(config: Config, record: dict[str, Any]) -> int:
 
 
 def on_nodes(config: Config, ranks: int) -> Config:
-    """The config on machines of that many ranks, unless it says how many they have."""
+    """Return the config with parallelism.node set to this number of ranks per machine, unless it is set."""
     node = ranks if config.parallelism.node == -1 else config.parallelism.node
     return replace(config, parallelism=replace(config.parallelism, node=node))
 
 
 def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
-    """The config on machines of `node` ranks; of a restarted run, a line on what changed in its mapping to fit another
-    number of ranks.
+    """Set the ranks per machine, and fit the mapping of a restarted or resumed run to the number of ranks.
 
     The first start of a run gets the mapping that it asks for or is refused.
+
+    Args:
+        config: the config as given.
+        node: ranks per machine, -1 if unknown.
+        world: number of ranks.
+
+    Returns:
+        The config, and one line on what changed in the mapping, "" if nothing did.
     """
     config = on_nodes(config, node)
     if not (restarted() or has_begun(config)):
@@ -98,7 +120,11 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
 def read(argv: list[str], world: int, parts: Parts, check_inputs: bool = False) -> Config:
     """Return the resolved config of a command line; raise a ConfigError with every problem.
 
-    check_inputs: also check what the run reads, which one of its ranks does for all.
+    Args:
+        argv: arguments of the command line.
+        world: number of ranks.
+        parts: the components that a recipe may name.
+        check_inputs: whether to check the files that the run reads, too; one rank does so for all.
     """
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
@@ -129,7 +155,10 @@ def read(argv: list[str], world: int, parts: Parts, check_inputs: bool = False) 
 
 
 def receive(checked: Checked, world: int) -> Config:
-    """The resolved config that a launcher has handed on. A restart may have other ranks than it was checked for."""
+    """Return the resolved config that a launcher has passed on.
+
+    A restart may have another number of ranks than the config was checked for, and is then checked again.
+    """
     grow_segments()
     try:
         config, change = fitted(checked.config, -1, world)
@@ -145,14 +174,20 @@ def receive(checked: Checked, world: int) -> Config:
 
 
 def only_forward(config: Config) -> Config:
-    """The same model without anything that only training needs; adapters stay, and are left out of what is counted."""
+    """Return the config of a run that only computes log-probabilities: nothing is saved, weights are frozen.
+
+    Adapters stay trainable, because a checkpoint of adapters needs them.
+    """
     training = config.training if config.lora.rank else replace(config.training, freeze=["*"])
     checkpoint = replace(config.checkpoint, enable=False, model_only=True)
     return replace(config, training=training, checkpoint=checkpoint)
 
 
 def for_launcher(config: Config, draft: Draft) -> list[str]:
-    """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
+    """Return the problems of a recipe for several ranks that is started as one process without a launcher.
+
+    They advise the command with a launcher, and not how to change the mapping. [] in all other cases.
+    """
     recipe = draft.command_line.recipe
     if read_environment().launched or recipe is None:
         return []
@@ -172,9 +207,14 @@ def main(
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
     **seams: Any,
 ) -> int:
-    """parts: what a recipe may name. watch: called with the config and the Training, and entered for as long as it
-    trains. overlap: fills in moe.overlap if it is "auto", and says why, for the header. seams:
-    arguments of build_training, such as what checks the numbers of each step.
+    """Run one rank and return its exit code.
+
+    Args:
+        argv: arguments of the command line.
+        parts: the components that a recipe may name.
+        watch: makes from the config and the Training a context that is entered while the run trains.
+        overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
+        seams: keyword arguments of build_training that replace objects of the run, such as `checks`.
     """
     die_with_launcher()
     try:

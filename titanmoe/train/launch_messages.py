@@ -1,9 +1,9 @@
-"""What a rank and the launcher that started it tell each other around a run, and the user before its first step.
+"""Files through which a rank and its launcher exchange the config and failure notes, and the startup status line.
 
-* `titanmoe train` passes the config that it has read and checked to its ranks in a file, so that they neither read the
-  recipe nor apply the laws again. Under torchrun each of them does.
-* A rank that fails leaves a note, and `titanmoe train` prints the one message of a failed run. Under torchrun nobody
-  reads it, and the rank prints its message itself.
+* `titanmoe train` passes the config that it has read and checked to its ranks in a file; they do not check it again.
+  Under torchrun every rank reads and checks the recipe.
+* A rank that fails writes a note, and `titanmoe train` prints one message for the failed run. Under torchrun the rank
+  prints the message itself.
 * Until the first step a line of the terminal says what the run is waiting for.
 """
 
@@ -31,7 +31,7 @@ ERASE = "\r\x1b[K"
 
 
 def show_status(what: str) -> None:
-    """Show what the run waits for on a terminal's last line, on rank 0 alone; "" removes the line."""
+    """Show on a terminal's last line what the run waits for, on rank 0 alone; "" removes the line."""
     if os.environ.get("RANK", "0") != "0" or os.environ.get("TERM") == "dumb":
         return
     with contextlib.suppress(OSError, ValueError):  # a console that fails, or is closed, must not end the run
@@ -41,25 +41,25 @@ def show_status(what: str) -> None:
 
 
 CONFIG_FILE = "TITANMOE_CONFIG"
-"""The environment variable with the name of the file that hands the config on."""
+"""Environment variable with the name of the file with the launcher's config."""
 
 
 class Checked(NamedTuple):
-    """What the launcher hands on to its ranks."""
+    """Config that the launcher has checked and passes to its ranks."""
 
     config: Config
-    """As the recipe and the command line say, with nothing derived: a restart may have other ranks."""
+    """Config of the recipe and the command line, with nothing derived: a restart may have another number of ranks."""
     ranks: int
-    """The number of ranks that it was checked for."""
+    """Number of ranks that the config was checked for."""
     source: str
-    """Where it comes from, for a message."""
+    """Name of the recipe, for messages."""
     scores: str = ""
-    """What the ranks count (titanmoe.train.reference) in place of training: of "labels", or of the "likeliest" ids."""
+    """Log-probabilities to compute (titanmoe.train.reference): of "labels", or of the "likeliest" ids; "" to train."""
 
 
 @contextmanager
 def hand_on_config(checked: Checked) -> Iterator[Path]:
-    """Write the file for as long as ranks may be started."""
+    """Return a context in which a file with the checked config exists, as long as ranks may be started."""
     with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
         json.dump(checked._replace(config=flat(checked.config))._asdict(), file)
         file.flush()
@@ -67,7 +67,7 @@ def hand_on_config(checked: Checked) -> Iterator[Path]:
 
 
 def read_handed_config(parts: Parts) -> Checked | None:
-    """Return what the launcher handed on; None where none has."""
+    """Return the config that the launcher has passed on; None if there is none."""
     if not (file := os.environ.get(CONFIG_FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -75,17 +75,17 @@ def read_handed_config(parts: Parts) -> Checked | None:
 
 
 NOTE_FILE = "TITANMOE_FAILURE"
-"""The environment variable with the name of the file for a failed rank's note."""
+"""Environment variable with the name of the file for a failed rank's note."""
 SPARE = "TITANMOE_FAILURE_SPARE"
-"""The environment variable with a folder in memory, for what does not fit on the disk of the logs."""
+"""Environment variable with a folder in memory, for notes that do not fit on the disk of the logs."""
 ADVICE = ".memory"
-"""The suffix of the file with the text of `leave_advice`."""
+"""Suffix of the file with the text of `leave_advice`."""
 OF_OTHERS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
     r"remote process|peer",
     re.IGNORECASE,
 )
-"""Matches the message of an error of torch.distributed if another rank is gone or does not answer."""
+"""Pattern of messages of torch.distributed when another rank is gone or does not answer."""
 
 
 def leave_note(
@@ -95,9 +95,15 @@ def leave_note(
     during: Mapping[int, str] | None = None,
     following: Iterable[int] = (),
 ) -> bool:
-    """Return whether there is a launcher that can read it. consequence: another rank failed before this one. alike: all
-    ranks say the same. during: which part of the step ranks were in that cannot say so themselves. following:
-    ranks of this machine that end because of what this note says, whatever they end with."""
+    """Write this rank's failure note for the launcher; return False if no launcher can read it.
+
+    Args:
+        text: the message for the user.
+        consequence: whether another rank failed before this one.
+        alike: whether all ranks write the same text.
+        during: the part of the step that other ranks were in, by rank, for ranks that cannot write it themselves.
+        following: ranks of this machine that end because of the failure in this note.
+    """
     if not (file := os.environ.get(NOTE_FILE)):
         return False
     note = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
@@ -120,14 +126,17 @@ def _write(file: Path, text: str) -> bool:
 
 
 def places(file: Path) -> list[Path]:
-    """Return where a rank's note, or its advice, may be: in the folder of the logs, or in memory."""
+    """Return the paths that a note may have: in the folder of the logs, or in memory."""
     spare = os.environ.get(SPARE)
     return [file, Path(spare, file.name)] if spare else [file]
 
 
 @contextlib.contextmanager
 def notes_in_memory() -> Iterator[None]:
-    """Give the ranks that this process starts a folder in memory for notes that their disk has no room for."""
+    """Return a context in which the ranks that this process starts have a folder in memory for their notes.
+
+    They use it if the disk of the logs is full.
+    """
     memory = Path("/dev/shm")
     where = memory if os.access(memory, os.W_OK | os.X_OK) else None
     try:
@@ -143,20 +152,20 @@ def notes_in_memory() -> Iterator[None]:
 
 
 def leave_advice(make: Callable[[], str]) -> None:
-    """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
+    """Write the advice that the launcher prints if the kernel kills this rank for lack of memory."""
     if file := os.environ.get(NOTE_FILE):
         _write(Path(f"{file}{ADVICE}"), make())
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """A user's mistake: exit code 2, said once."""
+    """End this process with exit code 2 and the error's problems, printed once for all ranks."""
     if leave_note(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 
 
 def leave_traceback(error: BaseException) -> None:
-    """The error and where it was raised; the log has the traceback."""
+    """Write a failure note of one line: the error, and the last frame of titanmoe's code that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
@@ -165,7 +174,7 @@ def leave_traceback(error: BaseException) -> None:
 
 
 def caused_by_others(error: BaseException) -> bool:
-    """Whether another rank caused this error, or one that it was raised from: torch's pipeline wraps errors."""
+    """Return whether the failure of another rank caused this error, or an error that it was raised from."""
     if error.__cause__ is not None and caused_by_others(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)
