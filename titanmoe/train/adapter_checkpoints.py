@@ -1,7 +1,7 @@
-"""Checkpoints of a run that trains adapters: they hold these alone, and the digest of the weights under them.
+"""Checkpoints of a run that trains LoRA adapters: they contain the adapters, and the digest of the base weights.
 
-The weights under the adapters come from a published model, from another run's checkpoint, or from the seed. A run that
-goes on takes them from there again, and its adapters from its own checkpoint.
+Base weights come from a Hugging Face model, from another run's checkpoint, or from the seed. A run that resumes loads
+them from there again, and its adapters from its own checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from titanmoe.train.checkpoints import Checkpoints
 
 
 class AdapterCheckpoints(Checkpoints):
+    """Loading and saving of the state of a run that trains LoRA adapters."""
+
     def _begin_anew(self) -> dict[str, str]:
         notes = super()._begin_anew()
         self._sum_base()
@@ -51,7 +53,7 @@ class AdapterCheckpoints(Checkpoints):
     # ---- which tensors
 
     def _targets(self, with_moments: bool, base: bool = False) -> state.Targets:
-        """Return the adapters, or with `base` the weights under them."""
+        """Return the adapters as the tensors of a checkpoint, or with `base` the base weights."""
         moments = self.optimizer.moments() if with_moments else None
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
         return state.targets(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
@@ -65,7 +67,7 @@ class AdapterCheckpoints(Checkpoints):
     # ---- the weights under the adapters
 
     def _begin_base(self) -> None:
-        """Fill the weights under adapters that come from a checkpoint of their own, as when the run began."""
+        """Load the base weights from where the run took them when it began. Collective over the world."""
         options = self.options
         if options.initial_hf:
             self.begin_from_hf()
@@ -76,7 +78,7 @@ class AdapterCheckpoints(Checkpoints):
         self._sum_base()
 
     def _sum_base(self) -> None:
-        """Have every record contain the digest of the weights under the adapters. Collective over the world."""
+        """Add the digest of the base weights to every checkpoint's record. Collective over the world."""
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
         self.about_run["base"] = digest(own, self.group)
@@ -84,7 +86,7 @@ class AdapterCheckpoints(Checkpoints):
     # ---- adapters that PEFT made
 
     def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
-        """Fill new adapters from PEFT's, if the recipe names some; returns the notes with one on them."""
+        """Fill new adapters from checkpoint.initial_adapter, if it is set; return the rows with a note on it."""
         if not (folder := self.options.initial_adapter):
             return notes
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
@@ -101,7 +103,7 @@ class AdapterCheckpoints(Checkpoints):
         return notes | {"begins from": f"{notes['begins from']}\n{origin}" if "begins from" in notes else origin}
 
     def _compare_base(self, adapters: Adapters) -> str:
-        """Return what was compared of the run's weights and those that PEFT's adapters were trained on."""
+        """Return a note on how the run's base weights compare with those that PEFT's adapters were trained on."""
         from titanmoe.checkpoint.hf.merge import open_weights
         from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_name
 

@@ -1,4 +1,8 @@
-"""A run's checkpoints: which one it starts from, when it saves, and when a signal stops it."""
+"""Checkpoints of a run: what it starts from, when it saves, and when a signal stops it.
+
+The training loop enters `inside(folder)`, calls `begin` once, `after_step` after each step and `finish` at the end. All
+of these are collective over the world.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +37,17 @@ from titanmoe.train.run_state import RunState
 from titanmoe.train.runtime import Runtime, Signals, say
 
 REFERENCE = "reference"
-"""In a record: the digest of the model that the run is compared with (titanmoe.train.reference)."""
+"""Key of a record with the digest of the run's reference model (titanmoe.train.reference)."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Checkpoints:
+    """Loading and saving of a run's state; a context in which signals stop the run after a save."""
+
     options: Options
     model: Model
     about_run: dict[str, Any]
-    """What every record contains (`checkpoint.state.about_run`)."""
+    """Entries of every checkpoint's record (`checkpoint.state.about_run`)."""
     runtime: Runtime
     state: RunState
     loader: Loader
@@ -52,17 +58,17 @@ class Checkpoints:
     rate: LearningRate
     lora: LoRA
     begun: int = 0
-    """The step that was already done when this process started."""
+    """Number of steps that the run had made when this process started."""
     saver: Saver | None = None
     origin: Path | None = None
-    """The checkpoint that it has begun from."""
+    """Checkpoint that the run has started from."""
 
     def __post_init__(self) -> None:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
 
     def inside(self, run: Path) -> Checkpoints:
-        """The checkpoints of the run in this folder; use the result as a context manager."""
+        """Set the run's folder and return self, to be used as a context manager."""
         self.run, self.signals = run, Signals()
         try:
             self.saver = Saver(checkpoints_of(run, self.options), self.options, say) if self.options.enable else None
@@ -82,7 +88,7 @@ class Checkpoints:
     # ---- loading
 
     def begin(self) -> dict[str, str]:
-        """Load what the config asks for, if anything; returns notes on it for the run's header."""
+        """Load what the config asks for, if anything; return rows of the header. Collective over the world."""
         notes = self._begin()
         if note := self._context_note():
             notes["context"] = note
@@ -100,11 +106,11 @@ class Checkpoints:
         return self._begin_anew() if beginning.path is None else self._begin_from(beginning)
 
     def _begin_anew(self) -> dict[str, str]:
-        """Fill the first weights where there is no checkpoint to begin from; returns notes."""
+        """Fill the weights of a run without a checkpoint, if they come from files; return rows of the header."""
         return self.begin_from_hf() if self.options.initial_hf else {}
 
     def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
-        """Load the checkpoint that the run begins from; returns notes."""
+        """Load the checkpoint that the run starts from; return rows of the header. Collective over the world."""
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
@@ -116,7 +122,7 @@ class Checkpoints:
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _context_note(self) -> str:
-        """Return what to say of samples that are longer than the model that the run began from was made for."""
+        """Return the header's note on samples longer than the context of the model that the run began from; or ""."""
         from titanmoe.checkpoint.hf.config import CONFIG, context_note
         from titanmoe.checkpoint.hf.fetch import local_folder
 
@@ -130,14 +136,14 @@ class Checkpoints:
         return context_note(folder, self.model, self.about_run["config"]["training"]["seq_len"])
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Copied into the run's folder, and from there into every checkpoint."""
+        """Copy files into the run's folder; from there they go into every checkpoint."""
         try:
             self.saver.carry(find)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
     def begin_from_hf(self) -> dict[str, str]:
-        """Fill the weights from the model in Hugging Face's format that the recipe names. Collective over the world."""
+        """Fill the weights from checkpoint.initial_hf; return rows of the header. Collective over the world."""
         from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_first_weights
 
@@ -150,8 +156,11 @@ class Checkpoints:
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
 
     def _same_folder(self, name: str) -> Path:
-        """Where a model in Hugging Face's format lies on this machine; refused unless it is the same one for all
-        ranks."""
+        """Return this machine's folder of a Hugging Face model. Collective over the world.
+
+        Raises:
+            ConfigError: unless all ranks have the same files.
+        """
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
         from titanmoe.checkpoint.hf.fetch import fingerprint, weights_folder
 
@@ -169,7 +178,11 @@ class Checkpoints:
         return folder
 
     def choose_together(self, choose: Callable[[], StartPoint]) -> StartPoint:
-        """Return the start that rank 0 chooses; all ranks share the checksums, because reading files takes long."""
+        """Return the start that rank 0 chooses. Collective: all ranks verify checksums, each of some of the files.
+
+        Args:
+            choose: called on rank 0; it may call `find_damage`, which the other ranks take part in.
+        """
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
                 self._check_together(answer)
@@ -178,7 +191,7 @@ class Checkpoints:
         return answer
 
     def find_damage(self, path: Path) -> list[str]:
-        """Return what is damaged in a checkpoint that only rank 0 knows yet. Other ranks are in `choose_together`."""
+        """Return what is damaged in a checkpoint. Called on rank 0 while the other ranks are in `choose_together`."""
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
         from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
@@ -194,7 +207,14 @@ class Checkpoints:
             return [str(error)]
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
-        """Fill the run from a checkpoint made under any mapping; returns what has changed since it was saved."""
+        """Fill the run from a checkpoint of any mapping; return lines on what has changed since it was saved.
+
+        Collective over the world.
+
+        Args:
+            saved: the checkpoint.
+            model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
+        """
         before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
         problems = self._refusals(saved, now, model_only)
         if not model_only and "loader" in saved.record:
@@ -227,7 +247,7 @@ class Checkpoints:
         return state.differences(before, now) + changed_rate(self.state.step, before, self.rate)
 
     def _all_there(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
-        """Checks over all ranks that every stored tensor is used and that none is missing."""
+        """Raise a CheckpointError unless the ranks together use every stored tensor and none is missing. Collective."""
         names = {
             name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in targets.values()}) for name in theirs
         }
@@ -241,7 +261,13 @@ class Checkpoints:
             raise CheckpointError("; ".join(lines))
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
-        """Return why the run, whose config is `now` by path, cannot begin from a checkpoint or go on from it."""
+        """Return why the run cannot start from a checkpoint; [] if it can.
+
+        Args:
+            saved: the checkpoint.
+            now: fields of the run's config by path.
+            model_only: whether only the weights are loaded.
+        """
         trains_adapters, initial = self.lora.rank > 0, self.options.initial_adapter
         return state.refused_record(saved.record, now, saved.path, trains_adapters, model_only, initial)
 
@@ -251,42 +277,48 @@ class Checkpoints:
         return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
     def _first_targets(self) -> state.Targets:
-        """Return the tensors that a published model fills."""
+        """Return the tensors that checkpoint.initial_hf fills."""
         return self._targets(with_moments=False)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
-        """Return the tensors that this checkpoint fills."""
+        """Return the tensors that the checkpoint `saved` fills."""
         return self._targets(with_moments)
 
     # ---- saving
 
     def wants_to_stop(self) -> bool:
-        """Whether this rank wants to stop; all ranks stop together once one does."""
+        """Return whether this rank wants to stop, after a signal or a failed save; if one does, all ranks stop."""
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
     def due(self) -> bool:
+        """Whether checkpoint.interval asks for a save after the step just made."""
         return bool(self.saver and self.options.interval and self.state.step % self.options.interval == 0)
 
     @property
     def has_saved(self) -> bool:
+        """Whether a checkpoint of this run exists, so that the run can be restored."""
         return bool(self.saver and self.saver.saved_step >= 0)
 
     def after_step(self) -> dict[str, float]:
-        """Save if it is time; returns for how long that paused training."""
+        """Save if it is due; return the metric checkpoint_blocked_s, the seconds for which that paused training."""
         return {"checkpoint_blocked_s": self._save()} if self.due else {}
 
     @property
     def patient(self) -> list[Any]:
-        """Process groups that wait for disks and keep their long time-out."""
+        """Process groups that wait for disks and therefore keep their long time-out."""
         return [self.saver.group] if self.saver and self.saver.group else []
 
     def wait(self) -> None:
+        """Wait until the last save is on disk."""
         if self.saver:
             self.saver.wait()
 
     def finish(self) -> int:
-        """Save what is not yet saved and wait until it is on disk. Returns the signal that ended the run, or 0."""
+        """Save the last step if it is not saved, and wait until it is on disk; return the signal that came, or 0.
+
+        Collective over the world.
+        """
         if not self.saver or self.state.step == self.begun:
             return 0
         self.saver.wait()
@@ -297,6 +329,7 @@ class Checkpoints:
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
+        """Start a save and return the seconds for which it paused training. Collective over the world."""
         step, place = self.state.step, self.loader.state_dict()
         record = {"step": step, "tokens": self.state.tokens, "loader": place} | self.about_run
         record["skips"] = self.state.skips.state_dict()

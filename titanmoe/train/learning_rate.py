@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step."""
+"""Learning rate as a function of the step, and warnings about rates that are too high or that change on resuming."""
 
 from __future__ import annotations
 
@@ -11,16 +11,23 @@ from titanmoe.config.schema import LRSchedule
 from titanmoe.config.schema import Optimizer as Options
 
 HIGH = {"AdamW": 2e-2, "Muon's matrices": 2e-1}
-"""Peak rates above these are far from any that is usual."""
+"""Peak rates above which the header warns, by kind of optimizer."""
 USUAL = {
     "AdamW": "1e-4 to 1e-3 is usual for a model from scratch and for LoRA, 1e-6 to 1e-5 for all weights of a model "
     "that has learnt already",
     "Muon's matrices": '3e-4 is usual with adjust_lr = "match_rms", 2e-2 with "original"',
 }
+"""Usual peak rates in words, for the warning."""
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
-    """Fraction of the peak rate for step 1, 2, ..., steps."""
+    """Return the rate of a step as a fraction of the peak rate.
+
+    Args:
+        step: 1 to `steps`.
+        steps: number of steps of the whole run.
+        options: the recipe's [lr_schedule].
+    """
     if step <= options.warmup_steps:
         return step / options.warmup_steps
     floor = options.min_ratio
@@ -37,9 +44,11 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
+    """Function from a step to its learning rate."""
+
     peak: float
     steps: int
-    """Of the whole run."""
+    """Number of steps of the whole run."""
     options: LRSchedule
 
     def __call__(self, step: int) -> float:
@@ -47,7 +56,7 @@ class LearningRate:
 
 
 def high_rate(options: Options) -> str:
-    """Return the header's line on peak rates that are far too high for most models; "" if none is."""
+    """Return the header's warning of peak rates that are too high for most models; "" if none is."""
     of_adamw = {"optimizer.lr": options.lr}
     of_matrices: dict[str, float] = {}
     if options.name == "muon":
@@ -58,7 +67,7 @@ def high_rate(options: Options) -> str:
     groups = {
         f"optimizer.groups, group {n}, lr": table["lr"] for n, table in enumerate(options.groups, 1) if "lr" in table
     }
-    # A group of Muon's may have matrices: only what is too high for these is said of it.
+    # A group may hold matrices, for which higher rates are usual: with Muon all groups are judged by their limit.
     (of_matrices if of_matrices else of_adamw).update(groups)
     lines = []
     for kind, rates in (("AdamW", of_adamw), ("Muon's matrices", of_matrices)):
@@ -68,8 +77,13 @@ def high_rate(options: Options) -> str:
 
 
 def changed_rate(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
-    """What to say of a run that goes on after this step at another rate than it had. before: its fields then, by
-    path."""
+    """Return notes on a learning rate that changes by more than 1 % when a run resumes; [] if it does not.
+
+    Args:
+        step: the step that the run resumes from.
+        before: fields of the config that the checkpoint was saved with, by path.
+        rate: the learning rate of the resumed run.
+    """
     try:
         names = [field.name for field in dataclasses.fields(LRSchedule)]
         options = LRSchedule(**{name: before[f"lr_schedule.{name}"] for name in names})
@@ -79,7 +93,7 @@ def changed_rate(step: int, before: Mapping[str, Any], rate: LearningRate) -> li
         return []
     if not step or abs(now - was) <= 0.01 * was:
         return []
-    now = rate(min(step + 1, rate.steps))  # that of the next step, which the log shows
+    now = rate(min(step + 1, rate.steps))  # the log's next line shows the rate of the next step
     if now < was:
         return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
     return [

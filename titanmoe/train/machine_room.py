@@ -1,7 +1,7 @@
-"""What this machine has room for: the host's memory, and the disk of a run's checkpoints.
+"""Memory and disk space of this machine: the host's memory, and the disk for a run's checkpoints.
 
-The memory is that of the machine, or of the container or job that the process runs in; bytes, 0 if unknown. The disk is
-asked before a run starts: otherwise it trains until the first save.
+Memory is that of the machine, or of the container or job that the process runs in, in bytes, 0 if unknown. A run whose
+checkpoints do not fit on the disk is refused before it starts, and not at its first save.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_memory() -> int:
-    """Return the memory that this process uses."""
+    """Return the bytes of resident memory of this process."""
     return _kib("/proc/self/status", "VmRSS:")
 
 
 def memory_limit() -> int:
-    """Return the smallest of the machine's memory and the limits of all control groups that the process is in."""
+    """Return in bytes the smallest of the machine's memory and the limits of all control groups of the process."""
     limits = [_kib("/proc/meminfo", "MemTotal:")]
     for line in _lines("/proc/self/cgroup"):
         _, kinds, path = line.split(":", 2)
@@ -53,10 +53,10 @@ def _kib(file: str, name: str) -> int:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Return about how many bytes a checkpoint of the run has: weights and the optimizer's state."""
+    """Return an estimate of the bytes of a checkpoint: weights and the optimizer's state."""
     training, tuning = config.training, Tuning.of(config)
     trained = trained_parameters(config.model, tuning)
-    # Weights under adapters are not saved, other frozen ones are, as narrow as they are held.
+    # Weights under adapters are not saved; other frozen weights are, in the dtype of their memory.
     frozen = 0 if tuning.rank else parameters(config.model).total - trained
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
@@ -65,33 +65,33 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def disk_shortage(config: Config, step: int = 0) -> str:
-    """Return what to say if the checkpoints that the run will have at one time do not fit on their disk; "" if they do.
+    """Return the message for a disk without room for the run's checkpoints; "" if there is room.
 
-    These are the last checkpoint.keep_last and the one that is written before the oldest is removed, or fewer if the
-    run saves less often. Of a run that keeps all of them only the next one has to fit. What an interrupted save has
-    left counts as free, as the start removes it.
+    At one time there are checkpoint.keep_last checkpoints and the one being written, or fewer if the run saves less
+    often. With checkpoint.keep_last = 0, which removes none, only the next one has to fit. Files of an interrupted save
+    count as free space, because the start removes them.
 
     Args:
-        config: with the number of steps that the run makes.
-        step: the one that the run goes on from.
+        config: the resolved config.
+        step: the step that the run resumes from, or 0.
     """
     options, run = config.checkpoint, run_folder(config.job)
     if not options.enable or not (saves := _saves(options.interval, step, config.training.steps)):
         return ""
     folder = checkpoints_of(run, options)
-    there = len(layout.steps(folder)) if continues(options) else 0
-    number = max(1, min(saves, options.keep_last + 1 - there)) if options.keep_last else 1
+    existing = len(layout.steps(folder)) if continues(options) else 0
+    number = max(1, min(saves, options.keep_last + 1 - existing)) if options.keep_last else 1
     each, disk = checkpoint_bytes(config), next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         usage, left = shutil.disk_usage(disk), layout.leftover_bytes(folder) if continues(options) else 0
-    except OSError:  # said where it is written to
+    except OSError:  # the saver reports it
         return ""
     free = usage.free + left
     if number * each <= free or not usage.total:  # some file systems do not know
         return ""
     which = f"{number} checkpoints of about {format_size(each)} have" if number > 1 else ""
     which = which or f"a checkpoint of about {format_size(each)} has"
-    limited = 1 < number == options.keep_last + 1 - there
+    limited = 1 < number == options.keep_last + 1 - existing
     keeps = f" (checkpoint.keep_last = {options.keep_last}, and the one being written)" if limited else ""
     lower = "lower checkpoint.keep_last, " if number > 2 else ""  # with 1 there are 2 at one time
     return (
@@ -101,7 +101,7 @@ def disk_shortage(config: Config, step: int = 0) -> str:
 
 
 def _saves(interval: int, step: int, steps: int) -> int:
-    """Return how often a run saves after a step: at every multiple of the interval, and at its end."""
+    """Return how many times a run saves after `step`: at every multiple of the interval, and at its end."""
     if step >= steps:
         return 0
     return steps // interval - step // interval + (steps % interval > 0) if interval else 1

@@ -1,7 +1,7 @@
-"""A run's metrics and events (docs/metrics.md).
+"""Metrics and events of a run (docs/metrics.md), written on rank 0.
 
-`Metrics` computes the numbers and writes the files. What shows them is a ReportTarget: the console, TensorBoard,
-Weights & Biases.
+`Metrics` computes the numbers, writes the run's JSONL files, and passes reports to the ReportTargets: the console,
+TensorBoard, Weights & Biases. The training loop calls `begin`, `log` after each step, `event` and `close`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,10 @@ from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
 EXPERT_LINES = 500
-"""About the number of lines in a run's experts.jsonl, unless metrics.experts_every says otherwise."""
+"""Approximate number of lines of a run's experts.jsonl, if metrics.experts_every is not set."""
 RANK_LINES = 500
-"""At most about so many in its ranks.jsonl."""
+"""Approximate largest number of lines of a run's ranks.jsonl."""
 
-# Dense bf16/fp16 TFLOP/s, without sparsity, from the manufacturer's data sheets. The first name that is part of the
-# device's name counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -55,21 +53,23 @@ PEAK_TFLOPS = {
     "A100": 312.0,
     "L40S": 362.0,
 }
+"""Dense bf16/fp16 TFLOP/s without sparsity, from NVIDIA's data sheets, by the first key in the device's name."""
 
 
 def device_name(device: torch.device) -> str:
+    """Return the GPU's name as PyTorch gives it, or "CPU"."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of one device, None if not known; only 16-bit peaks are known."""
+    """Return the peak FLOP/s of one device; None if unknown, as for any dtype but bfloat16 and float16."""
     if dtype not in ("bfloat16", "float16"):
         return None
     return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak so far: on a GPU what PyTorch's allocator reserved, on a CPU the process's resident memory."""
+    """Return the peak memory of this process in GiB: reserved by PyTorch's allocator on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -77,7 +77,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def as_json(record: dict[str, float]) -> str:
-    """One line of strict JSON, which has no NaN or infinity: they become null, and "nonfinite" says which they were."""
+    """Return one line of strict JSON: NaN and infinities become null, and "nonfinite" has them as strings, by name."""
     nonfinite = {name: str(value) for name, value in record.items() if not math.isfinite(value)}
     line: dict[str, object] = {name: None if name in nonfinite else value for name, value in record.items()}
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
@@ -85,7 +85,7 @@ def as_json(record: dict[str, float]) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class Metrics(Observer):
-    """Writes on rank 0 and does nothing on the others."""
+    """Writer of a run's metrics and events, on rank 0; it does nothing on other ranks."""
 
     options: Options
     model: Model
@@ -93,21 +93,28 @@ class Metrics(Observer):
     shown: console.Shown
     header: Header
     recipe: str
-    """The whole config, to be written down as TOML, and by table."""
+    """Resolved config as TOML."""
     values: dict[str, Any]
+    """Resolved config as nested dicts, for W&B."""
     balance_losses: tuple[str, ...]
-    """Metrics of those that are on."""
+    """Names of the metrics of the balance losses that are on."""
     runtime: Runtime
     fold: Fold
     clock: Clock
     peak: float | None
-    """FLOP/s of a device."""
+    """Peak FLOP/s of a device; None if unknown."""
 
     def __post_init__(self) -> None:
         self.steps, self.writes = self.shown.steps, self.runtime.rank == 0
 
     def begin(self, folder: Path, step: int = 0, notes: dict[str, str] | None = None) -> None:
-        """Write into the run's folder, after this step; time is measured from here. notes: for the header."""
+        """Print the header, open the files of the run's folder, and start to measure time.
+
+        Args:
+            folder: the run's.
+            step: the number of steps that the run has made already.
+            notes: rows to add to the header.
+        """
         if not self.writes:
             return
         self.folder = folder
@@ -116,7 +123,7 @@ class Metrics(Observer):
         self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
         for writer in (self._events, self._file, self._experts):
             writer.open()
-        # Opened by their first lines, as not every run has any.
+        # Opened when their first line is written: not every run has one.
         self._ranks, self._answers = self._lines(folder / RANKS), self._lines(folder / ANSWERS)
         self._times: list[dict[str, np.ndarray]] = []
         self._spikes, self._collapse = Spikes(), Collapse(self.model.num_experts, self.model.top_k)
@@ -168,7 +175,7 @@ class Metrics(Observer):
             )
 
     def _describe_machine(self, step: int) -> None:
-        """An event: figures mean nothing without it."""
+        """Write the event with the machine, the software and the mapping, which the run's numbers depend on."""
         fold, device = self.fold, device_name(self.runtime.device)
         machine = {
             "ranks": fold.world,
@@ -188,8 +195,12 @@ class Metrics(Observer):
             self.event(step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {device}", environment=machine)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """Call it after every step. `values`: loss, grad_norm, lr, tokens (of the step, on all ranks), and anything
-        else to log; a list among them is the load of a layer's experts, or the lines about `answers`.
+        """Record a step, and report it if metrics.log_every says so.
+
+        Args:
+            step: the number of the step just made.
+            values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
+                list is the load of a layer's experts, or under "answers" the lines for answers.jsonl.
         """
         if not self.writes:
             return
@@ -236,14 +247,21 @@ class Metrics(Observer):
 
     @property
     def _average(self) -> float:
+        """Exponential average of the loss over about ten steps."""
         return self._smoothed / max(self._weight, 0.1)
 
     def _follow(self, step: int, loss: float, steps: int = 1) -> str:
-        """Returns the text of an event, "" for none. steps: since the loss before."""
+        """Add a loss to the average and to the divergence alarm; return the text of an event, or "".
+
+        Args:
+            step: number of the step.
+            loss: of the step.
+            steps: number of steps since the last loss that was added.
+        """
         if math.isfinite(loss):
-            keep = 0.9**steps
-            self._smoothed = keep * self._smoothed + (1 - keep) * loss
-            self._weight = keep * self._weight + 1 - keep
+            decay = 0.9**steps
+            self._smoothed = decay * self._smoothed + (1 - decay) * loss
+            self._weight = decay * self._weight + 1 - decay
         return self._divergence.check(step, loss, self._average)
 
     def _due(self, step: int, every: int) -> bool:
@@ -258,6 +276,12 @@ class Metrics(Observer):
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
+        """Record the times of all ranks in some steps; write their means to ranks.jsonl.
+
+        Args:
+            steps: numbers of the steps.
+            seconds: by phase, an array of steps x ranks.
+        """
         every = math.ceil(self.steps / RANK_LINES)
         for i, step in enumerate(steps):
             self._times.append({name: rows[i] for name, rows in seconds.items()})
@@ -268,7 +292,14 @@ class Metrics(Observer):
                 self._times = []
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """kind: start, restart, save, spike, skip, divergence, collapse, stop, ..."""
+        """Write an event to events.jsonl and to the report targets.
+
+        Args:
+            step: number of the step.
+            kind: start, restart, save, spike, skip, divergence, collapse, stop, ... (docs/metrics.md).
+            text: for the user.
+            more: further fields of the line in events.jsonl.
+        """
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = {"step": step, "kind": kind, "text": text, "time": when, **more}
         self._events.put(lambda file: file.write(json.dumps(line)))
@@ -276,6 +307,7 @@ class Metrics(Observer):
             writer.put(lambda target: target.event(step, kind, text))
 
     def close(self) -> None:
+        """Close all files and targets and print the closing line."""
         if not self.writes:
             return
         for writer in (self._file, self._experts, self._ranks, self._answers, self._events, *self._targets):
@@ -290,7 +322,7 @@ class Metrics(Observer):
 
 
 def losses(file: Path) -> Iterator[tuple[int, float]]:
-    """The steps and losses that a run has reported, for one that resumes."""
+    """Yield the step and loss of each readable line of a metrics.jsonl; nothing if there is no such file."""
     with (
         contextlib.suppress(OSError),
         open(safe_files.open_in(file.parent, file.name), encoding="utf-8") as lines,
@@ -302,7 +334,7 @@ def losses(file: Path) -> Iterator[tuple[int, float]]:
 
 
 def last_environment(events: Path) -> dict[str, Any]:
-    """The environment of the run's last start; {} if it cannot be read."""
+    """Return the environment in the last start or restart event of an events.jsonl; {} if it cannot be read."""
     try:
         with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
             lines = [json.loads(line) for line in stream if "environment" in line]
@@ -312,6 +344,6 @@ def last_environment(events: Path) -> dict[str, Any]:
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What has changed in how a run is laid out."""
+    """Return texts on the ranks, mapping or device of two environments that differ, as "ranks 8 -> 16"."""
     names = ("ranks", "attention", "experts", "device")
     return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]

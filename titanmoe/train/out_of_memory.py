@@ -1,4 +1,4 @@
-"""Out of memory: in which part of the step, what held how much, and the settings that help most."""
+"""Message for a rank that is out of memory: what it was doing, what held how many bytes, which settings help most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 
 SAYS_SO = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
-"""The wordings of PyTorch, CUDA libraries and C++."""
+"""Pattern of out-of-memory messages of PyTorch, CUDA libraries and C++."""
 PARTS = {
     "build.py:build_training": "building the model",
     "checkpoint": "loading or saving a checkpoint",
@@ -35,17 +35,19 @@ PARTS = {
     "vocabulary": "embedding, head or loss",
     "/moe/": "the MoE layer",
 }
-"""What was going on, by a word in the name of our innermost file or function."""
+"""Activities by a word in "file:function" of titanmoe's innermost frame; the first that matches counts."""
 REST = "activations, gathered weights and buffers"
+"""Name of all memory that is not weights, gradients or optimizer state."""
 
 
 def is_one(error: BaseException) -> bool:
+    """Return whether an error means that the device or the host is out of memory."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     return known or (isinstance(error, RuntimeError) and SAYS_SO.search(str(error)) is not None)
 
 
 def advice(training: Training, config: Config) -> str:
-    """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
+    """Return the launcher's text for a rank killed for lack of memory: what a rank holds, and settings that help."""
     state = _state(*_weights(training), config, training.device)
     size, room = sum(state.values()), _room(training.device)
     lines = settings(config, size, max(0, room - size), room)
@@ -53,6 +55,14 @@ def advice(training: Training, config: Config) -> str:
 
 
 def explain(error: BaseException, training: Training | None, rank: int, config: Config) -> str:
+    """Return the message of a rank that is out of memory.
+
+    Args:
+        error: PyTorch's error.
+        training: the run; None if it was still being built.
+        rank: this rank.
+        config: the resolved config.
+    """
     step = training.state.step if training else 0
     where = f"step {step}, {_where(error, 'a block')}" if step else _where(error, "starting")
     lines = [f"rank {rank} is out of memory: {where}: {_torch_said(error)}"]
@@ -68,12 +78,19 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
 
 
 def _weights(training: Training) -> tuple[int, int]:
-    """Bytes of this rank's weights, and of those that are trained."""
+    """Return the bytes of this rank's weights, and of those among them that are trained."""
     return _bytes(training.parameters.values()), _bytes(training.gradients.trained.values())
 
 
 def _state(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
-    """Bytes that a step needs, given the bytes of the weights, and of those that are trained."""
+    """Return the bytes of weights, gradients and optimizer state on the device, by name.
+
+    Args:
+        weights: bytes of this rank's weights.
+        trained: bytes of those that are trained.
+        config: the resolved config.
+        device: where the model is.
+    """
     optimizer = OPTIMIZERS.look_up(config.optimizer.name)
     moments = optimizer.state_numbers(config) * optimizer.moment_width(config)
     numbers = max(1, trained_parameters(config.model, Tuning.of(config)))
@@ -91,13 +108,13 @@ def _where(error: BaseException, otherwise: str) -> str:
 
 
 def _torch_said(error: BaseException) -> str:
-    """PyTorch's message without its file and line, and without advice on its allocator."""
+    """Return PyTorch's message without its file and line, and without its advice on the allocator."""
     text = re.sub(r".*DefaultCPUAllocator: |CUDA out of memory\. ", "", " ".join(str(error).split()))
     return re.split(" See documentation| If reserved but| Error code", text)[0] or "?"
 
 
 def holds(training: Training) -> dict[str, int]:
-    """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
+    """Return the bytes in use on this rank by purpose; memory without a name of its own is under REST."""
     weights = training.parameters.values()
     held = {
         "weights": _bytes(weights),
@@ -114,21 +131,27 @@ def holds(training: Training) -> dict[str, int]:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of this rank's shards."""
+    """Return the bytes of this rank's shards of the tensors; entries that are None count 0."""
     pieces = (t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, torch.Tensor))
     return sum(t.nbytes for t in pieces)
 
 
 def _room(device: torch.device) -> int:
-    """Bytes for this rank, 0 if unknown: its GPU, or its share of the machine."""
+    """Return the bytes that this rank may use, 0 if unknown: its GPU's, or the machine's divided by its ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return machine_room.memory_limit() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
-    """What shrinks the larger part comes first; none changes what the model learns. state: bytes of a rank's weights,
-    gradients and moments. rest: of what else it holds."""
+    """Return the three settings that save most memory, as numbered lines; none changes what the model learns.
+
+    Args:
+        config: the resolved config.
+        state: bytes of this rank's weights, gradients and moments.
+        rest: bytes of everything else that it holds.
+        room: bytes that it may use; 0 if unknown.
+    """
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
     experts_kept = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
@@ -147,14 +170,14 @@ def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
         (True, "more ranks, on more GPUs or machines: weights, gradients and optimizer state are shared among them"),
         (can_offload, "optimizer.offload = true: on GPUs, the optimizer's moments are kept in the host's memory"),
     ]
-    ways = [*less_activation, *less_state] if rest >= state else [*less_state, *less_activation]
-    said = "what helps most:"
+    advised = [*less_activation, *less_state] if rest >= state else [*less_state, *less_activation]
+    opening = "what helps most:"
     if 0 < room < state:
-        ways = less_state
-        said = f"weights, gradients and optimizer state alone are {_size(state)} a rank, and it has {_size(room)}: "
-        said += "smaller batches, recomputation and cp cannot help; what does:"
-    texts = [text for applies, text in ways if applies]
-    return [said, *(f"  {number}. {text}" for number, text in enumerate(texts[:3], 1))]
+        advised = less_state
+        opening = f"weights, gradients and optimizer state alone are {_size(state)} a rank, and it has {_size(room)}: "
+        opening += "smaller batches, recomputation and cp cannot help; what does:"
+    texts = [text for applies, text in advised if applies]
+    return [opening, *(f"  {number}. {text}" for number, text in enumerate(texts[:3], 1))]
 
 
 def _listed(held: dict[str, int]) -> str:

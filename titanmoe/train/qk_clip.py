@@ -1,8 +1,10 @@
-"""QK-Clip: weights of queries and keys are scaled down after a step in which a logit was above a limit.
+"""QK-Clip (arXiv 2507.20534, section 2.1): scales down query and key weights after a step with too large logits.
 
-arXiv 2507.20534, section 2.1. A head with largest logit m > limit gets eta = limit / m. Query heads that share a key
-head share the largest m. What a query or a key is made of alone has the root of eta; the part of latent attention's
-queries that RoPE turns has all of it, because the key's turned part is every head's.
+A head whose largest logit m exceeds the limit is scaled by eta = limit / m. Query heads that share a key head use the
+largest m among them. Query and key weights of one head are each multiplied by sqrt(eta). In latent attention the RoPE
+rows of the queries are multiplied by eta, because all heads share the RoPE key.
+
+Shapes: L layers, H query heads.
 """
 
 from __future__ import annotations
@@ -20,12 +22,16 @@ from titanmoe.parallel.materialize import piece
 
 
 class Target(NamedTuple):
+    """Query or key weight of a layer, and the rows of it that belong to each head."""
+
     layer: int
     rows: ClippedRows
     parameter: nn.Parameter
 
 
 class QKClip:
+    """Function that scales this rank's query and key weights in place by the largest logits of a step."""
+
     def __init__(self, limit: float, model: Model, parameters: dict[str, nn.Parameter]):
         self.limit = limit
         self.targets = [
@@ -37,6 +43,7 @@ class QKClip:
 
     @torch.no_grad()
     def __call__(self, largest_LH: Tensor) -> None:
+        """Scale the weights of heads whose largest logit, over all ranks, is above the limit."""
         for layer, rows, parameter in self.targets:
             # Query heads that share a key head are neighbours.
             largest = largest_LH[layer].view(rows.key_heads, -1).amax(1)

@@ -1,12 +1,12 @@
-"""What a model says of a run's data, counted once, only forward, and kept beside the shards (titanmoe.data.scores).
+"""Computes a model's log-probabilities of a run's data once and stores them beside the token shards.
 
-The model is the reference of a run, which it begins from or whose weights lie under its adapters, or the teacher of
-another run (`titanmoe score`). What is counted is the log-probability of every label, or of the ids with the highest
-logits in its place. Sequences come as in a run's first epoch, so its first step finds the same bits; then those that
-are held out.
+Two uses: the reference model of a DPO run, which is the model that the run begins from or the weights under its
+adapters, and the teacher of another run (`titanmoe score`). Stored are the log-probability of every label, or the top-k
+ids and their log-probabilities (titanmoe.data.scores). Sequences are those of a run's first epoch, batched as the run
+does, so that its first step finds bitwise equal numbers; then those of the validation set.
 
-Shapes: G samples of a step, N of a data rank, M microbatches, B samples of a microbatch, S positions of the attention
-slice, L of a whole sequence, R numbers of a label: 1, or K ids and K + 1 log-probabilities.
+Shapes: G samples of a step over all data ranks, N of one data rank, M microbatches, B samples of a microbatch, S
+positions of the attention slice, L of the full sequence, R numbers per label: 1, or K ids and K + 1 log-probabilities.
 """
 
 from __future__ import annotations
@@ -49,13 +49,17 @@ from titanmoe.train.training import Training
 
 
 class Reference:
+    """Reference model of a run, and the stored log-probabilities that it gave to the run's data."""
+
     def __init__(self, config: Config, training: Training):
         self.config, self.training = config, training
         self.group = training.checkpoints.group
 
     def ready(self) -> dict[str, str]:
-        """Has the loader read the scores, counted first where there are none. Call it when the weights are there; all
-        ranks together. Returns notes for the run's header."""
+        """Let the loader read the stored log-probabilities, after computing them if there are none.
+
+        Called once the weights are loaded. Collective over the world. Returns rows of the header.
+        """
         training, about_run = self.training, self.training.checkpoints.about_run
         goes_on = REFERENCE in about_run and not self.config.lora.rank
         if not goes_on:
@@ -76,10 +80,11 @@ class Reference:
                 count_scores(self.config, training, model)
             self._take(sources, model)
             note = "counted now"
-        training.loader.close()  # what it has read ahead has no scores
+        training.loader.close()  # batches that it has prefetched have no scores
         return {"reference": f"{model}, {note}"}
 
     def digest(self) -> str:
+        """Return the digest of the weights without adapters, in the compute dtype. Collective over the world."""
         compute = getattr(torch, self.config.training.mixed_precision_param)
         tied = self.config.model.tie_embeddings
         own = {
@@ -90,6 +95,7 @@ class Reference:
         return model_digest(own, self.training.buffers, compute, self.group)
 
     def sources(self) -> list[ShardDocuments]:
+        """Return the token shards of training and validation data; raise a ConfigError if some data has none."""
         loader, validation = self.training.loader, self.training.validation
         mixes = [loader.mix, *([validation.samples.mix] if validation else [])]
         parts = [source.packer for mix in mixes for source in mix.sources]
@@ -100,7 +106,10 @@ class Reference:
         return documents
 
     def _take(self, sources: list[ShardDocuments], model: str) -> bool:
-        """Whether every rank has those of all sources."""
+        """Attach the stored log-probabilities of this model to all sources; return whether all ranks found all of them.
+
+        Collective over the world.
+        """
 
         def mine() -> bool:
             problems: list[str] = []
@@ -118,7 +127,13 @@ class Reference:
 
 
 def count(config: Config, training: Training, likeliest: bool) -> int:
-    """What `titanmoe score` has the ranks do. likeliest: count the likeliest ids in place of labels."""
+    """Run `titanmoe score` on one rank and return its exit code. Collective over the world.
+
+    Args:
+        config: the resolved config.
+        training: the model and its data.
+        likeliest: whether to store the top-k ids of each position instead of the labels' log-probabilities.
+    """
     with training.checkpoints.inside(run_folder(config.job)) as checkpoints:
         begun, reference = checkpoints.begin(), Reference(config, training)
         notes = begun | (_count_classes(reference) if likeliest else reference.ready())
@@ -142,12 +157,20 @@ def _count_classes(reference: Reference) -> dict[str, str]:
 
 
 EVERY_S = 30
-"""Seconds between two lines of progress."""
+"""Seconds between two lines on progress."""
 
 
 def count_scores(config: Config, training: Training, model: str, classes: Classes | None = None) -> None:
-    """Of all data of the run, beside its shards. All ranks call it together; one of each machine writes. model: the
-    digest of what `training` holds. classes: what its head says, if not the log-probabilities of labels."""
+    """Compute the log-probabilities of all data of the run and write them beside its shards, by one rank per machine.
+
+    Collective over the world.
+
+    Args:
+        config: the resolved config.
+        training: the model and its data.
+        model: digest of the model.
+        classes: the top-k ids that the head returns; None for the log-probabilities of labels.
+    """
     steps = ScoringSteps(config, training)
     writers: dict[Path, ScoreWriter] = {}
     wide = torch.promote_types(getattr(torch, config.training.mixed_precision_param), torch.float32)
@@ -178,6 +201,7 @@ def count_scores(config: Config, training: Training, model: str, classes: Classe
 
 
 def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.ndarray) -> None:
+    """Write the scores of a step's samples at the positions of their tokens in the shards."""
     for sample, score_L in zip(step.samples, scores_GL, strict=True):
         if sample is None:
             continue
@@ -190,7 +214,7 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
 
 
 def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """(G, L), as they are stored."""
+    """Return the numbers of each label as one record of the stored dtype, of shape (G, L)."""
     if dtype.names is None:
         return numbers_GLR.squeeze(-1)
     records_GL = np.empty(numbers_GLR.shape[:2], dtype)
@@ -200,16 +224,20 @@ def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 class ScoringStep(NamedTuple):
+    """Batch of one forward pass whose log-probabilities are stored."""
+
     mix: Mix
     samples: list[Sample | None]
-    """Of all data ranks."""
+    """Samples of all data ranks; None for padding."""
     batches: list[Batch]
-    """This rank's microbatches."""
+    """Microbatches of this data rank."""
     number_N: np.ndarray
-    """Of their samples."""
+    """Index in `samples` of each sample of this data rank."""
 
 
 class ScoringSteps:
+    """Iterable of the batches of the run's first epoch, and then of its validation data."""
+
     def __init__(self, config: Config, training: Training):
         meshes, validation = training.meshes, config.validation
         one_epoch = replace(
@@ -231,6 +259,7 @@ class ScoringSteps:
 
     @property
     def documents(self) -> list[ShardDocuments]:
+        """Folders of token shards that the batches come from."""
         sources = [source for mix in (self.mix, self.rest and self.rest.mix) if mix for source in mix.sources]
         stored = [whole_of(source.packer.documents) for source in sources]
         return list({documents.folder: documents for documents in stored}.values())
@@ -254,7 +283,7 @@ class ScoringSteps:
 
 
 def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: Classes | None) -> np.ndarray:
-    """(G, L, R), on every rank."""
+    """Run a step forward and return its numbers, of shape (G, L, R), on every rank. Collective over the world."""
     gradients, meshes, device = training.gradients, training.meshes, training.device
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
     numbers = 2 * classes.top + 1 if classes else 1

@@ -1,12 +1,11 @@
-"""What can be refused before the first process group exists.
+"""Checks a run before the first process group exists: its recipe (`refusals`) and its inputs (`resolve_checked`).
 
-The laws are in `titanmoe.config.laws`, for fields, and `titanmoe.fold.legality`, for mappings. This module adds what
-this machine cannot run (`refusals`), and what a run reads, as far as it is small, and the room its checkpoints need
-(`check_inputs`).
+The laws are in `titanmoe.config.laws` (fields) and `titanmoe.fold.legality` (mappings). This module adds what this
+machine or its PyTorch lacks, the files that a run reads, and the disk space for its checkpoints.
 
-`titanmoe train` calls `resolve_checked` before it starts ranks, and under torchrun rank 0 does before the ranks meet: a
-file that is missing is then not said after every rank has loaded PyTorch. Ranks still check all of it as they read it,
-as it may be others that they see.
+`titanmoe train` calls `resolve_checked` before it starts ranks; under torchrun rank 0 does so before it joins the
+others. A missing file is then reported before every rank has loaded PyTorch. Each rank still checks the files when it
+reads them, because another machine may see other files.
 """
 
 from __future__ import annotations
@@ -33,17 +32,19 @@ from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
-    here = _here(config)
-    return [*violations(here, world), *problems_of_teacher(here, world), *lacking(config, world)]
+    """Return every reason why the config cannot run on this machine with this number of ranks; [] if it can."""
+    on_machine = _here(config)
+    return [*violations(on_machine, world), *problems_of_teacher(on_machine, world), *lacking(config, world)]
 
 
 def ranks_of_a_node(config: Config) -> int:
+    """Return the ranks per machine: parallelism.node, or if it is not set the number on this machine."""
     ranks = config.parallelism.node
     return read_environment().local_world if ranks == -1 else ranks
 
 
 def _here(config: Config) -> Config:
-    """Fills in what only this machine knows: how many of the ranks are on it, and whether they have GPUs."""
+    """Return the config with the ranks per machine filled in, and with device "cpu" if this machine has no GPU."""
     device = config.training.device if config.training.device == "cpu" or _has_gpu() else "cpu"
     return replace(
         config,
@@ -59,7 +60,7 @@ def _has_gpu() -> bool:
 
 
 def lacking(config: Config, world: int) -> Iterator[str]:
-    """What the recipe asks for and this machine, or its PyTorch, does not have."""
+    """Yield what the recipe asks for and this machine, its PyTorch or its packages do not have."""
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
@@ -105,13 +106,13 @@ T = TypeVar("T")
 
 
 class Refusals:
-    """The errors of several checks, to be raised together."""
+    """Collector of the errors of several checks, which are raised together."""
 
     def __init__(self) -> None:
         self.errors: list[ConfigError] = []
 
     def collect(self, check: Callable[[], T]) -> T | None:
-        """Return what a check returns, or None if it refuses something."""
+        """Call a check; return its result, or None if it raises, and keep the error."""
         try:
             return check()
         except ConfigError as error:
@@ -121,7 +122,7 @@ class Refusals:
         return None
 
     def raise_together(self) -> None:
-        """Raise a ConfigError with all problems, if there are any, as it was raised if there is only one."""
+        """Raise a ConfigError with the problems of all collected errors; do nothing if there are none."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -130,14 +131,17 @@ class Refusals:
 
 
 def resolve_checked(config: Config, resolve: Callable[[Config], Config], checked: Config | None = None) -> Config:
-    """Return the resolved config of a run whose inputs are there and right; raise a ConfigError with what is not.
+    """Check the files that a run reads and the disk it writes to; return the resolved config.
 
-    Inputs are checked before the config is resolved, which tokenizes the data of a run of epochs.
+    Inputs are checked first, because resolving the config of a run of epochs tokenizes its data.
 
     Args:
-        config: the run's, fitted to its ranks.
-        resolve: fills in what is derived.
-        checked: the config with what is used of it, if not all is, as for `titanmoe score`.
+        config: the config, fitted to the number of ranks.
+        resolve: fills in derived fields.
+        checked: a config without the inputs that are not used, as `titanmoe score` has; None to check all of `config`.
+
+    Raises:
+        ConfigError: with every problem.
     """
     checked = checked or config
     show_status("checking what the run reads")
@@ -164,7 +168,7 @@ def _check_data(config: Config, state: Any) -> None:
 
 
 def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
-    """Return where the run starts, and the record of the checkpoint that it starts from; its contents are not read."""
+    """Return where the run starts, and the record of that checkpoint, {} if there is none; tensors are not read."""
     from titanmoe.checkpoint.state import refused_record
 
     options = config.checkpoint
@@ -179,7 +183,7 @@ def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
 
 
 def _check_first_weights(config: Config, start: StartPoint, record: dict[str, Any]) -> None:
-    """Check the model and the adapters that the run begins from, as far as it reads them again."""
+    """Check the Hugging Face model and the PEFT adapters that the run begins from, if this start reads them."""
     options, collected = config.checkpoint, Refusals()
     if options.initial_hf and (start.path is None or (config.lora.rank and "base" in record)):
         collected.collect(lambda: _check_model(config))

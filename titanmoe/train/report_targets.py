@@ -1,7 +1,7 @@
-"""Where a run's metrics and events go: its own files, TensorBoard and Weights & Biases.
+"""Writers of a run's metrics and events: its own files, TensorBoard, Weights & Biases; the console is another one.
 
-If one of them fails, the run goes on without it and tries it again later. The console is one too
-(titanmoe.train.console).
+`titanmoe.train.metrics` wraps each in a RetriedWriter: if one fails, the run goes on without it and tries it again
+later. Shapes: E experts, C reports, 3 colours.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from titanmoe.load_colours import colour_share
 
 
 class Report(NamedTuple):
-    """On one step, or on the steps since the last report."""
+    """Metrics of a step, with speeds averaged over the steps since the last report."""
 
     step: int
     record: dict[str, float]
-    """The line of metrics.jsonl."""
+    """Line of metrics.jsonl."""
     load: dict[int, list[float]]
-    """The number of tokens of every expert in this step, by layer."""
+    """Number of tokens that each expert received in this step, by layer."""
     smoothed: float
-    """The loss, averaged over about ten steps."""
+    """Average of the loss over about ten steps."""
     eta: float | None
-    """Seconds until the last step is done; None at the first step."""
+    """Seconds until the end of the last step; None at the first step."""
     wrong: str = ""
-    """What is wrong with the loss, for as long as it is."""
+    """Text of the divergence alarm while it lasts, else ""."""
 
 
 class ReportTarget(Protocol):
+    """Interface of what shows or stores reports and events."""
+
     def log(self, report: Report) -> None: ...
 
     def event(self, step: int, kind: str, text: str) -> None: ...
@@ -45,7 +47,7 @@ class ReportTarget(Protocol):
 
 
 PAUSE_S, LONGEST_S = 30.0, 600.0
-"""Seconds until a failed writer is tried again; doubled each time it fails again, up to the longest."""
+"""Seconds until a failed writer is tried again; they double with every failure up to the longest pause."""
 
 
 class Closes(Protocol):
@@ -56,7 +58,10 @@ P = TypeVar("P", bound=Closes)
 
 
 class RetriedWriter(Generic[P]):
-    """One file or service, reopened after a failure. warn(text) is called when it fails and when it works again."""
+    """File or service that is closed when it fails and reopened after a pause.
+
+    `warn` is called with a text when it fails and when it works again.
+    """
 
     def __init__(self, name: str, make: Callable[[], P], warn: Callable[[str], None]):
         self.name, self.make, self.warn = name, make, warn
@@ -65,13 +70,14 @@ class RetriedWriter(Generic[P]):
         self._pause, self._again = 0.0, 0.0  # no pause: it works
 
     def open(self) -> None:
-        """Open it at the start, when only errors of the disk are tolerated: the user can fix others at once."""
+        """Open the file or service at the start of a run; only an OSError is tolerated then."""
         try:
             self.opened = self.make()
         except OSError as error:
             self._failed(error)
 
     def put(self, write: Callable[[P], None]) -> None:
+        """Call `write` with the opened file or service; count a lost line if that fails or it is paused."""
         if self._pause and time.monotonic() < self._again:
             self.lost += 1
             return
@@ -105,7 +111,7 @@ class RetriedWriter(Generic[P]):
 
 
 class LineFile:
-    """Whole lines, handed to the kernel when write returns; a line that does not fit leaves nothing behind."""
+    """File of lines that are in the kernel when `write` returns; a line that is only partly written is removed."""
 
     def __init__(self, path: Path):
         self.descriptor = safe_files.open_in(path.parent, path.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -132,13 +138,15 @@ GROUPS = {
     "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "answers_s"),
     "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
-"""Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
+"""Metrics of each group of charts in TensorBoard and W&B."""
 LOSSES = {"train": ("Loss", "loss"), "smoothed": ("Loss", "smoothed"), "validation": ("Loss", "val_loss")}
+"""Curves of TensorBoard's chart of all losses, as (group, metric)."""
 COLUMNS = 200
-"""Reports that an image of the load shows; older ones are thinned out."""
+"""Largest number of reports that an image of the load shows; older ones are thinned out."""
 
 
 def tag(name: str, balance_losses: Sequence[str]) -> str:
+    """Return a metric's name in TensorBoard and W&B: "group/name", with all layers of a metric in one group."""
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
@@ -150,8 +158,18 @@ def tag(name: str, balance_losses: Sequence[str]) -> str:
 
 
 class TensorBoardWriter:
+    """ReportTarget that writes to the folder `tensorboard` of a run."""
+
     def __init__(self, folder: Path, recipe: str, step: int, steps: int, balance_losses: Sequence[str]):
-        """recipe: the whole of it, as TOML. step: the last that is done, of `steps`."""
+        """Open the event file.
+
+        Args:
+            folder: the run's.
+            recipe: the resolved config as TOML.
+            step: the number of steps that the run has made already.
+            steps: the step at which the run ends.
+            balance_losses: names of the metrics of the balance losses.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides entries of later steps, which will run again.
@@ -171,9 +189,9 @@ class TensorBoardWriter:
             if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
                 self.writer.add_scalar(f"{first}/{name}", loss, report.step)
         for layer, load in report.load.items():
-            share_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
+            relative_load_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
             history = self.loads.setdefault(layer, [])
-            history.append(share_E)
+            history.append(relative_load_E)
             if len(history) > COLUMNS:
                 del history[1:-1:2]
         if self.images is None or report.step - self.images >= self.every:
@@ -181,8 +199,11 @@ class TensorBoardWriter:
             self.images = report.step
 
     def _draw(self, step: int) -> None:
-        """Draw a row per expert and a column per report (grey: the mean, blue: less, red: more), and a histogram."""
-        import torch  # others who read this module do without it
+        """Write for each layer an image of the load over time and a histogram of the latest load.
+
+        The image has a row per expert and a column per report; grey is the mean load, blue less, red more.
+        """
+        import torch  # titanmoe report and the console import this module without torch
 
         for layer, history in self.loads.items():
             image_EC3 = colour_share(np.stack(history, 1))
@@ -199,7 +220,7 @@ class TensorBoardWriter:
 
 
 class WandB:
-    """One W&B run per run folder: a run that resumes continues it."""
+    """ReportTarget that writes to Weights & Biases: one W&B run per run folder, continued when the run resumes."""
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any], balance_losses: Sequence[str]):
         import wandb
@@ -232,7 +253,7 @@ class WandB:
 
 
 def _own_id(folder: Path) -> str:
-    """Drawn once per folder and kept in it."""
+    """Return the id in the folder's file wandb-id, which is drawn at random the first time."""
     file = folder / "wandb-id"
     if not file.exists():
         safe_files.write(folder, file.name, uuid.uuid4().hex[:12].encode())

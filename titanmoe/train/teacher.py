@@ -1,7 +1,9 @@
-"""A frozen model beside the trained one, under the same mapping: each step begins with what it says of the batch.
+"""Runs a frozen teacher beside the trained model (distillation.teacher), forward only, at the begin of each step.
 
-It has stages and an engine of its own, like the run's, so its last stage is on the ranks that have the run's last one:
-what it says needs no message.
+The teacher has its own stages and engine under the run's mapping, so its last stage is on the ranks with the run's last
+stage and its top-k ids and log-probabilities need no communication.
+
+Shapes: N numbers of the head, B samples, S positions of the attention slice, K ids, C = K + 1 classes.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from titanmoe.train.run_state import RunState
 
 
 def allocate(model: Transformer, seed: int, device: torch.device) -> None:
-    """In place of initial weights."""
+    """Allocate the weights of a model without initial values; has the signature of initializers of weights."""
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
 
 
 class Kept(CrossEntropy):
-    """Keeps what the teacher's head says of each microbatch. Itself it is 0."""
+    """Objective that stores the teacher's top-k ids and log-probabilities of each microbatch; its own sum is 0."""
 
     def __init__(self, meshes: Meshes, top: int):
         super().__init__(meshes)
@@ -53,14 +55,16 @@ class Kept(CrossEntropy):
         return scores_NBS.new_zeros(())
 
     def added_to(self, slices: list[Slice]) -> list[Slice]:
-        """With what is kept of each, which is then forgotten."""
+        """Return the slices with the stored ids and log-probabilities in `further`, and forget these."""
         of_slice, self.of_slice = self.of_slice, {}
         return [piece._replace(further={**piece.further, **of_slice.get(id(piece), {})}) for piece in slices]
 
 
 class TeachingSlicer(Slicer):
-    """A Slicer whose slices have the teacher's distributions, on ranks with the last stage. All ranks make it together:
-    it reads the teacher's weights."""
+    """Slicer whose slices have the teacher's distributions, on ranks with the last stage.
+
+    It loads the teacher's weights when it is made, and that is collective over the world.
+    """
 
     def __init__(
         self,
@@ -104,6 +108,7 @@ class TeachingSlicer(Slicer):
             raise ConfigError([f"distillation.teacher: {error}"]) from None
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
+        """Run the teacher on the microbatches and return this rank's slices of them. Collective over the world."""
         slices = super().slices(batches)
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
             moe.begin_step(self.state.step, self.one, self.one)

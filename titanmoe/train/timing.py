@@ -1,8 +1,7 @@
-"""Where the time of a step goes: a clock for every step, and torch's profiler for chosen ones.
+"""Measures the time of a step: a clock of its phases in every step, and torch's profiler in chosen steps ([profile]).
 
-A GPU runs behind the program, so there the clock's marks are events on its stream, which are read once the GPU has
-passed them and never waited for. On a CPU a mark is simply the time. A profile has the step's regions by name, and the
-history of the GPU's memory.
+On a GPU the clock records CUDA events on the current stream and reads them once the GPU has passed them, without
+waiting. On a CPU it reads the time. A profile names the step's regions, and may have the history of the GPU's memory.
 """
 
 from __future__ import annotations
@@ -24,21 +23,22 @@ from titanmoe.observe import OTHERS_TURN, Observer
 from titanmoe.train.runtime import Runtime
 
 PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
-"""The regions that the clock measures, and the part that each counts towards."""
+"""Regions of forward and backward that the clock measures, and the metric time.* that each is added to."""
 
 
 class Clock(Observer):
-    """Measures the phases of a step and, in forward and backward, some regions; on the rank that reports."""
+    """Clock of the phases of a step, and of some regions of forward and backward, on the rank that reports."""
 
     def __init__(self, device: torch.device):
         self.gpu = device.type == "cuda"
         self._phase: tuple[str, Any] | None = None
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._seconds: Counter[str] = Counter()
-        self._begun: dict[int, tuple[str, Any]] = {}  # the part that each thread is in
+        self._begun: dict[int, tuple[str, Any]] = {}
+        """Region that each thread is in, and the mark of its begin."""
 
     def phase(self, name: str, step: int) -> None:
-        """Each phase lasts until the next, so they add up to the whole."""
+        """Begin a phase, which ends the phase before, so that phases add up to the time of the step."""
         self._read()
         now = self._mark()
         if self._phase is not None:
@@ -46,6 +46,7 @@ class Clock(Observer):
         self._phase = name, now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
+        """Return a context that measures a region, or None for a region that is not measured."""
         if self._phase is None or self._phase[0] != "forward_backward":
             return None
         if name == OTHERS_TURN:
@@ -54,7 +55,7 @@ class Clock(Observer):
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of a phase that is also measured on its own; parts inside it are not."""
+        """Return a context whose time is added to the metric `name`; measured contexts inside it are not measured."""
         me = get_ident()
         if me in self._begun:
             yield
@@ -67,7 +68,7 @@ class Clock(Observer):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Work of another thread, which does not count towards this thread's part."""
+        """Return a context in which another thread works: its time does not count for this thread's region."""
         me = get_ident()
         begun = self._begun.pop(me, None)
         if begun is None:
@@ -80,7 +81,10 @@ class Clock(Observer):
             self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
-        """Seconds of each part, per step, since the last call `steps` steps ago, as far as the device has run."""
+        """Return the seconds per step of each phase and region since the last call, `steps` steps ago.
+
+        On a GPU only what it has completed is included; the rest is in the next call's.
+        """
         self._read()
         seconds, self._seconds = self._seconds, Counter()
         return {name: total / steps for name, total in seconds.items()}
@@ -103,18 +107,28 @@ HISTORY = 200_000
 OPEN_TRACE = "open it at https://ui.perfetto.dev or in chrome://tracing"
 OPEN_MEMORY = "open it at https://pytorch.org/memory_viz"
 ROWS = 40
+"""Number of operations in a profile's table."""
 
 
 class RegionsInTrace(observe.Observer):
-    """Gives the regions of a step their names in a trace by torch's profiler."""
+    """Observer that names the regions of a step in a trace of torch's profiler."""
 
     def region(self, name: str) -> AbstractContextManager[None]:
         return record_function(name)
 
 
 class Profiler:
+    """Profiler of the steps and ranks that the recipe's [profile] names."""
+
     def __init__(self, options: Profile, run: Path, runtime: Runtime, all_threads: bool):
-        """all_threads: whether parts of the step run in other threads, as the halves of a pair do."""
+        """Start to record the history of GPU memory, if the recipe asks for it.
+
+        Args:
+            options: the recipe's [profile].
+            run: the run's folder.
+            runtime: this process.
+            all_threads: whether the step runs in several threads, as with moe.overlap = "pairs".
+        """
         self.options, self.device, self.all_threads = options, runtime.device, all_threads
         self.folder, self.rank = run / "profile", runtime.rank
         self.mine = self.rank in self.options.ranks
@@ -124,6 +138,7 @@ class Profiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
+        """Return a context around a step, which is profiled if the recipe names it."""
         chosen = number in self.options.steps
         try:
             if chosen and self.mine:

@@ -12,6 +12,8 @@ from titanmoe.train.objectives.objective import Objective
 
 
 class CrossEntropy(Objective):
+    """Mean cross-entropy over all labels."""
+
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         return scores.loss_BS.sum()
 
@@ -20,6 +22,8 @@ class CrossEntropy(Objective):
 
 
 class WeightedCrossEntropy(Objective):
+    """Mean cross-entropy over all labels, weighted by the data's label weights."""
+
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
         return (scores.loss_BS * piece.further[WEIGHT]).sum()
 

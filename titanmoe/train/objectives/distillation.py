@@ -1,11 +1,12 @@
-"""Distillation: a share of the divergence from a teacher's distribution, and the rest of cross-entropy.
+"""Distillation: a weighted sum of the KL divergence from a teacher's distribution and cross-entropy, over labels.
 
-The teacher's distribution p and the model's q are those of the K ids that are kept of each position, and of all others
-together as one more class, both with the temperature t: w t^2 sum p (log p - log q) + (1 - w) CE, over labels. The
-factor t^2 keeps the size of gradients whatever the temperature (Hinton et al., arXiv 1503.02531). With all ids kept
-it is the whole Kullback-Leibler divergence.
+    w t^2 sum p (log p - log q) + (1 - w) CE
 
-Shapes: B samples, S positions of the attention slice, K kept ids, C = K + 1 classes.
+The teacher's p and the model's q are distributions at temperature t over the teacher's top-k ids of each position and
+one more class for all other ids. The factor t^2 keeps the size of gradients independent of the temperature (Hinton et
+al., arXiv 1503.02531). With K = vocab_size this is the full KL divergence.
+
+Shapes: B samples, S positions of the attention slice, K top-k ids, C = K + 1 classes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from titanmoe.train.objectives.cross_entropy import CrossEntropy
 
 
 class Distilled(CrossEntropy):
+    """Weighted sum of the divergence from the teacher and cross-entropy."""
+
     def __init__(self, meshes: Meshes, options: Distillation):
         super().__init__(meshes)
         self.weight, self.temperature = options.weight, options.temperature

@@ -26,6 +26,8 @@ from titanmoe.train.objectives.objective import Objective
 
 
 class DPO(Objective):
+    """Loss of direct preference optimization, averaged over pairs."""
+
     metrics = "preference.accuracy", "preference.chosen", "preference.rejected", "preference.kl"
     constant = math.log(2)
 

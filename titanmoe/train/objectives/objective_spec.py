@@ -1,6 +1,6 @@
-"""What is known of each objective without torch, and the table of their names.
+"""Specs of the training objectives, which need no torch, and the table of their names (training.objective).
 
-A new objective is a file, with its spec in it, and a line in OBJECTIVES.
+A new objective is a file with an `Objective` and its spec, and a line in OBJECTIVES.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from titanmoe.data.formats import answers_in
 
 
 class ObjectiveSpec(Spec):
-    """What holds for an objective; these are the usual answers. Its loss is reported as `loss`; validation reports
-    cross-entropy with any."""
+    """Properties of an objective, with defaults. Validation measures cross-entropy, unless the objective has pairs."""
 
     further_tokens = False
-    """Whether the cross-entropy of multi-token prediction may get the gradients of that of the same positions."""
+    """Whether multi-token prediction (model.mtp_depth) may be trained with this objective."""
 
     entropy = False
-    """Whether it reads the entropy at each label, too."""
+    """Whether the objective reads the entropy of the distribution at each label."""
 
     reference = False
-    """Whether it reads what the model that the run begins from says of each label (titanmoe.train.reference)."""
+    """Whether the objective reads the reference model's log-probability of each label (titanmoe.train.reference)."""
 
     answers = 1
-    """2: it learns from pairs of answers; and validation reports it in place of cross-entropy."""
+    """Number of completions per sample: 2 for preference pairs, which are then validated by this objective too."""
 
     def kept(self, config: Config) -> tuple[int, float]:
-        """Of how many ids at each position it reads the log p, besides the label's, and with which temperature."""
+        """Return how many top-k ids of a teacher the objective reads at each position, and the temperature."""
         return 0, 1.0
 
     def loss_of_a_guess(self, config: Config) -> float:
-        """Of a model that gives every token the same probability; a loss that stays above is reported. Infinite if it
-        is not known."""
+        """Return the loss of a uniform distribution over all tokens, for the divergence alarm; infinite if unknown."""
         return math.inf
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -63,7 +61,7 @@ class ObjectiveSpec(Spec):
             )
 
     def _other_data(self, config: Config) -> Iterator[Violation]:
-        """Pairs of answers where it learns from none, or the other way round."""
+        """Yield data with preference pairs that the objective cannot use, and data without pairs that it needs."""
         objective, data = config.training.objective, config.data
         sources = [*data.paths, *config.validation.paths] if data.source == "files" else [data.source]
         for path in sources:

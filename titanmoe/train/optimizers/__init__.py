@@ -1,1 +1,1 @@
-"""Optimizers, a file each; `optimizer` is what they have in common."""
+"""Optimizers, one per file; `optimizer` has their base class."""

@@ -1,4 +1,4 @@
-"""AdamW, by torch's own on plain local tensors, and how numbers in bfloat16 are rounded after an update."""
+"""AdamW on local shards: torch's own, or in float32 with rounding for weights and moments in bfloat16 (`Rounding`)."""
 
 from __future__ import annotations
 
@@ -21,38 +21,56 @@ from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_s
 
 
 def widened(x: Tensor) -> Tensor:
-    """To change it; itself if it is wide enough."""
+    """Return a bfloat16 tensor in float32, and any other tensor itself."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
 def at_random(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 to bfloat16: away from zero with the probability that the cut bits stand for."""
+    """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction (stochastic rounding).
+
+    Args:
+        x: float32 numbers.
+        bits: random integers, of which the lowest 16 bits are used.
+    """
     mantissa = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     return (mantissa & -0x10000).view(torch.float32).where(x.isfinite(), x).to(torch.bfloat16)
 
 
 class Rounding:
-    """How numbers that are kept in bfloat16 and changed in float32 are rounded back.
+    """Rounding of numbers that are updated in float32 and stored in bfloat16.
 
-    A change of a weight below 1 / 512 of it is lost when it is rounded to the nearest bfloat16: with a decay of 0.1 and
-    a rate of 1e-3 nothing decays. Rounded at random, up as often as it is near, the mean of many changes is right. The
-    random numbers are counted: a function of the seed, the update, the tensor and the element's place in the whole of
-    it, so that every mapping and a resumed run round alike.
+    Rounding to nearest loses a change of a weight by less than 1 / 512 of it: with weight decay 0.1 and rate 1e-3
+    nothing decays. With stochastic rounding the mean of many changes is right. Random bits are a function of the seed,
+    the update, the tensor and the element's index in the full tensor, so every mapping and a resumed run round alike.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], seed: int | None = None, tied: bool = False):
-        """seed: None to round to the nearest. tied: whether the head is the embedding."""
+        """Record where this rank's shards are in the full tensors.
+
+        Args:
+            parameters: the weights, by name.
+            seed: of the random bits; None to round to nearest.
+            tied: whether the head shares the embedding's weight.
+        """
         self.seed, self.update = seed, 0
         self.names = {name: stored_name(name, tied) for name in parameters}
         self.places = {name: (piece(p.detach())[1], p.shape) for name, p in parameters.items()}
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:
+        """Make the rounding of a run."""
         seed = config.training.seed if config.optimizer.stochastic_rounding else None
         return cls(parameters, seed, config.model.tie_embeddings)
 
     def store(self, target: Tensor, value: Tensor, name: str, what: str) -> None:
-        """what: which of a parameter's tensors it is. Nothing is to do if the value is the target itself."""
+        """Round a value into its bfloat16 tensor; do nothing if the value is that tensor.
+
+        Args:
+            target: the stored tensor.
+            value: its new value in float32.
+            name: of the parameter.
+            what: which tensor of the parameter this is: "weight", or the name of a moment.
+        """
         if value is target:
             return
         if self.seed is None:
@@ -69,16 +87,18 @@ MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Not norms, biases and gates (router, shared expert): they are not feature matrices."""
+    """Return whether weight decay applies: not to vectors, biases, routers and the shared expert's gate."""
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
 def moment_dtype(options: Options) -> torch.dtype | None:
-    """None: that of each weight."""
+    """Return the dtype of the moments; None for the dtype of each weight."""
     return torch.bfloat16 if options.moments_dtype == "bfloat16" else None
 
 
 class AdamW(Optimizer):
+    """AdamW with decoupled weight decay."""
+
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
@@ -87,10 +107,18 @@ class AdamW(Optimizer):
         lr: float | None = None,
         rounding: Rounding | None = None,
     ):
-        """groups: of the parameters that have one. lr: the others' peak rate, if it is not the recipe's."""
+        """Group the parameters by rate and weight decay.
+
+        Args:
+            parameters: this rank's trained weights, by name.
+            options: the recipe's [optimizer].
+            groups: rates of the parameters that are in [[optimizer.groups]].
+            lr: peak rate of the other parameters; None for optimizer.lr.
+            rounding: how bfloat16 tensors are rounded; None to round to nearest.
+        """
         super().__init__(parameters, options)
         self.rounding, self.options = rounding or Rounding(parameters), options
-        # Otherwise torch's own update is left alone, which takes all parameters at once.
+        # torch's own update, which takes all parameters at once, cannot round.
         self.narrow = options.moments_dtype == "bfloat16" or options.stochastic_rounding
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, p in parameters.items():
@@ -100,7 +128,7 @@ class AdamW(Optimizer):
             rate = rate_share(lr if group.lr is None else group.lr, options)
             alike.setdefault((rate, decay), []).append(self.local_shards[name])
         groups_of_torch = [{"params": ps, "weight_decay": decay, "rate": rate} for (rate, decay), ps in alike.items()]
-        # Its own groups: torch refuses an optimizer without any, which a stage that trains nothing has.
+        # torch refuses an optimizer without parameters, which a stage that trains nothing would have.
         self.adamw = torch.optim.AdamW(
             groups_of_torch or [{"params": [torch.empty(0)], "rate": 1.0}],
             lr=options.lr,
@@ -118,7 +146,7 @@ class AdamW(Optimizer):
         return cls(parameters, config.optimizer, groups_of(parameters, config), None, Rounding.of(parameters, config))
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Its running means; zeros before the first step."""
+        """Return both moments of each parameter, zeros before the first step."""
         states = self._states()
         if self.offload is not None:
             return {name: dict(zip(MOMENTS, both, strict=True)) for name, both in self.offload.moments().items()}
@@ -169,7 +197,7 @@ class AdamW(Optimizer):
                     del states[name][key]
 
     def _update(self, names: Iterable[str]) -> None:
-        """AdamW passes over parameters without a gradient."""
+        """Update these parameters: the others have no gradient, and torch's AdamW skips them."""
         if self.narrow:
             for name in names:
                 self._update_narrow(name)
@@ -181,7 +209,7 @@ class AdamW(Optimizer):
             self.local_shards[name].grad = self.parameters[name].grad = None
 
     def _update_narrow(self, name: str) -> None:
-        """In float32, a parameter at a time."""
+        """Update one parameter in float32 and round it and its moments to their dtypes."""
         shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
         group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
         state, grad = self.adamw.state[shard], widened(local_grad(parameter))

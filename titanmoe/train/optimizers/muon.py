@@ -1,10 +1,10 @@
-"""Muon: each matrix moves by its momentum with all singular values made one (Newton-Schulz); the rest is AdamW's.
+"""Muon: the update of a matrix is its momentum with all singular values made 1 by Newton-Schulz; AdamW does the rest.
 
-Momentum as in torch.optim.Muon. The norm that a matrix is divided by before the steps has ns_eps times the norm of the
-whole model's gradient added: a gradient that is only rounding, as that of an expert without tokens may be, then stays
-small instead of becoming a full step, and no threshold decides which it is.
+Momentum is that of torch.optim.Muon. The norm that a matrix is divided by before the iterations has ns_eps times the
+gradient norm of the full model added: a gradient of rounding errors alone, as an expert without tokens may have, then
+gives a small update and not a full one, without a threshold.
 
-A matrix is whole or in pieces on several ranks: titanmoe.parallel.whole_matrices. Every mapping makes the same update.
+A matrix is on one rank, or sharded over several (titanmoe.parallel.whole_matrices). All mappings make the same update.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_share
 
 BATCH = 1 << 27
-"""Numbers of a stack of matrices that are worked on at once."""
+"""Largest number of elements of expert matrices that Newton-Schulz works on at once."""
 
 
 def pieces_of(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[Piecewise]:
-    """This rank's weights that are made of matrices."""
+    """Return this rank's weights that Muon trains, with their matrices and the ranks that share them."""
     attention = experts = ALONE
     if meshes is not None and meshes.fold.world > 1:
         fold = meshes.fold
@@ -51,6 +51,8 @@ def pieces_of(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshe
 
 
 class Muon(Optimizer):
+    """Muon for matrices, AdamW for the other weights."""
+
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
@@ -59,7 +61,15 @@ class Muon(Optimizer):
         groups: Mapping[str, OwnRates] | None = None,
         rounding: Rounding | None = None,
     ):
-        """weights: those of the parameters that are made of matrices. groups: of the parameters that have one."""
+        """Allocate the momentum, and plan which ranks exchange which shards.
+
+        Args:
+            parameters: this rank's trained weights, by name.
+            options: the recipe's [optimizer].
+            weights: the weights among them that Muon trains.
+            groups: rates of the parameters that are in [[optimizer.groups]].
+            rounding: how bfloat16 tensors are rounded; None to round to nearest.
+        """
         super().__init__(parameters, options)
         self.options, names = options, {weight.name for weight in weights}
         self.steps = coefficients(options.ns_coefficients, options.ns_steps)
@@ -92,7 +102,7 @@ class Muon(Optimizer):
 
     @property
     def notes(self) -> dict[str, str]:
-        """How the matrices of this rank are worked on, and what AdamW trains."""
+        """Rows of the header: how this rank orthogonalizes its matrices, and the weights that AdamW trains."""
         owned = sum(len(exchange.parts) for turn in self.rounds for exchange in turn.exchanges)
         grams = [weight for turn in self.rounds for weights in turn.grams.values() for weight in weights]
         summed, width = sum(len(weight.cut.matrices) for weight in grams), self.dtype.itemsize
@@ -148,6 +158,7 @@ class Muon(Optimizer):
         next(visits, None)  # the last bucket's copy to the host
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
+        """Apply weight decay and an update to this rank's shard of a weight."""
         shard, options, group = self.local_shards[name], self.options, self.groups.get(name, OwnRates())
         usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
@@ -157,14 +168,17 @@ class Muon(Optimizer):
         self.rounding.store(weight, wide, name, "weight")
 
     def scale(self, matrix: Matrix) -> float:
-        """By the shape of the whole matrix."""
+        """Return the factor of a matrix's update (optimizer.adjust_lr), from the shape of the full matrix."""
         rows, columns = matrix.shape
         if self.options.adjust_lr == "original":
             return math.sqrt(max(1, rows / columns))
         return 0.2 * math.sqrt(max(rows, columns))
 
     def _direction(self, name: str, momentum: Tensor) -> Tensor:
-        """Adds the gradient to the momentum, and frees it."""
+        """Add the gradient to the momentum; return the direction of the update, in the gradient's memory.
+
+        The parameter's gradient is None afterwards.
+        """
         parameter, mean, mu = self.parameters[name], widened(momentum), self.options.momentum
         grad, parameter.grad = widened(local_grad(parameter)), None
         mean.lerp_(grad, 1 - mu)
@@ -173,6 +187,7 @@ class Muon(Optimizer):
         return direction
 
     def _local(self, weight: Piecewise, piece: Tensor, eps_norm: Tensor | float) -> None:
+        """Orthogonalize in place the matrices of a weight that are on this rank in full."""
         if weight.cut.whole_experts:
             for some in piece.split(max(1, BATCH // max(1, piece[:1].numel()))):
                 some.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
@@ -189,6 +204,7 @@ class Muon(Optimizer):
         grams: list[Tensor],
         eps_norm: Tensor | float,
     ) -> None:
+        """Orthogonalize in place this rank's rows or columns of sharded matrices, from their summed Gram matrices."""
         every = ((weight, i) for weight in weights for i in range(len(weight.cut.matrices)))
         for (weight, i), gram in zip(every, grams, strict=True):
             own, matrix = weight.cut.overlaps[i][weight.cut.team.group.rank], weight.cut.matrices[i]

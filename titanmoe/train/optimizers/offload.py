@@ -1,8 +1,8 @@
-"""An optimizer's moments in host memory, copied to the device for the update, a few parameters at a time.
+"""Optimizer moments in host memory, copied to the device for the update one bucket of parameters at a time.
 
-While the parameters of one bucket are updated, the moments of the next are copied in and those of the one before are
-copied out: the device has room for three buckets, used in rotation. The operations are those of an optimizer that
-keeps its moments on the device, on the same numbers, so every result is equal to the last bit.
+While one bucket is updated, the moments of the next are copied in and those of the one before are copied out; the
+device has three buffers, used in rotation. The operations and numbers are those of an optimizer with its moments on the
+device, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -15,34 +15,46 @@ import torch
 from torch import Tensor, nn
 
 TURN = 1 << 26
-"""Bytes of all moments, unless a single parameter has more. Page-locked memory comes in powers of two."""
+"""Largest number of bytes of a bucket's moments; a single parameter may have more. Page-locked memory is allocated in
+powers of two."""
 BUFFERS = 3
+"""Largest number of buckets on the device at one time."""
 ALIGNED = 256
-"""Bytes: every tensor begins at a multiple of them."""
+"""Bytes to a multiple of which every tensor of a bucket is aligned."""
 
 Moments = tuple[Tensor, ...]
+"""Moments of one parameter."""
 
 
 class Copies:
-    """Copies on CPUs, where a copy is done when the call returns."""
+    """Copies between host and device on CPUs, where a copy is finished when the call returns and events are None."""
 
     page_locked = False
 
     def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        """Copies after the events in `after`; returns the event of its own end. to: "device" or "host"."""
+        """Start a copy and return the event of its end.
+
+        Args:
+            to: "device" or "host".
+            target: the tensor to write.
+            source: the tensor to read.
+            after: events that the copy waits for.
+        """
         target.copy_(source)
 
     def mark(self) -> Any:
-        """The event that ends everything the device was given so far."""
+        """Return the event that ends all work the device has been given so far."""
 
     def hold(self, event: Any) -> None:
         """Make the device wait for the event."""
 
     def wait(self, event: Any) -> None:
-        """Make the host wait for it."""
+        """Make the host wait for the event."""
 
 
 class CudaCopies(Copies):
+    """Asynchronous copies on two CUDA streams, one for each direction."""
+
     page_locked = True
 
     def __init__(self, device: torch.device):
@@ -69,16 +81,19 @@ class CudaCopies(Copies):
 
 @dataclass
 class Bucket:
+    """Moments of a few parameters that are copied together."""
+
     like: dict[str, Tensor]
-    """Tensors without memory, of the shape and dtype of each parameter's moments."""
+    """Meta tensors with the shape and dtype of each parameter's moments."""
     count: int
-    """Of moments of a parameter."""
+    """Number of moments of each parameter."""
     host: Tensor
-    """Bytes."""
+    """Bytes of all moments in host memory."""
     copied_out: Any = None
-    """The event that ends their last copy to the host."""
+    """Event that ends the last copy to the host."""
 
     def unpack(self, every: Tensor) -> dict[str, Moments]:
+        """Return the moments of each parameter as views of the bucket's bytes, which `every` holds."""
         out, begin = {}, 0
         for name, like in self.like.items():
             end = begin + like.nbytes
@@ -92,6 +107,8 @@ def _aligned(size: int) -> int:
 
 
 class Offload:
+    """Moments of an optimizer in host memory, in buckets."""
+
     def __init__(
         self,
         local_shards: dict[str, nn.Parameter],
@@ -100,8 +117,15 @@ class Offload:
         dtype: torch.dtype | None = None,
         together: Iterable[Iterable[str]] | None = None,
     ):
-        """local_shards: this rank's shard of every weight. count: moments of each. dtype: theirs, if not that of the
-        weight. together: names for each bucket, if it is not for this class to choose."""
+        """Allocate zeros for all moments in host memory, and the buffers on the device.
+
+        Args:
+            local_shards: this rank's shard of every weight, by name.
+            copies: how to copy; None to choose by the device of the weights.
+            count: number of moments of each weight.
+            dtype: of the moments; None for the dtype of each weight.
+            together: names of the parameters of each bucket; None for buckets of TURN bytes.
+        """
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
         like = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
@@ -109,13 +133,13 @@ class Offload:
         self.buckets = [self._bucket({name: like[name] for name in names}, count) for names in groups]
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
-        """Where moments are on the device."""
+        """Buffers on the device, each of the bytes of one bucket."""
         self.free: list[Any] = [None] * len(self.buffers)
-        """The event after which each buffer may be overwritten."""
+        """Event after which each buffer may be overwritten."""
 
     @staticmethod
     def _turns(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
-        """Names whose moments have TURN bytes, or a single one."""
+        """Yield the names of each bucket: as many as have at most TURN bytes of moments, at least one."""
         names: list[str] = []
         for name in like:
             if names and count * _size(like[n] for n in (*names, name)) > TURN:
@@ -129,14 +153,17 @@ class Offload:
         return Bucket(like, count, torch.zeros(count * _size(like.values()), dtype=torch.uint8, **where))
 
     def moments(self) -> dict[str, Moments]:
-        """On the host, once every copy to it is done."""
+        """Return the moments of each parameter in host memory, after waiting for all copies to it."""
         for bucket in self.buckets:
             if bucket.copied_out is not None:
                 self.copies.wait(bucket.copied_out)
         return {name: every for bucket in self.buckets for name, every in bucket.unpack(bucket.host).items()}
 
     def visits(self) -> Iterator[dict[str, Moments]]:
-        """The moments of each bucket on the device, to be updated before the next are asked for."""
+        """Yield the moments of one bucket after another, on the device.
+
+        The caller updates them in place before it asks for the next; then they are copied to the host.
+        """
         arrived = self._fetch(0)
         for number, bucket in enumerate(self.buckets):
             here = arrived
@@ -149,6 +176,7 @@ class Offload:
             self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, every, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
+        """Start to copy a bucket to the device; return the event that ends the copy."""
         bucket, slot = self.buckets[number], number % len(self.buffers)
         target, after = self.buffers[slot][: bucket.host.nbytes], (bucket.copied_out, self.free[slot])
         return self.copies.copy("device", target, bucket.host, *after)

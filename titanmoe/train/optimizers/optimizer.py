@@ -1,7 +1,7 @@
-"""What an optimizer is. It knows this rank's part of every weight; the model and the mapping only if it asks.
+"""Base class of optimizers, which update this rank's shard of every trained weight.
 
-A new optimizer is a subclass of `Optimizer` with its own `moments` and `step`, and its `spec`, and a line in
-`titanmoe/train/optimizers/optimizer_spec.py`. `adamw.py` is the one with most in it.
+A new optimizer is a subclass with `moments` and `step`, an `OptimizerSpec`, and a line in
+`titanmoe/train/optimizers/optimizer_spec.py`. `adamw.py` is the most complete example.
 """
 
 from __future__ import annotations
@@ -17,32 +17,45 @@ from titanmoe.parallel.materialize import piece
 
 
 class Optimizer:
-    """One for all weights of a rank."""
+    """Base class of optimizers; one object updates all trained weights of a rank."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
-        """parameters: those of this rank that are trained, by name, if any; with a sharded one comes only its own part
-        of the gradient."""
+        """Take the weights to train.
+
+        Args:
+            parameters: this rank's trained weights, by name, possibly none; of a sharded weight the gradient has this
+                rank's shard alone.
+            options: the recipe's [optimizer].
+        """
         self.parameters = parameters
         self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
-        """This rank's part of every weight, in the weight's own memory: never DTensors, whose dispatch on a four-dim
-        mesh costs seconds per step."""
+        """This rank's shard of every weight, in the weight's memory, as plain tensors: the dispatch of DTensors on a
+        four-dim mesh costs seconds per step."""
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes) -> Optimizer:
-        """As a run makes it. For one that has to know the model or the mapping."""
+        """Make the optimizer of a run; a subclass that needs the model or the mapping reads them here."""
         return cls(parameters, config.optimizer)
 
     @abstractmethod
     def step(self, lr: float, norm: Tensor) -> None:
-        """Changes the local shards in place, by `titanmoe.parallel.norm.local_grad` of every parameter, and frees the
-        gradients, whose memory it may use. They are summed over the ranks, and clipped. norm: of all gradients of the
-        model, as they are now."""
+        """Update the local shards in place and free the gradients, whose memory it may use.
+
+        Args:
+            lr: learning rate of this step.
+            norm: norm of the gradients of the full model, after clipping.
+
+        The gradient of a parameter's local shard, summed over the ranks and clipped, is
+        `titanmoe.parallel.norm.local_grad(parameter)`.
+        """
         raise NotImplementedError
 
     @abstractmethod
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """Its own tensors, not copied, by parameter and name, shaped like the local shards; before the first step too.
-        Checkpoints store them for any mapping and fill them."""
+        """Return the optimizer's state tensors by parameter and name, not copied, shaped like the local shards.
+
+        They exist before the first step. Checkpoints store them for any mapping, and fill them on loading.
+        """
         raise NotImplementedError
 
     @property
@@ -51,14 +64,14 @@ class Optimizer:
         return {}
 
     def resume(self, updates: int) -> None:
-        """Continue after this many; the moments have been loaded. Here they are all there is."""
+        """Restore state other than the moments, after `updates` updates; called once the moments are loaded."""
 
     @property
     def on_device(self) -> list[Tensor]:
-        """What the device holds for it now. Nothing is allocated to say so: a rank out of memory asks too."""
+        """Tensors on the device now. Must not allocate: a rank that is out of memory reads it."""
         return [x for tensors in self.moments().values() for x in tensors.values()]
 
     @property
     def on_host(self) -> list[Tensor]:
-        """What is kept in the host's memory instead."""
+        """Tensors in host memory, if the moments are offloaded."""
         return []

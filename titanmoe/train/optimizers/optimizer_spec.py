@@ -1,6 +1,6 @@
-"""What is known of each optimizer without torch, and the table of their names.
+"""Specs of the optimizers, which need no torch, and the table of their names (optimizer.name).
 
-A new optimizer is a file, with its spec in it, and a line in OPTIMIZERS.
+A new optimizer is a file with an `Optimizer` and its spec, and a line in OPTIMIZERS.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ GROUPS = "optimizer.groups"
 
 
 class OwnRates(NamedTuple):
+    """Learning rate and weight decay of a group of parameters ([[optimizer.groups]])."""
+
     lr: float | None = None
-    """Its peak rate; None for that of parameters in no group."""
+    """Peak learning rate; None for that of parameters in no group."""
     weight_decay: float | None = None
-    """None for the usual one."""
+    """Weight decay; None for that of parameters in no group."""
 
 
 def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
-    """Return the rates of those parameters of a rank that are in a group, by name."""
+    """Return by name the rates of those parameters that are in a group."""
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
@@ -45,12 +47,12 @@ def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
 
 
 def rate_share(rate: float | None, options: Options) -> float:
-    """Return what to multiply the scheduled rate by, for a group's peak rate."""
+    """Return a group's peak rate as a multiple of optimizer.lr, by which the scheduled rate is multiplied."""
     return 1.0 if rate is None else rate / options.lr
 
 
 def group_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield what is wrong with [[optimizer.groups]]: parameters with a rate and a decay of their own, by patterns."""
+    """Yield what is wrong with [[optimizer.groups]], which give parameters whose name matches their own rates."""
     tuning, groups = Tuning.of(config), config.optimizer.groups
     known = [name for name, _ in shapes(config.model, tuning) if not tuning.freezes(name)]
     texts = [text for number, table in enumerate(groups, 1) for text in _malformed(number, table)]
@@ -69,7 +71,7 @@ def group_contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _malformed(number: int, table: dict) -> Iterator[str]:
-    """What is wrong with a group by itself."""
+    """Yield what is wrong with one group, whatever the model."""
     place = f"{GROUPS}, group {number}"
     for key in table.keys() - {"match", "lr", "weight_decay"}:
         yield f"{place}: unknown key {key}: a group has match, lr and weight_decay"
@@ -88,7 +90,7 @@ def _malformed(number: int, table: dict) -> Iterator[str]:
 
 
 def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
-    """Yield what does not go with QK-Clip, or with measuring attention's logits."""
+    """Yield settings that contradict QK-Clip, or the measuring of attention logits that it needs."""
     model, limit, options = config.model, config.optimizer.qk_clip, config.metrics
     field, value = ("optimizer.qk_clip", limit) if limit else ("metrics.max_logit_every", options.max_logit_every)
     if not limit and config.optimizer.qk_clip_every != 1:
@@ -125,6 +127,7 @@ def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
 
 
 def _clipped_by_bound(config: Config, value: float) -> Iterator[Violation]:
+    """Yield settings that contradict optimizer.qk_clip_measure = "bound"."""
     field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
     if not value:
         yield Violation(
@@ -147,6 +150,7 @@ def _clipped_by_bound(config: Config, value: float) -> Iterator[Violation]:
 
 
 def _clips_frozen(config: Config, field: str) -> Iterator[Violation]:
+    """Yield a violation if QK-Clip would scale a weight that is not trained."""
     tuning = Tuning.of(config)
     for layer, mixer in enumerate(mixers(config.model)):
         for leaf in mixer.clipped(config.model):
@@ -161,27 +165,27 @@ def _clips_frozen(config: Config, field: str) -> Iterator[Violation]:
 
 SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
 SHARED += ("qk_clip", "qk_clip_every", "qk_clip_measure")
-"""Fields of [optimizer] that a step reads whatever the optimizer is."""
+"""Fields of [optimizer] that a step reads with any optimizer."""
 
 
 class OptimizerSpec(Spec):
-    """What holds for an optimizer; these are the usual answers."""
+    """Properties of an optimizer, with defaults."""
 
     reads: tuple[str, ...] = ()
-    """Fields of [optimizer] that it reads itself. Another that a recipe sets is refused: it would do nothing."""
+    """Fields of [optimizer] that the optimizer itself reads. A recipe that sets any other is refused."""
     numbers_per_weight = 1
-    """How many numbers it keeps for each weight."""
+    """Numbers of optimizer state per weight element."""
     bytes_per_tensor = 0
-    """What it keeps on the device for each tensor besides, such as a count of its updates."""
+    """Bytes of optimizer state on the device per tensor, such as a count of its updates."""
     numbers_per_matrix_weight = 0
-    """How many numbers, and no more, it keeps for each weight of `matrices`."""
+    """Numbers of optimizer state per element of the weights named by `matrices`, in place of numbers_per_weight."""
 
     def matrices(self, config: Config) -> tuple[str, ...]:
-        """Patterns of the names of weights that it treats otherwise."""
+        """Return patterns of the names of weights that have numbers_per_matrix_weight."""
         return ()
 
     def state_numbers(self, config: Config) -> int:
-        """How many numbers it keeps for the whole model."""
+        """Return the numbers of optimizer state of the full model."""
         tuning, patterns = Tuning.of(config), self.matrices(config)
         of_matrices = sum(
             prod(shape)
@@ -192,7 +196,7 @@ class OptimizerSpec(Spec):
         return self.numbers_per_weight * others + self.numbers_per_matrix_weight * of_matrices
 
     def moment_width(self, config: Config) -> int:
-        """Bytes of each of these numbers."""
+        """Return the bytes of each number of optimizer state."""
         return WIDTHS[config.training.dtype]
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
