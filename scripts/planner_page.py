@@ -46,12 +46,12 @@ from scripts.published_runs import (  # noqa: E402
     run_of,
     why_not,
 )
+from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
-from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
 from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
@@ -110,7 +110,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
-    world = recipe_ranks(read_draft([str(path)], PARTS))
+    world = recipe_ranks(read_draft([str(path)], COMPONENTS))
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
     peaks = [rank.peak for rank in rank_memories(config, fold)]
@@ -149,7 +149,7 @@ def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
     for name in (name for name in names() if "debug" not in name):
-        config, world = recipe(name), recipe_ranks(read_draft([str(find_recipe(name))], PARTS))
+        config, world = recipe(name), recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS))
         result = search(config, world, device_of("H100"), Factors(), 1)
         mappings = {"best": result.best[0], "unfolded": result.best_unfolded}
         seconds_and_overrides = {
@@ -161,7 +161,7 @@ def folding_gains() -> list[dict[str, Any]]:
 
 
 def recipe(name: str, changed: Sequence[str] = ()) -> Config:
-    return load(["--config", str(find_recipe(name)), *changed], PARTS, lambda config: [])
+    return load(["--config", str(find_recipe(name)), *changed], COMPONENTS, lambda config: [])
 
 
 def overrides(mapping: PricedMapping) -> dict[str, Any]:

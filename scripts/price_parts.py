@@ -16,12 +16,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from scripts.planner_page import between, table_of  # noqa: E402
+from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
 from titanmoe.config.recipe import find_recipe  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold  # noqa: E402
-from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.cost import Cost  # noqa: E402
 from titanmoe.plan.devices import read_device  # noqa: E402
 from titanmoe.plan.dispatch_costs import DispatchChoice  # noqa: E402
@@ -166,7 +166,9 @@ def step_rows(recipe: str) -> list[tuple[str, ...]]:
 
 def read(recipe: str, *changed: str) -> tuple[Config, int]:
     path = str(find_recipe(recipe))
-    return load(["--config", path, *changed], PARTS, lambda config: []), recipe_ranks(read_draft([path], PARTS))
+    return load(["--config", path, *changed], COMPONENTS, lambda config: []), recipe_ranks(
+        read_draft([path], COMPONENTS)
+    )
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
-from titanmoe.parts import PARTS
 from titanmoe.train.refusals import refusals
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,8 +55,8 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
     """The number of ranks, the mapping's overrides and the config; refuses here what the ranks would refuse."""
-    recipe = load(["--config", RECIPE], PARTS, lambda config: [])
-    asked = load(["--config", RECIPE, *extra], PARTS, lambda config: [])
+    recipe = load(["--config", RECIPE], COMPONENTS, lambda config: [])
+    asked = load(["--config", RECIPE, *extra], COMPONENTS, lambda config: [])
     ranks, devices = find_ranks(asked.training.device)
     print(f"devices   {devices}")
     mapping = overrides(recipe, ranks)
@@ -71,7 +71,7 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
     # A new run each time, and none that `titanmoe train debug` would go on with.
     own = {"job.name": "quickstart", "checkpoint.load": "none"}
     added = [*mapping, *(word for key, value in own.items() if key not in chosen for word in (f"--{key}", value))]
-    return ranks, added, load(["--config", RECIPE, *added, *extra], PARTS, lambda config: refusals(config, ranks))
+    return ranks, added, load(["--config", RECIPE, *added, *extra], COMPONENTS, lambda config: refusals(config, ranks))
 
 
 def run(ranks: int, arguments: list[str]) -> int:

@@ -90,10 +90,10 @@ def arguments(changes: dict[str, Any]) -> list[str]:
 
 @functools.cache
 def _read(argv: tuple[str, ...], size: int) -> Config:
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read
 
-    return read(list(argv), size, PARTS)
+    return read(list(argv), size, COMPONENTS)
 
 
 def read(changes: dict[str, Any], size: int) -> Config:
@@ -358,11 +358,11 @@ def measure(
 
 def train(argv: list[str]) -> None:
     """On a rank: what train.py does once it has joined the others."""
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
     from titanmoe.train.launch import read
 
     runtime = runtime_here()
-    build_trainer(read(argv, runtime.world, PARTS), runtime).train()
+    build_trainer(read(argv, runtime.world, COMPONENTS), runtime).train()
 
 
 def places(changes: dict[str, Any]) -> dict[str, blame.Held]:

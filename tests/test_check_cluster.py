@@ -12,11 +12,11 @@ import pytest
 from tests import world
 from tests.support import planted_faults, processes
 from tests.support.fake_gpu import GPU, FakeGPU
+from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.launcher import check_cluster
-from titanmoe.parts import PARTS
 from titanmoe.rehearse.rehearsal import fake_world
 from titanmoe.train.runtime import Runtime
 
@@ -27,7 +27,7 @@ def alone(ranks: int) -> list[float]:
     from tests.parity import runtime_here
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
-        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, PARTS)
+        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, COMPONENTS)
     return check_cluster.numbers(config, runtime_here())[0]
 
 

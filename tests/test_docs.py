@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load, other_names
 from titanmoe.config.field_values import WrongType, fit
 from titanmoe.config.fields import fields, tables
@@ -20,7 +21,6 @@ from titanmoe.config.recipe import toml
 from titanmoe.launcher import fit_ranks, train_command
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words
-from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -243,5 +243,5 @@ def test_runs_are_started_with_options_that_exist() -> None:
     for recipe, overrides in shown:
         wanted = [word for word in overrides if word != "--print-config"]
         load(
-            ["--config", str(ROOT / recipe), *wanted, "--model.hf="], PARTS, lambda config: []
+            ["--config", str(ROOT / recipe), *wanted, "--model.hf="], COMPONENTS, lambda config: []
         )  # its model is not here

@@ -11,7 +11,12 @@ import titanmoe
 
 ROOT = Path(titanmoe.__file__).parent
 PROBLEMS = (["no such file: a b", "ranks = 3"], "a.toml")
-ARGUMENTS = {"ConfigError": PROBLEMS, "Misfit": PROBLEMS, "FoldError": PROBLEMS[:1], "PartError": (("a.b",), "no part")}
+ARGUMENTS = {
+    "ConfigError": PROBLEMS,
+    "Misfit": PROBLEMS,
+    "FoldError": PROBLEMS[:1],
+    "ComponentError": (("a.b",), "no component"),
+}
 """Of those with a constructor of their own; the others take a text."""
 
 

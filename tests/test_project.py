@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import titanmoe
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
-from titanmoe.parts import PARTS
 from titanmoe.train.header import TRIED
 
 if sys.version_info >= (3, 11):
@@ -42,7 +42,7 @@ def test_every_recipe_loads_and_is_in_the_readme(recipe):
     with recipe.open("rb") as file:
         stated = tomllib.load(file)
     without_model = ["--model.hf="] * ("hf" in stated["model"])  # its folder is not here
-    load(["--config", str(recipe), *without_model], PARTS, lambda config: [])
+    load(["--config", str(recipe), *without_model], COMPONENTS, lambda config: [])
     assert f"train_configs/{recipe.name}" in (ROOT / "README.md").read_text()
 
 
@@ -121,7 +121,7 @@ ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
 ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 ARROWS["text_report"] = {"config"}
-ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "text_report", "train"}
+ARROWS["plan"] = {"config", "fold", "models", "moe", "components", "text_report", "train"}
 
 
 @functools.cache
@@ -181,7 +181,7 @@ def test_experiments_are_named_by_the_tables_of_their_kinds_alone() -> None:
     """An entry is the component's spec, without torch: all that the planner and the rehearsal know of it."""
     assert [name for name, to in imports() if to.startswith("titanmoe.experiments") and room(name) != room(to)] == []
     named = [to for name, to in imports_by_name() if room(to) == "experiments" and room(name) != "experiments"]
-    entries = [str(entry) for kind in PARTS.kinds for entry in kind.table.values()]
+    entries = [str(entry) for kind in COMPONENTS.kinds for entry in kind.table.values()]
     entries = [entry.partition(":")[0] for entry in entries if entry.startswith("titanmoe.experiments.")]
     assert entries and sorted(entries) == sorted(named)
     code = f"import sys, {', '.join(entries)}; sys.exit('torch' in sys.modules)"

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.recipe import read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
-from titanmoe.parts import PARTS
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ UNCOUNTED = 10_000
 
 
 def world(recipe: Path) -> int:
-    ranks = recipe_ranks(read_draft([str(recipe)], PARTS))
+    ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     assert ranks, f"{recipe.name} does not say its number of ranks, as in [job] ranks = 8"
     return ranks
 
@@ -44,7 +44,7 @@ def config_of(recipe: Path, *words: str) -> Config:
         words = "--training.epochs=0", f"--training.steps={UNCOUNTED}", *words
     if stated["model"].get("hf"):
         words = "--model.hf=", *words
-    return read(["--config", str(recipe), *words], world(recipe), PARTS)
+    return read(["--config", str(recipe), *words], world(recipe), COMPONENTS)
 
 
 def comments(recipe: Path) -> str:

@@ -122,11 +122,11 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
 
     degrees = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     try:
-        world = world_of(args.ranks, args.overrides, PARTS)
+        world = world_of(args.ranks, args.overrides, COMPONENTS)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -174,7 +174,7 @@ def run_fold(args: argparse.Namespace) -> int:
 def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
     """The config of the recipe or family on the command line, as far as it can be read, if there is one; what is wrong
     with it; and where it comes from."""
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
 
     options = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
     options = {path: value for path, value in options.items() if value is not None}
@@ -188,7 +188,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
         # Batch and schedule are not known: GPipe runs with any number of microbatches.
         defaults = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
         argv, options = [], defaults | options
-    draft = read_draft([*argv, *(f"--{path}={value}" for path, value in options.items())], PARTS)
+    draft = read_draft([*argv, *(f"--{path}={value}" for path, value in options.items())], COMPONENTS)
     return draft.config, draft.problems, draft.source if draft.problems else ""
 
 

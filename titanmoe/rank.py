@@ -5,8 +5,8 @@ import sys
 
 gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
 
+from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
-from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import Runtime, leave  # noqa: E402
 from titanmoe.watch.number_checks import checks, watched  # noqa: E402
@@ -34,7 +34,7 @@ def plan_overlap(config: Config, runtime: Runtime) -> tuple[Config, str]:
 
 def run() -> None:
     try:
-        code = main(sys.argv[1:], PARTS, watch=watched, overlap=plan_overlap, checks=checks)
+        code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, checks=checks)
     except SystemExit as end:
         code = end.code
     leave(code)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint import write_tensors as writing
-from titanmoe.parts import PARTS
+from titanmoe.components import COMPONENTS
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
@@ -54,7 +54,7 @@ def main() -> None:
         model += ["--model.dim=64", "--model.num_layers=1", "--model.vocab_size=256", "--model.expert_hidden=32"]
     if args.config:
         model = ["--config", args.config]
-    config = read([*model, "--checkpoint.keep_last=1"], world_size(), PARTS)
+    config = read([*model, "--checkpoint.keep_last=1"], world_size(), COMPONENTS)
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
     dist.broadcast_object_list(box, 0)

@@ -48,7 +48,7 @@ def main() -> None:
         args.steps = 4
     import torch
 
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
     from titanmoe.train.build import build_training
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import start, stop
@@ -58,7 +58,7 @@ def main() -> None:
     about["command"] = " ".join(["python", "scripts/bench/fp8_curve.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)
     further = [f"--training.steps={args.steps}", f"--training.device={args.device}", *(smallest if args.tiny else [])]
-    configs = {name: read([*BASE, *options, *further], 1, PARTS) for name, options in RUNS.items()}
+    configs = {name: read([*BASE, *options, *further], 1, COMPONENTS) for name, options in RUNS.items()}
     runtime, curves = start(configs["float32"]), {}
     for name, config in configs.items():
         trainer, began = Trainer(build_training(config, runtime)), time.process_time()

@@ -119,13 +119,13 @@ def as_rank(world: int) -> Iterator[None]:
 
 def configs(recipe: str, further: list[str]) -> tuple[Any, int, dict[int, Any]]:
     """The recipe, its number of ranks, and by number of layers the narrow model in it."""
+    from titanmoe.components import COMPONENTS
     from titanmoe.config.load import read_draft
     from titanmoe.config.world_size import recipe_ranks
-    from titanmoe.parts import PARTS
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse
 
     words = [recipe, *further]
-    world = recipe_ranks(read_draft(words, PARTS))
+    world = recipe_ranks(read_draft(words, COMPONENTS))
     whole = recipe_to_rehearse(words, world, HARDWARE)
     small = NARROW.split() + (LATENT.split() if whole.model.kv_lora_rank else [])
     words += [f"--model.{word}" for word in small]

@@ -335,8 +335,8 @@ def one(args: argparse.Namespace) -> None:
     """Measure one model on one side; each figure is a line of JSON."""
     import torch
 
+    from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
-    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start, stop
@@ -344,7 +344,7 @@ def one(args: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # shows where it hangs
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
     options = recipe(name, side, layers, batch, args.tiny, args.set)
-    config = read(options, 1, PARTS)
+    config = read(options, 1, COMPONENTS)
     peer = side in PEERS
     runtime = None if peer else start(config)
     device, count = runtime.device if runtime else alone(), parameters(config.model)

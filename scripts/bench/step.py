@@ -125,8 +125,8 @@ def cpu_seconds() -> float:
 
 def serve(root: str, options: list[str]) -> None:
     """One rank."""
+    from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
-    from titanmoe.parts import PARTS
     from titanmoe.train.build import build_training
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import start, stop, world_size
@@ -135,7 +135,7 @@ def serve(root: str, options: list[str]) -> None:
 
     if not Path(origin).is_relative_to(root):
         raise SystemExit(f"{origin} was imported and not the checkout {root}")
-    config = read(options, world_size(), PARTS)
+    config = read(options, world_size(), COMPONENTS)
     runtime = start(config)
     trainer = Trainer(build_training(config, runtime))
     count = parameters(config.model)

@@ -372,8 +372,8 @@ def _no_tokenizer() -> Any:
 
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     """One rank, like titanmoe's in scripts/bench/step.py: a line in asks for steps, a line out says what they took."""
+    from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
-    from titanmoe.parts import PARTS
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import world_size
 
@@ -382,7 +382,7 @@ def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     def answer(values: dict[str, Any]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    config = read(options, world_size(), PARTS)
+    config = read(options, world_size(), COMPONENTS)
     count = parameters(config.model)
     try:
         side = Side(config, "cpu")

@@ -15,11 +15,11 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from tests import parity  # noqa: E402
+from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.models.families import FAMILIES  # noqa: E402
 from titanmoe.observe import Observer, listening  # noqa: E402
 from titanmoe.ops.device import Hardware, as_on  # noqa: E402
 from titanmoe.parallel.materialize import piece  # noqa: E402
-from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.train.launch import read  # noqa: E402
 from titanmoe.train.runtime import Runtime  # noqa: E402
 
@@ -188,7 +188,7 @@ def config_of(family: str, changes: Changes, side: Side) -> Any:
     if changes.get("compile.enable"):
         changes = changes | {"compile.enable": bool(side.backend), "compile.backend": side.backend or "aot_eager"}
     every = {"model.family": family} | BASE | WIDTHS.get(family, {}) | dict.fromkeys(DTYPES, "float64") | changes
-    return read(parity.arguments(every | {"training.device": side.device.type}), 1, PARTS)
+    return read(parity.arguments(every | {"training.device": side.device.type}), 1, COMPONENTS)
 
 
 def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:

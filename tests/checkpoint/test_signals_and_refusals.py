@@ -48,11 +48,11 @@ def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
 
 ANSWERS = """
 import json, sys
-from titanmoe.parts import PARTS
+from titanmoe.components import COMPONENTS
 from titanmoe.train.launch import main
 for words in json.loads(sys.argv[1]):
     try:
-        main(words, PARTS)
+        main(words, COMPONENTS)
     except SystemExit as end:
         print(end.code, file=sys.stderr)
 """

@@ -22,10 +22,10 @@ from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config.allowed_code import NAMING_FIELDS, VARIABLE
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Checkpoint
-from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 
 # ---- code
@@ -68,7 +68,7 @@ def checkpoint_that_names(run: Path, field: str, name: str) -> Path:
 
 
 def test_the_fields_that_name_components_are_those_of_the_tables() -> None:
-    assert sorted(NAMING_FIELDS) == sorted(kind.field for kind in PARTS.kinds)
+    assert sorted(NAMING_FIELDS) == sorted(kind.field for kind in COMPONENTS.kinds)
 
 
 @pytest.mark.parametrize("field", NAMING_FIELDS)

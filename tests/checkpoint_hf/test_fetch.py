@@ -18,9 +18,9 @@ from tests import world
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.hf import fetch
 from titanmoe.cli import main as titanmoe
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.load import load
-from titanmoe.parts import PARTS
 
 COMMIT, NEWER = "1" * 40, "2" * 40
 
@@ -164,7 +164,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache, saved):
 
 def test_a_recipe_by_the_name_on_the_hub(cache, saved):
     snapshot = cache.put(saved)
-    config = load(["--model.hf", "owner/model"], PARTS, lambda config: [])
+    config = load(["--model.hf", "owner/model"], COMPONENTS, lambda config: [])
     assert config.model.family == "qwen3_moe" and config.model.num_experts == 8
     assert config.checkpoint.initial_hf == f"owner/model@{COMMIT}"
     assert config.data.tokenizer == str(snapshot)
@@ -173,14 +173,14 @@ def test_a_recipe_by_the_name_on_the_hub(cache, saved):
 def test_weights_are_fetched_before_ranks_meet_unless_the_run_has_a_checkpoint(cache, saved, tmp_path):
     cache.hub, said = saved, []
     words = ["--checkpoint.initial_hf", "owner/model", "--job.dump_folder", str(tmp_path), "--job.name", "run"]
-    other = load([*words, "--checkpoint.load", str(tmp_path)], PARTS, lambda config: [])
-    begun = load(words, PARTS, lambda config: [])
+    other = load([*words, "--checkpoint.load", str(tmp_path)], COMPONENTS, lambda config: [])
+    begun = load(words, COMPONENTS, lambda config: [])
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-00000001/manifest.json").write_text("{}")
     for config in (other, begun):
         fetch.fetch_first_weights(config, said.append)
     assert cache.calls == said == []
-    fetch.fetch_first_weights(load([*words, "--checkpoint.load", "none"], PARTS, lambda config: []), said.append)
+    fetch.fetch_first_weights(load([*words, "--checkpoint.load", "none"], COMPONENTS, lambda config: []), said.append)
     assert len(cache.calls) == 1 and said == ["fetching owner/model"]
 
 
@@ -207,7 +207,7 @@ def test_a_url_is_copied_once(url, saved, monkeypatch):
     assert (folder / "config.json").read_bytes() == (saved / "config.json").read_bytes()
     monkeypatch.setattr(fetch, "_copy", None)
     assert fetch.weights_folder(url) == folder
-    config = load(["--model.hf", url], PARTS, lambda config: [])
+    config = load(["--model.hf", url], COMPONENTS, lambda config: [])
     assert config.checkpoint.initial_hf == url and config.data.tokenizer == str(folder)
 
 

@@ -15,11 +15,11 @@ from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.cli import main
 from titanmoe.comm.collectives import NO_GROUP
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance_losses.aux_losses import AuxLoss
 from titanmoe.moe.balance_losses.balance_loss import Routed
-from titanmoe.parts import PARTS
 from titanmoe.tokens import Tokens
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def save(folder, name="qwen3_moe", tokenizer=False, **changes):
 
 
 def read(*words):
-    return load(list(map(str, words)), PARTS, lambda config: [])
+    return load(list(map(str, words)), COMPONENTS, lambda config: [])
 
 
 def problems(*words):

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.fields import docstrings, fields, renew, tables
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
 
@@ -30,7 +30,7 @@ def test_the_wrong_recipe_gives_the_message_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text(block("toml"))
     with pytest.raises(ConfigError) as caught:
-        load(["--config", "my.toml"], PARTS, check=lambda config: violations(config, 4))
+        load(["--config", "my.toml"], COMPONENTS, check=lambda config: violations(config, 4))
     assert f"{caught.value}\n" == block("text")
 
 
@@ -38,7 +38,7 @@ def test_overrides_shown_are_read():
     shown = re.search(r"## Overrides(.*?)##", PAGE, re.DOTALL)[1]
     for cell in re.findall(r"`(--[^`]+)`", shown):
         source = [] if "paths=" in cell else ["--data.source", "files", "--data.paths", "a"]
-        load([*source, *cell.split()], PARTS, check=lambda config: [])
+        load([*source, *cell.split()], COMPONENTS, check=lambda config: [])
 
 
 def test_code_runs(capsys):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import titanmoe.parallel.pipeline  # noqa: F401 (torch is loaded before steps are counted)
+from titanmoe.components import COMPONENTS
 from titanmoe.config import Config, ConfigError, load
 from titanmoe.config.fields import fields, toml_value
 from titanmoe.config.ranges import LAYERS
 from titanmoe.models.families import names
-from titanmoe.parts import PARTS
 from titanmoe.train.refusals import refusals
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def answered(seed: int, folder: Path) -> int:
         argv = ["--config", str(file), *argv]
     with Counted(CALLS) as counted:
         try:
-            config = load(argv, PARTS, lambda config: refusals(config, world))
+            config = load(argv, COMPONENTS, lambda config: refusals(config, world))
         except ConfigError as error:
             assert error.problems and all(error.problems)
             return counted.made

@@ -5,13 +5,13 @@ from math import inf, nan
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config.fields import build, fields, flat, ranges
 from titanmoe.config.laws import contradictions, out_of_range
 from titanmoe.config.ranges import Range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import family_of, names
 from titanmoe.moe.dispatchers.dispatcher_spec import overlapping_quoted
-from titanmoe.parts import PARTS
 
 LATENT = {
     "model.kv_lora_rank": 16,
@@ -37,7 +37,7 @@ def test_defaults_and_every_size_of_every_family_are_lawful():
         for size in sizes:
             named = {"model.family": family, "model.size": size}
             values = named | family_of(family).preset(named)
-            assert out_of_range(values) == contradictions(build(values, PARTS)) == [], (family, size)
+            assert out_of_range(values) == contradictions(build(values, COMPONENTS)) == [], (family, size)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_out_of_range(path, value):
     ],
 )
 def test_contradiction(values, says):
-    (violation,) = contradictions(build(values, PARTS))
+    (violation,) = contradictions(build(values, COMPONENTS))
     assert re.search(says, violation.text)
     assert set(violation.fields) & set(values)
     assert set(violation.fields) <= set(fields())
@@ -277,9 +277,9 @@ def test_contradiction(values, says):
     ],
 )
 def test_lawful(values):
-    assert out_of_range(flat(build(values, PARTS))) == contradictions(build(values, PARTS)) == []
+    assert out_of_range(flat(build(values, COMPONENTS))) == contradictions(build(values, COMPONENTS)) == []
 
 
 def test_contradictions_come_together():
     values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "files"}
-    assert len(contradictions(build(values, PARTS))) == 4
+    assert len(contradictions(build(values, COMPONENTS))) == 4

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
+from titanmoe.config.component_kinds import ComponentError, ComponentKind, Components, Spec
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
-from titanmoe.config.kinds import Kind, PartError, Parts, Spec
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
@@ -35,15 +35,15 @@ class ThreeSizes(Spec):
             return {f"model.own.{name}": value for name, value in OWN.items()}
         if size not in SHAPES | {"debug": {}}:
             text = f"model.size = {size!r} is not a size of mixtral: known are debug, small"
-            raise PartError(("model.family", "model.size"), text)
+            raise ComponentError(("model.family", "model.size"), text)
         return {f"model.{name}": value for name, value in SHAPES.get(size, {}).items()}
 
 
-PARTS = Parts((Kind("model.family", {"mixtral": ThreeSizes()}), DISPATCHERS))
+COMPONENTS = Components((ComponentKind("model.family", {"mixtral": ThreeSizes()}), DISPATCHERS))
 
 
 def read(*argv, check=lambda config: [], resolve=None):
-    return load(argv, PARTS, check, resolve)
+    return load(argv, COMPONENTS, check, resolve)
 
 
 def problems(*argv, check=lambda config: []):
@@ -528,9 +528,8 @@ def test_rank_that_waits_for_rank_0_ends_with_code_2_too():
 
 
 def test_help_into_a_closed_pipe_is_quiet():
-    code = (
-        "from titanmoe.config import load; from titanmoe.parts import PARTS; load(['--help'], PARTS, lambda config: [])"
-    )
+    imports = "from titanmoe.config import load; from titanmoe.components import COMPONENTS"
+    code = f"{imports}; load(['--help'], COMPONENTS, lambda config: [])"
     command = f'"{sys.executable}" -c "{code}" | head -1'
     done = subprocess.run(command, shell=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert done.stdout.startswith(b"usage:") and done.stderr == b""

@@ -3,8 +3,8 @@
 import pytest
 
 from titanmoe.config import ConfigError, load, to_toml
+from titanmoe.config.component_kinds import ComponentKind, Components, Spec
 from titanmoe.config.fields import build
-from titanmoe.config.kinds import Kind, Parts, Spec
 from titanmoe.config.model_file import ModelFile
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
@@ -35,8 +35,8 @@ def read():
         return ModelFile("there/config.json", FIXED, DEFAULTS)
 
     def read(*words):
-        kinds = (Kind("model.family", {"mixtral": Family()}), DISPATCHERS)
-        return load(words, Parts(kinds, read_model_file=read_model_file), lambda config: [])
+        kinds = (ComponentKind("model.family", {"mixtral": Family()}), DISPATCHERS)
+        return load(words, Components(kinds, read_model_file=read_model_file), lambda config: [])
 
     return read
 

@@ -11,11 +11,11 @@ from tests.checkpoint import folders
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.components import COMPONENTS
 from titanmoe.config import old_names
 from titanmoe.config.fields import fields
 from titanmoe.config.load import ConfigError, read_draft
 from titanmoe.config.old_names import NewName
-from titanmoe.parts import PARTS
 
 ROWS = {
     "optimizer.rate": NewName("optimizer.lr"),
@@ -88,7 +88,7 @@ def test_an_old_value_that_cannot_be_converted_is_refused_under_the_new_name(tmp
 
 def refusal(tmp_path: Path, recipe: str, *words: str) -> str:
     (tmp_path / "recipe.toml").write_text(recipe)
-    draft = read_draft([str(tmp_path / "recipe.toml"), *words], PARTS)
+    draft = read_draft([str(tmp_path / "recipe.toml"), *words], COMPONENTS)
     with pytest.raises(ConfigError) as refused:
         draft.finish(lambda config: [])
     return str(refused.value)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.recipe import SHIPPED, find_recipe, names
-from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ def test_a_name_stands_for_the_shipped_recipe_unless_there_is_such_a_file(tmp_pa
     assert find_recipe("debug") == SHIPPED / "debug.toml" and find_recipe("debug").samefile(
         ROOT / "train_configs" / "debug.toml"
     )
-    assert load(["--config", "debug"], PARTS, lambda config: []).job.name == "debug"
+    assert load(["--config", "debug"], COMPONENTS, lambda config: []).job.name == "debug"
     Path("debug").mkdir()  # a run's folder, for example
     assert find_recipe("debug") == SHIPPED / "debug.toml"
     Path("mine.toml").touch()
@@ -34,7 +34,7 @@ def test_a_name_stands_for_the_shipped_recipe_unless_there_is_such_a_file(tmp_pa
 def test_a_near_name_is_suggested(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"{name}: there is no such file: did you mean debug, which comes with"):
-        load(["--config", name], PARTS, lambda config: [])
+        load(["--config", name], COMPONENTS, lambda config: [])
 
 
 def test_a_wheel_has_them(tmp_path):

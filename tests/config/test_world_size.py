@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.load import read_draft
 from titanmoe.config.recipe import toml
 from titanmoe.config.world_size import recipe_ranks, world_of
-from titanmoe.parts import PARTS
 from titanmoe.train import launch
 
 BODY = '[model]\nfamily = "mixtral"\nsize = "debug"\n'
@@ -29,16 +29,16 @@ def recipe(tmp_path: Path):
 
 
 def own_ranks(*words: str) -> int:
-    return recipe_ranks(read_draft(words, PARTS))
+    return recipe_ranks(read_draft(words, COMPONENTS))
 
 
 def test_the_recipes_own_number_and_whatever_overrides_it(recipe):
     file = recipe("[job]\nranks = 8\n" + BODY)
     assert own_ranks(file) == own_ranks("--config", file) == 8
-    assert own_ranks("debug", "--job.ranks", "16") == world_of(None, ["debug", "--job.ranks=16"], PARTS) == 16
+    assert own_ranks("debug", "--job.ranks", "16") == world_of(None, ["debug", "--job.ranks=16"], COMPONENTS) == 16
     assert own_ranks("--training.steps", "5", file, "--data.paths", "a") == 8
     assert own_ranks(recipe(BODY)) == 0
-    assert world_of(3, [file], PARTS) == 3
+    assert world_of(3, [file], COMPONENTS) == 3
 
 
 def test_a_comment_that_said_it_is_told_what_to_write(recipe):
@@ -52,7 +52,7 @@ def test_a_comment_that_said_it_is_told_what_to_write(recipe):
         own_ranks(recipe('# world = 4\n[job]\nname = "x"\n'))
     file = recipe("# world = 4\n[job]\nranks = 8\n")
     assert own_ranks(file) == 8, "the key decides, the comment is only a comment"
-    assert world_of(2, [recipe("# world = 4\n" + TP2)], PARTS) == 2
+    assert world_of(2, [recipe("# world = 4\n" + TP2)], COMPONENTS) == 2
 
 
 def test_no_number_at_all_is_one_message_with_what_else_is_wrong(recipe):
@@ -60,12 +60,12 @@ def test_no_number_at_all_is_one_message_with_what_else_is_wrong(recipe):
         with pytest.raises(
             ConfigError, match=r"on how many ranks. Give --ranks N, or write it into the recipe: ranks = N"
         ):
-            world_of(None, argv, PARTS)
+            world_of(None, argv, COMPONENTS)
     with pytest.raises(ConfigError) as refusal:
-        world_of(None, ["--job.ranks", "four"], PARTS)
+        world_of(None, ["--job.ranks", "four"], COMPONENTS)
     assert "job.ranks = four is not an integer" in refusal.value.problems[0] and "how many" in refusal.value.problems[1]
     with pytest.raises(ConfigError, match="--ranks = 0 is not a number of ranks: use 1 or more"):
-        world_of(0, [], PARTS)
+        world_of(0, [], COMPONENTS)
 
 
 COMMANDS = ("plan", "rehearse", "fold", "train")
@@ -111,5 +111,5 @@ def test_print_config_of_the_plain_door(monkeypatch, capsys, recipe):
         monkeypatch.delenv(name, raising=False)
     for file, shard in ((recipe(TP2), -1), ("train_configs/deepseek_671b.toml", 4)):
         with pytest.raises(SystemExit) as end:
-            launch.read([file, "--print-config"], 1, PARTS)
+            launch.read([file, "--print-config"], 1, COMPONENTS)
         assert end.value.code == 0 and toml().loads(capsys.readouterr().out)["parallelism"]["dp_shard"] == shard

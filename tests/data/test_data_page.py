@@ -6,10 +6,10 @@ from pathlib import Path
 
 from tests.data.test_read_files import lines
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.data.open import open_documents
 from titanmoe.launcher.train_command import parse_words
-from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "data.md").read_text()
@@ -23,7 +23,7 @@ def test_from_jsonl_to_a_run_in_three_commands(tmp_path, monkeypatch, capsys):
     (tmp_path / "corpus" / "a.jsonl").write_bytes(lines(["one", "two"]))
     (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
     assert main(commands[0][1:]) == main(commands[1][1:]) == 0
-    config = load(parse_words(commands[2][2:]).words, PARTS, lambda config: [])
+    config = load(parse_words(commands[2][2:]).words, COMPONENTS, lambda config: [])
     assert config.data.source == "files" and len(open_documents(config, *config.data.paths)) == 2
     capsys.readouterr()
     exec(re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1], {})

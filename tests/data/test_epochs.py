@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.data.shard_folders import make
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
@@ -19,7 +20,6 @@ from titanmoe.data import epochs as module
 from titanmoe.data import pack
 from titanmoe.data.loader import Loader
 from titanmoe.data.sources import steps_of_epochs, training_sources
-from titanmoe.parts import PARTS
 from titanmoe.train.launch import read, resolve
 
 S, EPOCHS = 24, 2
@@ -210,7 +210,7 @@ def test_several_sources_do_not_change_between_steps_and_epochs(config):
 
 
 def problems(*words: str) -> str:
-    return "\n".join(read_draft([*words], PARTS).problems)
+    return "\n".join(read_draft([*words], COMPONENTS).problems)
 
 
 def test_what_contradicts_epochs_is_refused(shards):
@@ -230,7 +230,7 @@ def test_what_contradicts_epochs_is_refused(shards):
 def test_steps_follow_from_epochs_wherever_a_run_stands(shards, capsys):
     words = ["--data.source=files", f"--data.paths={shards[0]}", "--training.epochs=3", f"--training.seq_len={S}"]
     words += ["--training.global_batch_size=8", "--model.vocab_size=10048"]
-    config = read_draft(words, PARTS).config
+    config = read_draft(words, COMPONENTS).config
     assert config.training.steps == -1
     windows = (sum(SIZES[0]) - 1) // S
     total = 3 * windows
@@ -244,7 +244,7 @@ def test_steps_follow_from_epochs_wherever_a_run_stands(shards, capsys):
         resolve(config, 1, lambda _: {})
 
     with pytest.raises(SystemExit):
-        read([*words, "--job.ranks=1", "--print-config"], 1, PARTS)
+        read([*words, "--job.ranks=1", "--print-config"], 1, COMPONENTS)
     printed = capsys.readouterr().out
     assert f"\nsteps = -1  # {-(-total // 8)} here\nepochs = 3\n" in printed
 
@@ -255,7 +255,7 @@ def test_chats_are_packed_whole_unless_packing_is_set(tmp_path: Path, folder_nam
     folder = make(tmp_path / folder_name, [[[1, 2, 3]]], [[[False, True, True]]] if chats else None)
     words = ["--data.source=files", f"--data.paths={folder}"]
     packing = "best_fit" if chats else "stream"
-    assert read_draft(words, PARTS).config.data.packing == packing
-    assert read_draft([*words, "--data.packing=documents"], PARTS).config.data.packing == "documents"
-    assert read_draft([*words, "--data.format=chat"], PARTS).config.data.packing == "best_fit"
-    assert read_draft([f"--data.paths={folder}"], PARTS).config.data.packing == "stream", "it reads no files"
+    assert read_draft(words, COMPONENTS).config.data.packing == packing
+    assert read_draft([*words, "--data.packing=documents"], COMPONENTS).config.data.packing == "documents"
+    assert read_draft([*words, "--data.format=chat"], COMPONENTS).config.data.packing == "best_fit"
+    assert read_draft([f"--data.paths={folder}"], COMPONENTS).config.data.packing == "stream", "it reads no files"

@@ -11,13 +11,13 @@ import pytest
 
 from tests.data.test_read_files import read
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.data.formats import FORMATS, format_of, format_option
 from titanmoe.data.read_files import find_files
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.tokenize import plan_shards
 from titanmoe.data.tokenize_unit import TokenizeJob
-from titanmoe.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = """
@@ -121,9 +121,9 @@ def test_a_format_that_cannot_be_used_is_refused_where_extensions_are_looked_up(
 def test_a_template_is_for_conversations(own):
     words = ["--data.chat_template", "t.jinja", "--data.format"]
     for name in ("chat", "own_talks:FORMAT"):
-        assert load([*words, name], PARTS, lambda config: []).data.format == name
+        assert load([*words, name], COMPONENTS, lambda config: []).data.format == name
     with pytest.raises(ConfigError, match=r'is for chats, and data.format = "jsonl" reads none: set format = "chat"'):
-        load([*words, "jsonl"], PARTS, lambda config: [])
+        load([*words, "jsonl"], COMPONENTS, lambda config: [])
 
 
 def test_a_format_that_reads_nothing_is_refused_when_it_is_named(own):
@@ -131,13 +131,14 @@ def test_a_format_that_reads_nothing_is_refused_when_it_is_named(own):
         "from titanmoe.data.formats.format import Format\nclass Silent(Format): ...\nFORMAT = Silent()\n"
     )
     with pytest.raises(ConfigError, match=r'data.format = "no_read:FORMAT" cannot be used: no_read:FORMAT lacks read'):
-        load(["--data.format", "no_read:FORMAT"], PARTS, lambda config: [])
+        load(["--data.format", "no_read:FORMAT"], COMPONENTS, lambda config: [])
 
 
 def test_a_recipe_is_read_without_numpy():
     code = (
-        "import sys; from titanmoe.config import load; from titanmoe.parts import PARTS; "
-        "[load(['--data.format', name], PARTS, lambda config: []) for name in PARTS.of('data.format').table]; "
+        "import sys; from titanmoe.config import load; from titanmoe.components import COMPONENTS; "
+        "formats = COMPONENTS.kind_of('data.format').table; "
+        "[load(['--data.format', name], COMPONENTS, lambda config: []) for name in formats]; "
         "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -7,11 +7,11 @@ from math import gcd, prod
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legal_mappings import changes, legal_folds, nearest
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=96
@@ -53,7 +53,7 @@ def test_every_mapping_of_a_model(world, batch):
             and (fold.pp == 1 or (1 if batch == -1 else batch // fold.dp) >= fold.pp)  # as 1F1B requires
         )
 
-    config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=batch), parts=PARTS)
+    config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=batch), components=COMPONENTS)
     folds = set(legal_folds(world, config))
     assert folds == set(filter(legal, factorisations(world)))
     for fold in factorisations(world):
@@ -64,12 +64,12 @@ def wish_for(config: Config, fold: Fold) -> Config:
     experts = Experts(ep=fold.ep, etp=fold.etp, edp=fold.edp, edp_replicate=fold.edp_replicate)
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     parallelism = Parallelism(**{name: getattr(fold, name) for name in names}, experts=experts)
-    return Config(model=config.model, training=config.training, parallelism=parallelism, parts=PARTS)
+    return Config(model=config.model, training=config.training, parallelism=parallelism, components=COMPONENTS)
 
 
 def test_nearest_changes_little():
     parallelism = Parallelism(tp=3, experts=Experts(ep=3))
-    config = Config(model=MODEL, training=Training(seq_len=64), parallelism=parallelism, parts=PARTS)
+    config = Config(model=MODEL, training=Training(seq_len=64), parallelism=parallelism, components=COMPONENTS)
     folds = nearest(16, parallelism, config)
     assert [changes(parallelism, fold) for fold in folds] == [
         {"tp": (3, 4), "ep": (3, 4)},
@@ -98,21 +98,23 @@ def test_nearest_changes_a_given_derived_degree_too():
 
 
 def test_nearest_writes_down_an_edp_replicate_that_is_not_derived():
-    config = Config(model=Model(dim=62, num_experts=8, num_layers=1), training=Training(seq_len=64), parts=PARTS)
+    config = Config(
+        model=Model(dim=62, num_experts=8, num_layers=1), training=Training(seq_len=64), components=COMPONENTS
+    )
     parallelism = Parallelism()
     assert {"edp_replicate": (-1, 3)} in [changes(parallelism, fold) for fold in nearest(12, parallelism, config)]
 
 
 def test_nearest_leaves_out_needless_changes():
     parallelism = Parallelism(tp=4, experts=Experts(ep=8))
-    config = Config(model=MODEL, training=Training(seq_len=65), parts=PARTS)
+    config = Config(model=MODEL, training=Training(seq_len=65), components=COMPONENTS)
     folds = [changes(parallelism, fold) for fold in nearest(16, parallelism, config, count=5)]
     assert folds == [{"tp": (4, 1)}]
 
 
 def test_nothing_is_nearest_if_nothing_is_legal():
     # 7 data ranks or 7 of anything: neither batch, heads nor experts divide by it
-    config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=4), parts=PARTS)
+    config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=4), components=COMPONENTS)
     assert list(legal_folds(7, config)) == []
     assert nearest(7, Parallelism(), config) == []
     assert nearest(0, Parallelism()) == []

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Training
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
@@ -21,7 +21,7 @@ def broken(world: int, parallelism: Parallelism | None = None, training: Trainin
         model=replace(MODEL, **model),
         parallelism=parallelism or Parallelism(),
         training=training or Training(seq_len=64),
-        parts=PARTS,
+        components=COMPONENTS,
     )
     return violations(config, world)
 
@@ -166,7 +166,7 @@ def test_products_accumulate_only_where_no_data_rank_shares_an_expert():
     def why(ep: int, model: Model = MODEL, reshard: str = "auto") -> list[str]:
         degrees, moe = Parallelism(experts=Experts(ep=ep)), MoE(accumulate_weight_gradients=True)
         degrees = replace(degrees, reshard_after_forward=reshard)
-        return violations(Config(model=model, parallelism=degrees, moe=moe, parts=PARTS), 4)
+        return violations(Config(model=model, parallelism=degrees, moe=moe, components=COMPONENTS), 4)
 
     start = "moe.accumulate_weight_gradients = true has no effect, because "
     fsdp = 'parallelism.reshard_after_forward = "always" leaves the experts to FSDP: set it to false, or use "auto"'
@@ -203,7 +203,9 @@ def test_nonsense_in_other_fields_does_not_crash():
 def hierarchical(world: int, parallelism: Parallelism) -> list[str]:
     model, training = replace(MODEL, num_experts=8, dim=96), Training(seq_len=64)
     moe = MoE(dispatcher="hierarchical")
-    return violations(Config(model=model, parallelism=parallelism, training=training, moe=moe, parts=PARTS), world)
+    return violations(
+        Config(model=model, parallelism=parallelism, training=training, moe=moe, components=COMPONENTS), world
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.covering_mappings import all_folds, degrees
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legal_mappings import legal_folds, nearest
 from titanmoe.fold.pipeline_schedules import single_order
-from titanmoe.parts import PARTS
 from titanmoe.train import refusals
 
 SMALL = [
@@ -76,9 +76,11 @@ def test_of_all_mappings_of_8_ranks(options: list[str], complete_machine: None, 
     with path.open("w") as file:
         csv.writer(file).writerows([[str(*cell) for cell in row] for row in single_order("1F1B", 2, 4)])
     with pytest.raises(SystemExit):
-        load([*SMALL, *(word.replace("FILE", str(path)) for word in options), "--print-config"], PARTS, lambda _: [])
+        load(
+            [*SMALL, *(word.replace("FILE", str(path)) for word in options), "--print-config"], COMPONENTS, lambda _: []
+        )
     recipe.write_text(capsys.readouterr().out)
-    config = load(["--config", str(recipe)], PARTS, lambda _: [])
+    config = load(["--config", str(recipe)], COMPONENTS, lambda _: [])
 
     assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
     listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]

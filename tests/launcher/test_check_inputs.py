@@ -16,6 +16,7 @@ from tests.checkpoint.folders import make, rewrite
 from tests.checkpoint_hf import adapted, models
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import nested
 from titanmoe.config.schema import Config
@@ -23,7 +24,6 @@ from titanmoe.data.loader import Loader
 from titanmoe.launcher import agent, fit_ranks
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
-from titanmoe.parts import PARTS
 from titanmoe.train import launch, machine_room, refusals
 
 FIELDS = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "model.vocab_size": 320, "training.seq_len": 8}
@@ -193,7 +193,7 @@ def test_adapters_that_do_not_fit_are_refused_before_there_are_ranks(
 
     words = ["train.toml", *SYNTHETIC, "--training.seq_len=8", "--lora.rank=4", "--checkpoint.initial_adapter=peft"]
     Path("train.toml").write_text(f'[model]\nhf = "{qwen}"\n[job]\nranks = 1\n')
-    assert load(words[:1], PARTS, lambda config: []).model.family == "qwen3_moe"
+    assert load(words[:1], COMPONENTS, lambda config: []).model.family == "qwen3_moe"
     adapted.write(Path("lora/step-00000001"), qwen)
     assert main(["convert", "lora/step-00000001", "peft", "--to-peft"]) == 0
     assert main(["train", *words]) == 2
@@ -272,10 +272,10 @@ def test_under_torchrun_rank_0_checks_before_the_ranks_meet(
     words = ["--config", *WORDS, *files("nowhere.jsonl")]
     if rank:
         with pytest.raises(Met):
-            launch.main(words, PARTS)
+            launch.main(words, COMPONENTS)
         return
     with pytest.raises(SystemExit) as end:
-        launch.main(words, PARTS)
+        launch.main(words, COMPONENTS)
     assert end.value.code == 2 and "'nowhere.jsonl' does not exist" in capsys.readouterr().err
 
 

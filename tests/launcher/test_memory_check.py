@@ -9,13 +9,13 @@ import torch
 
 from tests.support import fake_gpu
 from tests.support.fake_gpu import FakeGPU
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.load import read_draft
 from titanmoe.fold.degrees import derive
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
-from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
@@ -53,7 +53,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
     assert match, problem
     whole, state, count = map(float, match.groups())
     assert state == pytest.approx(16 * 6.92 / 8, rel=0.01) and whole > 8 * state, "6.92 billion weights in float32"
-    config = read_draft(["--config", "olmoe_7b_a1b"], PARTS).config
+    config = read_draft(["--config", "olmoe_7b_a1b"], COMPONENTS).config
     h100 = read_device("h100")
     fits = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
     assert fits == [False, True], "and half of them are not"
@@ -118,7 +118,7 @@ def test_a_gpu_is_of_one_rank(on):
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():
-    config = read_draft(["--config", "debug_pp"], PARTS).config
+    config = read_draft(["--config", "debug_pp"], COMPONENTS).config
     on_gpu = memory_check.memory_need(config, 4, 4, GPUS)
     config.optimizer.offload = True
     offloaded = memory_check.memory_need(config, 4, 4, GPUS)
@@ -137,7 +137,7 @@ class StatelessSpec(OptimizerSpec):
 
 def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
-    config = read_draft(["--config", "debug_pp"], PARTS).config
+    config = read_draft(["--config", "debug_pp"], COMPONENTS).config
     with_moments = memory_check.memory_need(config, 4, 4, CPUS)
     config.optimizer.name = "stateless"
     without = memory_check.memory_need(config, 4, 4, CPUS)
@@ -151,7 +151,7 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
 
 def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
-    config = read_draft(["--config", "debug"], PARTS).config
+    config = read_draft(["--config", "debug"], COMPONENTS).config
     assert {"optimizer.offload": True} in list(memory_check._ways(config, 2, GPUS))[-1]
     config.optimizer.name = "stateless"
     assert list(memory_check._ways(config, 2, GPUS))[-1] == [{}]

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support import processes
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.recipe import toml
 from titanmoe.launcher import agent, fit_ranks, train_command
@@ -24,7 +25,6 @@ from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
-from titanmoe.parts import PARTS
 from titanmoe.train import launch, launch_messages
 from titanmoe.train.launch_messages import hand_on_config, read_handed_config
 
@@ -207,12 +207,12 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     prepared = prepare(parse_words(words))
     recipes = opened_recipes(monkeypatch)
 
-    expected = launch.read(prepared.request.words, 4, PARTS)
+    expected = launch.read(prepared.request.words, 4, COMPONENTS)
     assert len(recipes) == 1, "under torchrun each rank reads it once"
     with hand_on_config(prepared.checked) as file:
         monkeypatch.setenv(launch_messages.CONFIG_FILE, str(file))
         monkeypatch.setattr(launch, "refusals", None)
-        assert launch.receive(read_handed_config(PARTS), 4) == expected
+        assert launch.receive(read_handed_config(COMPONENTS), 4) == expected
     assert not file.exists()
     assert len(recipes) == 1, "a rank of titanmoe train does not read it"
 
@@ -281,17 +281,17 @@ def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError) as refusal:
-        launch.read(["--config", DEBUG, "--training.steps", "5"], 1, PARTS)
+        launch.read(["--config", DEBUG, "--training.steps", "5"], 1, COMPONENTS)
     (problem,) = refusal.value.problems
     assert problem == (
         "this recipe is for 4 ranks, and this is one process without a launcher: "
         f"titanmoe train {DEBUG} --training.steps 5"
     )
     with pytest.raises(ConfigError) as refusal:
-        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1, PARTS)
+        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1, COMPONENTS)
     assert "does not divide the stage of 4 ranks" in refusal.value.problems[0]
     alone = ["--config", DEBUG, "--parallelism.tp", "1", "--parallelism.experts.ep", "1"]
-    assert launch.read(alone, 1, PARTS).parallelism.dp_shard == 1
+    assert launch.read(alone, 1, COMPONENTS).parallelism.dp_shard == 1
 
 
 # ---- this machine

@@ -6,6 +6,7 @@ from math import prod
 import pytest
 import torch
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build
 from titanmoe.config.laws import contradictions
@@ -15,12 +16,11 @@ from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.families import family_of, names
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Transformer
-from titanmoe.parts import PARTS
 
 
 def config_of(family: str, **changes) -> Config:
     named = {"model.family": family, "model.size": "debug"}
-    config = build(named | family_of(family).preset(named), PARTS)
+    config = build(named | family_of(family).preset(named), COMPONENTS)
     return replace(config, model=replace(config.model, **changes))
 
 
@@ -106,7 +106,7 @@ def test_a_matrix_of_another_module_is_refused_adapters():
 def test_adapters_of_qwen3_30b_have_the_published_sizes():
     """In millions: 830 in experts at rank 16 and 104 at 2, 13.4 in attention."""
     named = {"model.family": "qwen3_moe", "model.size": "30b_a3b"}
-    model = build(named | family_of("qwen3_moe").preset(named), PARTS).model
+    model = build(named | family_of("qwen3_moe").preset(named), COMPONENTS).model
 
     def millions(rank: int, experts_rank: int, target: str) -> float:
         return trained_parameters(model, tensors.Tuning((), rank, experts_rank, (target,))) / 1e6
@@ -124,4 +124,4 @@ def test_what_adapters_do_not_have_is_refused_by_name(option, says):
     from titanmoe.train.launch import read
 
     with pytest.raises(ConfigError, match=says):
-        read(["--lora.rank", "4", f"--lora.{option}", "1"], 1, PARTS)
+        read(["--lora.rank", "4", f"--lora.{option}", "1"], 1, COMPONENTS)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.moe import test_balance as four
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
 from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, switched_on
 from titanmoe.moe.layer_statistics import RowLayout
-from titanmoe.parts import PARTS
 from titanmoe.train.alarms import unbalanced
 
 
@@ -99,7 +99,7 @@ def test_what_names_them_asks_their_specs() -> None:
 )
 def test_what_is_refused(lines: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        load(["--moe.balance_losses", *lines, "--training.steps", "0"], PARTS, lambda config: [])
+        load(["--moe.balance_losses", *lines, "--training.steps", "0"], COMPONENTS, lambda config: [])
     problems = "\n".join(refused.value.problems)
     assert says in problems and "training.steps = 0" in problems, "all that is wrong is said at once"
     if len(lines) == 1:
@@ -125,7 +125,7 @@ class NoForward(BalanceLoss):
 @pytest.mark.parametrize(("name", "metric"), [("Loss", "loss"), ("Layer", "layers.1.z_loss")])
 def test_one_cannot_overwrite_another_number_of_the_report(name: str, metric: str) -> None:
     with pytest.raises(ConfigError, match=f"{__name__}:{name} would be reported as {metric}, a name that other"):
-        load(["--moe.balance_losses", f"{__name__}:{name} 0.1"], PARTS, lambda config: [])
+        load(["--moe.balance_losses", f"{__name__}:{name} 0.1"], COMPONENTS, lambda config: [])
 
 
 def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
@@ -138,6 +138,6 @@ def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
 
 def test_all_that_is_wrong_in_the_list_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        load(["--moe.balance_losses", "one", "z_loss 0.1"], PARTS, lambda config: [])
+        load(["--moe.balance_losses", "one", "z_loss 0.1"], COMPONENTS, lambda config: [])
     (problem,) = refused.value.problems
     assert '"one 0.01"' in problem and "moe.z_loss = 0.1" in problem

@@ -9,14 +9,14 @@ from torch import Tensor
 from tests.moe import test_balance as balance
 from tests.moe.test_router import route, tokens
 from titanmoe.checkpoint.hf.config import _violations
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
-from titanmoe.config.kinds import PartError
+from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance import Balance
 from titanmoe.moe.router import Router
 from titanmoe.moe.score_functions import SCORE_FUNCTIONS, ScoreFunction
 from titanmoe.ops.kernels.route import MODES
-from titanmoe.parts import PARTS
 
 
 class SquareRoot(ScoreFunction):
@@ -61,18 +61,18 @@ def test_its_scores_are_normalised_for_the_balance_losses(name: str) -> None:
 
 def test_an_unknown_one_is_an_error() -> None:
     for make in (Router, Balance):
-        with pytest.raises(PartError, match=r'"softmx" is not one of softmax, .* did you mean softmax'):
+        with pytest.raises(ComponentError, match=r'"softmx" is not one of softmax, .* did you mean softmax'):
             model = Model(score_function="softmx")
             make(model, MoE(), 0, 0, torch.float32) if make is Router else make(model, MoE(), 1)
     with pytest.raises(ConfigError, match='score_function = "softmx" is not one of'):
-        load(["--model.score_function", "softmx"], PARTS, lambda config: [])
+        load(["--model.score_function", "softmx"], COMPONENTS, lambda config: [])
 
 
 def test_a_recipe_with_one_weight_of_1_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="norm_topk = true makes every routing weight 1"):
-        load(["--model.score_function", name, "--model.top_k", "1"], PARTS, lambda config: [])
+        load(["--model.score_function", name, "--model.top_k", "1"], COMPONENTS, lambda config: [])
     words = ["--model.score_function", name, "--model.top_k", "1", "--model.norm_topk", "false"]
-    assert load(words, PARTS, lambda config: []).model.score_function == name
+    assert load(words, COMPONENTS, lambda config: []).model.score_function == name
 
 
 def test_a_published_model_with_one_weight_of_1_is_refused() -> None:

@@ -16,6 +16,7 @@ from tests import parity, world
 from tests.support.case_features import DISPATCHERS, MODELS, TRAINED
 from tests.support.masks import mask_of, tree
 from titanmoe.comm.collectives import NO_GROUP, Group, gather, scatter_sum
+from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.config.world_size import recipe_ranks
@@ -28,7 +29,6 @@ from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts, why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute
-from titanmoe.parts import PARTS
 from titanmoe.tokens import Tokens
 from titanmoe.train.launch import read
 
@@ -362,8 +362,8 @@ def small(config: Config) -> Config:
 )
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
-    world = recipe_ranks(read_draft([str(recipe)], PARTS))
-    config = small(read(["--config", str(recipe)], world, PARTS))
+    world = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
+    config = small(read(["--config", str(recipe)], world, COMPONENTS))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()
     counters.clear()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from tests import parity
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import turned_width
 from titanmoe.config.fields import build
@@ -24,7 +25,6 @@ from titanmoe.models.layers import rope_angles
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.parallel.tensor import Plan, Sharded, TensorParallel, expand, make_plan
-from titanmoe.parts import PARTS
 
 FAMILY = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w?.weight": None})
 """A family whose shared experts are replicated over tp and see only the rank's own tokens."""
@@ -33,7 +33,7 @@ WRONG = Family({"debug": qwen2_moe.SIZES["debug"]}, plan={"moe.shared.w9.*": Non
 
 def config_of(family: str, **changes: Any) -> Config:
     named = {"model.family": family, "model.size": "debug"}
-    config = build(named | family_of(family).preset(named), PARTS)
+    config = build(named | family_of(family).preset(named), COMPONENTS)
     return replace(config, model=replace(config.model, **changes))
 
 

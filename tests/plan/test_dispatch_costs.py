@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from titanmoe import rank
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.devices import Device, device_like, read_device
 from titanmoe.plan.dispatch_costs import HALVES, HALVES_WEIGHTS, DispatchChoice, hidden_by_pairs, seconds_in_parts
@@ -39,7 +39,7 @@ SMALL = (
 
 
 def recipe(name: str, *changes: str) -> Config:
-    return load(["--config", f"train_configs/{name}.toml", *changes], PARTS, lambda config: [])
+    return load(["--config", f"train_configs/{name}.toml", *changes], COMPONENTS, lambda config: [])
 
 
 def test_the_wire_and_the_experts_do_one_thing_at_a_time() -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from titanmoe.cli import main
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 from titanmoe.plan.candidates import candidates_of
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
@@ -92,7 +92,7 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_table_lists_different_mappings() -> None:
-    config = load(["--config", RECIPE, *SMALL], PARTS, lambda config: [])
+    config = load(["--config", RECIPE, *SMALL], COMPONENTS, lambda config: [])
     best = search(config, 4, read_device("h100"), Factors(), 5).best
     assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (mapping.fold for mapping in best)}) == len(best) == 5
     assert [mapping.price.step for mapping in best] == sorted(mapping.price.step for mapping in best)
@@ -100,7 +100,7 @@ def test_the_table_lists_different_mappings() -> None:
 
 def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> None:
     stages = "--model.num_layers 4 --parallelism.pp 2 --pipeline.layers_per_stage 3 1"
-    restricted = load(["--config", RECIPE, *SMALL, *stages.split()], PARTS, lambda config: [])
+    restricted = load(["--config", RECIPE, *SMALL, *stages.split()], COMPONENTS, lambda config: [])
     free = replace(restricted, pipeline=replace(restricted.pipeline, layers_per_stage=[]))
     searches = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (restricted, free)]
     steps = [[mapping.price.step for mapping in best] for best in searches]
@@ -119,7 +119,7 @@ def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: py
 def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
     """DeepSeek-V3 under DualPipeV, pp 16 and full recomputation: planned 69.5 GB, rehearsed 108."""
     argv = ["--config", RECIPE, *SMALL]
-    pricer = Pricer(load(argv, PARTS, lambda config: []), read_device("h100"), Factors())
+    pricer = Pricer(load(argv, COMPONENTS, lambda config: []), read_device("h100"), Factors())
     proposed = {
         (candidate.schedule, candidate.mode)
         for candidate in candidates_of(pricer.config, 4, pricer, math.inf)
@@ -138,7 +138,7 @@ def test_what_nccl_takes_follows_the_mapping() -> None:
     argv = ["--config", "train_configs/mixtral_8x22b.toml"]
     device, counts = read_device("h100"), []
     for more in ([], ["--parallelism.experts.ep", "1"], ["--parallelism.dp_replicate", "2"], ["--parallelism.cp", "2"]):
-        config = load([*argv, *more], PARTS, lambda config: [])
+        config = load([*argv, *more], COMPONENTS, lambda config: [])
         fold = derive(128, config.parallelism)
         counts.append((len(communicators(config, fold, 8)), nccl_bytes(config, fold, device)))
     (plain, plain_bytes), (without, without_bytes), (replicas, replicas_bytes), (ring, ring_bytes) = counts
@@ -152,14 +152,14 @@ def test_what_nccl_takes_follows_the_mapping() -> None:
 def test_the_search_finds_the_fastest() -> None:
     """Of all mappings that it may choose among, each evaluated by itself."""
     argv = ["--config", RECIPE, *SMALL, "--pipeline.schedule", "GPipe"]
-    config, world, device = load(argv, PARTS, lambda config: []), 4, read_device("h100")
+    config, world, device = load(argv, COMPONENTS, lambda config: []), 4, read_device("h100")
 
     def with_mapping(fold: object, mode: str, samples: int) -> Config | None:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = [f"--parallelism.{name}={getattr(fold, name)}" for name in names]
         degrees += [f"--parallelism.experts.{name}={getattr(fold, name)}" for name in ("ep", "etp")]
         more = [f"--activation_checkpoint.mode={mode}", f"--training.local_batch_size={samples}"]
-        mapped = load([*argv, *degrees, *more], PARTS, lambda config: [])
+        mapped = load([*argv, *degrees, *more], COMPONENTS, lambda config: [])
         return None if violations(mapped, world) else mapped
 
     every = [
@@ -180,7 +180,7 @@ def test_the_search_finds_the_fastest() -> None:
 def test_the_search_keeps_weights_gathered_where_memory_allows() -> None:
     def reshards(choice: str) -> list[str]:
         words = ["--config", "train_configs/olmoe_7b_a1b.toml", f"--parallelism.reshard_after_forward={choice}"]
-        found = search(load(words, PARTS, lambda config: []), 8, read_device("h100"), Factors(), 2).best
+        found = search(load(words, COMPONENTS, lambda config: []), 8, read_device("h100"), Factors(), 2).best
         return [one.config.parallelism.reshard_after_forward for one in found]
 
     assert sorted(reshards("auto")) == ["auto", "never"]  # with 8 samples in a microbatch, and with 2

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
-from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.dispatch_costs import DispatchChoice
@@ -25,7 +25,7 @@ def evaluated(world: int, *changes: str) -> PricedMapping:
         return []
 
     argv = ["--config", "train_configs/mixtral_8x22b.toml", *changes]
-    return evaluate(load(argv, PARTS, no_violations), world, H100, Factors())
+    return evaluate(load(argv, COMPONENTS, no_violations), world, H100, Factors())
 
 
 def test_messages_follow_the_links_that_groups_cross() -> None:
@@ -102,7 +102,7 @@ def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
     for seq, kernel, dearer in (*kinds, (131072, "auto", (1.0, 1.1))):
         argv = ["--config", "train_configs/mixtral_8x22b.toml", "--training.seq_len", str(seq)]
         argv += ["--parallelism.attention_kernel", kernel]
-        priced = BlockCosts(load(argv, PARTS, lambda config: []), H100, Factors())
+        priced = BlockCosts(load(argv, COMPONENTS, lambda config: []), H100, Factors())
         tp, cp = (sum(sum(part) for part in priced.attention(*split, 1, 0)) for split in ((2, 1), (1, 2)))
         assert dearer[0] < cp / tp < dearer[1]
 
@@ -127,7 +127,7 @@ def test_components() -> None:
 @pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 194, 393), ("deepseek_671b", 698, 1473)])
 def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
-    config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
+    config = load(["--config", f"train_configs/{recipe}.toml"], COMPONENTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
     halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, DispatchChoice("alltoall"))
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
@@ -143,7 +143,7 @@ def test_rows_of_one_sided_kernels() -> None:
     for ranks, rate in ((16, 55.5e9), (32, 49.5e9), (64, 44e9)):
         config = load(
             ["--config", "train_configs/deepseek_671b.toml", "--model.num_groups", "1", "--model.top_groups", "1"],
-            PARTS,
+            COMPONENTS,
             lambda c: [],
         )
         priced = BlockCosts(config, H100, Factors())
@@ -152,7 +152,7 @@ def test_rows_of_one_sided_kernels() -> None:
 
 
 def test_tokens_of_few_groups_visit_few_nodes() -> None:
-    config = load(["--config", "train_configs/deepseek_671b.toml"], PARTS, lambda config: [])
+    config = load(["--config", "train_configs/deepseek_671b.toml"], COMPONENTS, lambda config: [])
     priced = BlockCosts(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
@@ -162,7 +162,7 @@ def test_backward_of_frozen_products_costs_as_much_as_forward() -> None:
     """Half of what it costs otherwise: only the input has a gradient. None where nothing before is trained."""
     recipe = ["--config", "train_configs/qwen3_30b_a3b.toml", "--training.freeze", "layers.*", "embed.*"]
     trained, partly, none_before = (
-        BlockCosts(load([*recipe[:2], *words], PARTS, lambda config: []), H100, Factors())
+        BlockCosts(load([*recipe[:2], *words], COMPONENTS, lambda config: []), H100, Factors())
         for words in ([], ["--training.freeze", "*.attention.w*"], recipe[2:])
     )
     ratios = []
@@ -176,7 +176,7 @@ def test_adapters_cost_two_narrow_products_and_a_sum() -> None:
     """tp divides the outputs of queries, keys and values, and the inputs of what follows: 4096, 512, 512; 4096."""
     recipe = ["--config", "train_configs/qwen3_30b_a3b.toml", "--lora.rank", "16", "--lora.targets"]
     without, priced = (
-        BlockCosts(load([*recipe, target], PARTS, lambda config: []), H100, Factors())
+        BlockCosts(load([*recipe, target], COMPONENTS, lambda config: []), H100, Factors())
         for target in ("layers.0.*", "layers.[01].*")
     )
     X, D, Q, K = priced.config.training.seq_len, priced.model.dim, 4096 // 2, 512 // 2
@@ -200,7 +200,7 @@ def test_replicas_of_experts_in_no_unit_sum_their_gradients_once_a_step() -> Non
     def exposed(reshard: str, batch: int) -> float:
         words = f"--parallelism.dp_replicate=2 --parallelism.reshard_after_forward={reshard}"
         words += f" --training.dtype=float32 --training.global_batch_size={batch}"
-        config = load(["--config", "train_configs/mixtral_8x7b.toml", *words.split()], PARTS, lambda config: [])
+        config = load(["--config", "train_configs/mixtral_8x7b.toml", *words.split()], COMPONENTS, lambda config: [])
         return evaluate(config, 16, H100, Factors()).price.components["weights and gradients"]
 
     of_a_microbatch = {choice: exposed(choice, 160) - exposed(choice, 80) for choice in ("auto", "always")}

@@ -10,11 +10,11 @@ import pytest
 
 from tests.rehearse.small import config_of
 from tests.support import nondeterministic
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import ranges
 from titanmoe.config.schema import MoE
 from titanmoe.ops.kernels import installed
-from titanmoe.parts import PARTS
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -52,7 +52,7 @@ def options() -> dict[str, list[Any]]:
     values, hints = {}, get_type_hints(MoE)
     for option in fields(MoE):
         path, hint = f"moe.{option.name}", hints[option.name]
-        kind = PARTS.of(path)
+        kind = COMPONENTS.kind_of(path)
         if kind and get_origin(hint) is list:
             values[path] = [[f"{name} 0.01"] for name in (*kind.table, OUTSIDE) if name not in hints]
         elif kind:

@@ -29,12 +29,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config, Pipeline
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.ops import kernels
 from titanmoe.ops.kernels import put
-from titanmoe.parts import PARTS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
@@ -109,7 +109,7 @@ def cut(config: Config) -> Config:
 
 def recipe_of(recipe: Path, *overrides: str) -> tuple[Config, int]:
     """Its config, and its number of ranks."""
-    ranks = recipe_ranks(read_draft([str(recipe)], PARTS))
+    ranks = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
     return recipe_to_rehearse(["--config", str(recipe), *overrides], ranks, "h100"), ranks
 
 

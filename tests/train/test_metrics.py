@@ -14,10 +14,10 @@ from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, FakeGPU
 from tests.support.full_disk import fill
 from titanmoe.checkpoint.choose_checkpoint import continues
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.parts import PARTS
 from titanmoe.train import console, metrics, report_targets, runtime
 from titanmoe.train.alarms import Collapse, unbalanced
 from titanmoe.train.build import build_metrics
@@ -387,7 +387,7 @@ def test_a_run_without_any_balancing_says_so(config, field):
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
     run = make(config)
     run.close()
-    again = load(["--config", str(run.folder / "config.toml")], PARTS, lambda config: [])
+    again = load(["--config", str(run.folder / "config.toml")], COMPONENTS, lambda config: [])
     assert again == config
 
 

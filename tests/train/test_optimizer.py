@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests import parity
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Training
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.tensors import matches
-from titanmoe.parts import PARTS
 from titanmoe.train.optimizers.adamw import AdamW, Rounding, at_random
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS, SHARED, OptimizerSpec
 
@@ -91,9 +91,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_field_that_an_optimizer_does_not_read_is_refused(plain: None) -> None:
     words = ["--optimizer.name=plain", "--optimizer.beta1=0.5", "--optimizer.lr=1", "--optimizer.skip_spikes=6"]
-    assert load(words, PARTS, lambda config: []).optimizer.name == "plain"
+    assert load(words, COMPONENTS, lambda config: []).optimizer.name == "plain"
     with pytest.raises(ConfigError) as refused:
-        load([*words, "--optimizer.eps=0.1", "--optimizer.offload"], PARTS, lambda config: [])
+        load([*words, "--optimizer.eps=0.1", "--optimizer.offload"], COMPONENTS, lambda config: [])
     assert refused.value.problems == [
         'command line: optimizer.eps = 0.1 does nothing with optimizer.name = "plain", which reads beta1: leave it '
         "out, or set it to 1e-08",

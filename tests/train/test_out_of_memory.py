@@ -11,9 +11,9 @@ import torch
 
 from tests.support import fake_gpu
 from tests.support.fake_gpu import GPU, FakeGPU
+from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
-from titanmoe.parts import PARTS
 from titanmoe.train import launch, machine_room, out_of_memory
 from titanmoe.train.optimizers.adamw import AdamW
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
@@ -145,7 +145,7 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     assert "what helps most:" in out_of_memory.advice(run, run.config)
     # Before there are weights, their number is known.
     monkeypatch.setattr(machine_room, "memory_limit", lambda: 1 << 20)
-    config = read_draft(["--config", "debug", "--training.device=cpu"], PARTS).config
+    config = read_draft(["--config", "debug", "--training.device=cpu"], COMPONENTS).config
     early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
     assert "optimizer.offload" not in early
@@ -191,7 +191,7 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime, **_: run)
     monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
-    assert launch.main([], PARTS) == 1
+    assert launch.main([], COMPONENTS) == 1
     assert capsys.readouterr().err.startswith("error: rank 0 is out of memory: step 7, in ")
 
 

@@ -174,14 +174,14 @@ def test_plain_python_runs_one_rank(tmp_path: Path) -> None:
 OVERLAP = """
 import sys
 from dataclasses import replace
-from titanmoe.parts import PARTS
+from titanmoe.components import COMPONENTS
 from titanmoe.train import launch
 
 def overlap(config, runtime):
     assert runtime.world == 1 and config.moe.overlap == "none"
     return replace(config, moe=replace(config.moe, overlap="halves")), f"halves, because of {runtime.device}"
 
-launch.main(sys.argv[1:], PARTS, overlap=overlap)
+launch.main(sys.argv[1:], COMPONENTS, overlap=overlap)
 """
 
 

@@ -11,8 +11,8 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.manifest import config_of, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.fields import build as build_config
-from titanmoe.config.kinds import PartError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import family_of
 
@@ -54,7 +54,7 @@ def find_whole(path: Path) -> WholeModel:
     config = build_config(config_of(record, path / layout.MANIFEST))
     try:
         family_of(config.model.family)
-    except PartError as error:
+    except ComponentError as error:
         raise CheckpointError(f"{path / layout.MANIFEST}: {error}") from None
     return WholeModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 

@@ -17,7 +17,7 @@ NAMING_FIELDS = (
     *("data.format", "model.family", "model.score_function", "moe.dispatcher", "moe.balance_losses"),
     *("training.objective", "optimizer.name"),
 )
-"""The fields whose values name components, by path: those of `titanmoe.parts.PARTS`."""
+"""The fields whose values name components, by path: those of `titanmoe.components.COMPONENTS`."""
 VARIABLE = "TITANMOE_ALLOWED_CODE"
 """The environment variable that holds the allowed names, so that ranks and worker processes inherit them."""
 OPTION = "--allow-code"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from titanmoe.config import schema
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.ranges import Range, digits
 from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
-"""Stands for the list of parts on the docs page, so that the page need not change with them."""
+"""Stands for the list of components on the docs page, so that the page need not change with them."""
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
 
 
@@ -115,7 +115,7 @@ def nested(config: Config) -> dict[str, dict[str, Any]]:
     return {name: asdict(getattr(config, name)) for name in tables() if "." not in name}
 
 
-def build(values: Mapping[str, Any], parts: Parts | None = None) -> Config:
+def build(values: Mapping[str, Any], components: Components | None = None) -> Config:
     """The config with those values; a field left out keeps its default."""
 
     def table(cls: type, prefix: str) -> Any:
@@ -129,7 +129,7 @@ def build(values: Mapping[str, Any], parts: Parts | None = None) -> Config:
                 members[name] = values[prefix + name]
         return cls(**members)
 
-    return replace(table(Config, ""), parts=parts or Parts())
+    return replace(table(Config, ""), components=components or Components())
 
 
 def toml_value(value: Any) -> str:
@@ -164,7 +164,7 @@ def to_toml(config: Config) -> str:
 
 @cache
 def docstrings() -> dict[str, str]:
-    """What the schema's source says under every field, by path, on one line. {parts} stands for what it may name."""
+    """Return the docstring of every field of the schema, by path, on one line. "{components}" is not yet replaced."""
     import ast
 
     docs: dict[tuple[str, str], str] = {}
@@ -182,7 +182,9 @@ def docstrings() -> dict[str, str]:
     return texts
 
 
-def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, parts: Parts) -> str:
+def help_page(
+    program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, components: Components
+) -> str:
     """--help: every field with its value here, where it comes from, and when to choose what."""
 
     import textwrap
@@ -212,12 +214,14 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
         for field in known:
             if field.table == table:
                 origin = f"   ({origins[field.path]})" if field.path in origins else ""
-                kind = parts.of(field.path)
+                kind = components.kind_of(field.path)
                 names = kind and not field.item
                 placeholder = "{" + ",".join([*kind.table, "MODULE:NAME"]) + "}" if names else _placeholder(field)
                 lines.append(f"  --{field.path} {placeholder} = {toml_value(values[field.path])}{origin}")
                 text = docstrings().get(field.path, "")
-                lines += [paragraph(text.replace("{parts}", kind.summary()) if kind else text, " " * 6)] if text else []
+                lines += (
+                    [paragraph(text.replace("{components}", kind.summary()) if kind else text, " " * 6)] if text else []
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -244,7 +248,7 @@ def markdown() -> str:
             if field.table == table:
                 choices = ", ".join(f"`{choice}`" for choice in field.choices)
                 kind = choices or field.expected.removeprefix("an ").removeprefix("a ")
-                text = docstrings()[field.path].replace("{parts}", LISTED).replace("|", "\\|").replace("*", "\\*")
+                text = docstrings()[field.path].replace("{components}", LISTED).replace("|", "\\|").replace("*", "\\*")
                 lines.append(f"| `{field.name}` | {kind} | `{toml_value(field.default)}` | {text} |")
         lines.append("")
     return "\n".join(lines)

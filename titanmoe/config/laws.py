@@ -1,7 +1,7 @@
 """Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
 
-What depends on the world size is checked with the mapping (`titanmoe.fold`); what a part, or the room of one, knows
-better comes with `Config.parts`.
+What depends on the world size is checked with the mapping (`titanmoe.fold`); what a component or its room knows comes
+with `Config.components`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_length(config.training),
         *_precision(config.training),
         *_dropping(config.moe),
-        *config.parts.contradictions(config),
+        *config.components.contradictions(config),
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),

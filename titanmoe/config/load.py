@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from titanmoe.config import laws, old_names, other_names
 from titanmoe.config.allowed_code import allow_code, code_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
+from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
 from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
-from titanmoe.config.kinds import PartError, Parts
 from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
@@ -72,15 +72,15 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
 
 def load(
     argv: Sequence[str],
-    parts: Parts,
+    components: Components,
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
     """The config that a command line stands for; ConfigError with everything that is wrong if it cannot run.
 
-    parts: what names of parts stand for. check and resolve: see `Draft.finish`.
+    components: what names of components stand for. check and resolve: see `Draft.finish`.
     """
-    return read_draft(argv, parts).finish(check, resolve)
+    return read_draft(argv, components).finish(check, resolve)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Draft:
     """What recipe and command line say, before the mapping is checked. Made by `read_draft`."""
 
     argv: Sequence[str]
-    parts: Parts
+    components: Components
     command_line: CommandLine
     settings: Settings
     fallback: dict[str, Any]
@@ -112,7 +112,7 @@ class Draft:
 
     def with_words(self, words: Sequence[str]) -> Draft:
         """With these at the end of the command line. The recipe is not read again."""
-        return read_draft([*self.argv, *words], self.parts, self.settings.recipe)
+        return read_draft([*self.argv, *words], self.components, self.settings.recipe)
 
     def finish(self, check: Callable[[Config], list[str]], resolve: Callable[[Config], Config] | None = None) -> Config:
         """The config; ConfigError with everything that is wrong if it cannot run.
@@ -140,10 +140,10 @@ class Draft:
         values = self.fallback | settings.values | {"job.name": self.config.job.name}
         origins = {path: settings.where(path) for path in settings.values}
         width = min(shutil.get_terminal_size().columns, 120)
-        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, self.parts))
+        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, self.components))
 
 
-def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) -> Draft:
+def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | None = None) -> Draft:
     """recipe: the one that argv names, if it has been read before."""
     words, settings = split_words(argv), Settings(recipe)
     try:
@@ -151,7 +151,7 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
             settings.recipe = read_recipe(str(find_recipe(words.recipe)))
     except RecipeError as error:
         settings.problems = [str(error), *words.problems]
-        return Draft(argv, parts, words, settings, {}, None)
+        return Draft(argv, components, words, settings, {}, None)
     if settings.recipe:
         _take(settings.recipe.data, "", settings)
     settings.problems += words.problems
@@ -164,8 +164,8 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
 
     allow_code([*code_names(settings.values), *words.allowed_code])
     recipe_name = Path(words.recipe).stem if words.recipe else ""
-    model_file = _model_file(settings, parts, recipe_name)
-    fallback = _fallback(settings, parts, model_file)
+    model_file = _model_file(settings, components, recipe_name)
+    fallback = _fallback(settings, components, model_file)
     _take_own(settings, own_fields(fallback))
     if model_file:
         _refuse_disagreements(settings, model_file)
@@ -176,11 +176,11 @@ def read_draft(argv: Sequence[str], parts: Parts, recipe: Recipe | None = None) 
         settings.blame(violation.fields, violation.text)
         settings.unsound.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}
-    config = build(values, parts)
+    config = build(values, components)
     for violation in laws.contradictions(config):
         if settings.unsound.isdisjoint(violation.fields):
             settings.blame(violation.fields, violation.text)
-    return Draft(argv, parts, words, settings, fallback, config)
+    return Draft(argv, components, words, settings, fallback, config)
 
 
 @dataclass
@@ -266,14 +266,14 @@ def _hint(path: str) -> str:
 # ---- the rest
 
 
-def _model_file(settings: Settings, parts: Parts, recipe_name: str) -> ModelFile | None:
+def _model_file(settings: Settings, components: Components, recipe_name: str) -> ModelFile | None:
     """What model.hf says; None if it is not set, or refused."""
-    if not settings.values.get("model.hf") or parts.read_model_file is None:
+    if not settings.values.get("model.hf") or components.read_model_file is None:
         return None
     values = flat(Config()) | settings.values
     values["job.name"] = values["job.name"] or recipe_name
     try:
-        return parts.read_model_file(values)
+        return components.read_model_file(values)
     except ConfigError as error:
         for problem in error.problems:
             settings.blame(("model.hf",), problem)
@@ -297,20 +297,22 @@ def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
         )
 
 
-def _fallback(settings: Settings, parts: Parts, model_file: ModelFile | None) -> dict[str, Any]:
-    """The value of every field that neither recipe nor command line sets. A part that cannot be used is refused, and
-    its field has its default."""
+def _fallback(settings: Settings, components: Components, model_file: ModelFile | None) -> dict[str, Any]:
+    """Return the value of every field that neither recipe nor command line sets.
+
+    A component that cannot be used is refused, and its field has its default.
+    """
     defaults, presets, fixed, from_file = flat(Config()), {}, {}, {}
     if model_file:
         from_file = model_file.defaults | model_file.fixed
         changes = changed_paths(settings.values.get("model.change", []))
         fixed = {path: value for path, value in model_file.fixed.items() if path not in changes}
-    for kind in parts.kinds:
+    for kind in components.kinds:
         values = defaults | from_file | settings.values | fixed
         try:
             specs = kind.specs_of(values[kind.field])
             preset = {path: value for spec in specs for path, value in spec.preset(values).items()}
-        except PartError as error:
+        except ComponentError as error:
             settings.blame(error.fields, str(error))
             for path in error.fields:
                 settings.unsound.add(path)

@@ -1,6 +1,6 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of parts where it says {parts}.
+A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of components where it says {components}.
 The laws that tie fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the
 mapping). `train.py --help` prints this page with the recipe's values.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.ranges import (
     BELOW_ONE,
     COUNT,
@@ -61,7 +61,7 @@ class Model:
     change: list[str] = field(default_factory=list)
     """With hf or checkpoint.initial_hf: fields whose values here win over the model's own file, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context; those of other tables by their path, "moe.aux_loss"."""
     family: str = "mixtral"
-    """The architecture. {parts} Sets switches such as qk_norm and norm_topk."""
+    """The architecture. {components} Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 320
@@ -149,7 +149,7 @@ class Model:
     shared_gate: bool = False
     """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
     score_function: str = "softmax"
-    """How the router's logits become routing weights. {parts}"""
+    """How the router's logits become routing weights. {components}"""
     router_bias: bool = False
     """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and affects the weights."""
     norm_topk: bool = True
@@ -180,7 +180,7 @@ class Data:
     weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
     """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
     format: str = "auto"
-    """Format of the files in `paths`. auto goes by their extensions: name one where these mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
+    """Format of the files in `paths`. auto goes by their extensions: name one where these mislead, and for chats. Token shards are recognised by their manifest. {components}"""
     tokenizer: str = "bytes"
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Not set: that of model.hf, if it has one. Token shards bring their own."""
     chat_template: str = ""
@@ -265,7 +265,7 @@ class Training:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses a GPU if there is one."""
     objective: str = "cross_entropy"
-    """What the run minimises, as a sum over the step that is divided once by what it counts. {parts}"""
+    """What the run minimises, as a sum over the step that is divided once by what it counts. {components}"""
     mtp_weight: Annotated[float, NOT_NEGATIVE] = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     loss_chunks: Annotated[int, Range(0, 2**24, derived=True)] = -1
@@ -329,7 +329,7 @@ class Optimizer:
     """How gradients change the weights."""
 
     name: str = "adamw"
-    """Which optimizer. {parts}"""
+    """Which optimizer. {components}"""
     lr: Annotated[float, Range(0, 1, without_low=True, reason=FAR_BELOW_ONE)] = 3e-4
     """Peak learning rate. Smaller for larger models. The header warns above 2e-2, and for muon's matrices above 2e-1."""
     beta1: Annotated[float, BELOW_ONE] = 0.9
@@ -468,7 +468,7 @@ class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
     dispatcher: str = "alltoall"
-    """How rows get to their experts and back. {parts}"""
+    """How rows get to their experts and back. {components}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
     overlap: Literal["none", "halves", "pairs", "auto"] = "none"
@@ -498,7 +498,7 @@ class MoE:
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
     """Squared log-sum-exp of the router's logits: keeps them small. 0.001 is usual."""
     balance_losses: list[str] = field(default_factory=list)
-    """Further balance losses, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]; those with a key above are refused here. All there are: {parts}"""
+    """Further balance losses, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]; those with a key above are refused here. All there are: {components}"""
     bias_update_rate: Annotated[float, NOT_NEGATIVE] = 0.0
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
@@ -630,5 +630,5 @@ class Config:
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
     debug: Debug = field(default_factory=Debug)
-    parts: Parts = field(default_factory=Parts, repr=False, compare=False)
-    """No table of a recipe: what the names of parts in it stand for."""
+    components: Components = field(default_factory=Components, repr=False, compare=False)
+    """No table of a recipe: what the names of components in it stand for."""

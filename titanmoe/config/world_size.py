@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from titanmoe.config.command_line import split_words
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.load import ConfigError, Draft, load, read_draft
 
 _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
@@ -29,13 +29,13 @@ def recipe_ranks(draft: Draft) -> int:
     return ranks
 
 
-def world_of(ranks: int | None, argv: Sequence[str], parts: Parts) -> int:
+def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> int:
     """--ranks N if given, else the recipe's own number; ConfigError if neither says it. --print-config needs none."""
     if split_words(argv).print_config:
         argv = [*argv, *(["--job.ranks", str(ranks)] if ranks else [])]
-        load(argv, parts, lambda config: [])  # and exits
+        load(argv, components, lambda config: [])  # and exits
     if ranks is None:
-        draft = read_draft(argv, parts)
+        draft = read_draft(argv, components)
         ranks = recipe_ranks(draft)
         if not ranks:
             raise draft.error("on how many ranks? Give --ranks N, or write it into the recipe: ranks = N below [job]")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sized
 from typing import Any
 
-from titanmoe.config.kinds import Kind, PartError
+from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.formats import format_option
 
@@ -61,7 +61,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     )
 
 
-def add_format(parser: argparse.ArgumentParser, formats: Kind) -> None:
+def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 
@@ -101,7 +101,7 @@ def _tokenize(args: argparse.Namespace) -> int:
             problems.append(
                 f"--label-weights is an option of --format chat, and the format is {args.format}: leave one out"
             )
-    except PartError as error:
+    except ComponentError as error:
         problems.append(str(error))
     for option, value in (
         ("--workers", args.workers),

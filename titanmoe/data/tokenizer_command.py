@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from titanmoe.config.kinds import PartError
+from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.formats import format_option
 from titanmoe.data.read_files import documents, find_files, spans
@@ -85,7 +85,7 @@ def _train(args: argparse.Namespace) -> list[str]:
     try:
         format_option(conversations=False).look_up(args.format)
         sources = find_files(args.paths, args.format)
-    except PartError as error:
+    except ComponentError as error:
         problems.append(str(error))
     except ConfigError as error:
         problems += error.problems

@@ -48,7 +48,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))
-    for spec in config.parts.specs(config):
+    for spec in config.components.specs(config):
         yield from spec.violations(config, degrees)
 
 
@@ -160,7 +160,7 @@ def _profile_ranks(config: Config, world: int) -> Iterator[str]:
 def divided_fields(config: Config) -> dict[str, dict[str, int]]:
     """What each degree splits into equal parts."""
     model, divided = config.model, {"tp": {}}
-    for spec in config.parts.specs(config):
+    for spec in config.components.specs(config):
         for degree, fields in spec.divided(config).items():
             divided.setdefault(degree, {}).update(fields)
     divided["tp"]["model.vocab_size"] = model.vocab_size

@@ -17,7 +17,7 @@ from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
-from titanmoe.config.kinds import PartError, Parts
+from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
@@ -137,10 +137,10 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
     model = replace(trained_config.model, mtp_depth=0)
-    config = Config(model=model, training=training, moe=moe, parts=Parts((FAMILIES, SCORE_FUNCTIONS)))
+    config = Config(model=model, training=training, moe=moe, parts=Components((FAMILIES, SCORE_FUNCTIONS)))
     try:
         without_cache = {mixer.name for mixer in mixers(model) if not cache_path(mixer)}
-    except PartError as error:
+    except ComponentError as error:
         raise ConfigError([str(error)]) from None
     problems += [
         f'model.family = "{model.family}" has {name}, which has no cache for earlier tokens: it cannot generate'

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanmoe.comm.collectives import Group
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.apply import make_meshes
-from titanmoe.parts import PARTS
 from titanmoe.train.build import build_training
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
@@ -160,7 +160,7 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
         if only and not any(word in name for word in only):
             continue
         try:
-            config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world, PARTS)
+            config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world, COMPONENTS)
         except ConfigError as error:
             row = Comparison(name, skipped=error.problems[0])
         else:
@@ -291,7 +291,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     widest = math.gcd(node, 8)
     mapping = ["--parallelism.tp", str(widest), "--parallelism.experts.ep", str(runtime.world)]
     default = [*command_line(runtime.world, {}, runtime.device.type), *mapping]
-    config = read(["--config", recipe] if recipe else default, runtime.world, PARTS)
+    config = read(["--config", recipe] if recipe else default, runtime.world, COMPONENTS)
     say(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
     meshes = make_meshes(
         derive(runtime.world, config.parallelism),
@@ -312,11 +312,11 @@ def main() -> int:
     parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        config = read([*command_line(options.alone, {}, options.device)], 1, PARTS)
+        config = read([*command_line(options.alone, {}, options.device)], 1, COMPONENTS)
         print(json.dumps(numbers(config, start(config))[0]))
         return 0
     try:
-        runtime = start(read(command_line(world_size(), {}, options.device), world_size(), PARTS))
+        runtime = start(read(command_line(world_size(), {}, options.device), world_size(), COMPONENTS))
         result = check(runtime, options.only, options.config)
     except ConfigError as error:
         say("\n".join(f"error: {problem}" for problem in error.problems))

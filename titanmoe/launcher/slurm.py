@@ -8,12 +8,12 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
-from titanmoe.parts import PARTS
 
 START = r"""
 set -u -o pipefail
@@ -105,7 +105,7 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 def job_script(args: argparse.Namespace) -> str:
     """Raises ConfigError for what sbatch or the ranks would refuse."""
-    world = world_of(args.ranks, args.overrides, PARTS)
+    world = world_of(args.ranks, args.overrides, COMPONENTS)
     ranks_per_node = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
     if ranks_per_node < 1:
@@ -141,7 +141,7 @@ def job_script(args: argparse.Namespace) -> str:
 def _config(overrides: Sequence[str], world: int, ranks_per_node: int) -> Config:
     from titanmoe.train.launch import on_nodes
 
-    return load(overrides, PARTS, lambda config: violations(on_nodes(config, ranks_per_node), world))
+    return load(overrides, COMPONENTS, lambda config: violations(on_nodes(config, ranks_per_node), world))
 
 
 def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: int) -> str:

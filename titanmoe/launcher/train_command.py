@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import titanmoe
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, other_names
 from titanmoe.config.command_line import split_words
 from titanmoe.config.load import Draft, format_problems, read_draft
@@ -25,7 +26,6 @@ from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first_failure, message, oom_kills
-from titanmoe.parts import PARTS
 from titanmoe.train.launch_messages import CONFIG_FILE, Checked, hand_on_config, notes_in_memory, show_status
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
@@ -108,7 +108,7 @@ def run_train(words: Sequence[str]) -> int:
     request = parse_words(words)
     if request.get("help"):
         print(usage(), end="", flush=True)
-        load([*request.words, "--help"], PARTS, lambda config: [])  # prints every field, and exits
+        load([*request.words, "--help"], COMPONENTS, lambda config: [])  # prints every field, and exits
     try:
         return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
@@ -184,7 +184,7 @@ def prepare(request: Request) -> PreparedRun:
     if request.problems:
         raise ConfigError(request.problems)
     show_status("reading the recipe")
-    draft = read_draft(request.words, PARTS)
+    draft = read_draft(request.words, COMPONENTS)
     config, prints = draft.config, draft.command_line.print_config
     machine = fit_ranks.this_machine(config.training.device if config else "auto")
     requested_ranks = request.get("ranks")
@@ -338,7 +338,8 @@ def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) 
 def _search_path() -> dict[str, str]:
     """Return the variables with which ranks, started as a module, do not search the current folder first.
 
-    It may be a stranger's, with a random.py in it; `titanmoe.config.kinds` searches it last. Python 3.10 ignores this.
+    It may be a stranger's, with a random.py in it; `titanmoe.config.component_kinds` searches it last. Python 3.10
+    ignores this.
     """
     if Path(titanmoe.__file__).parents[1] == Path.cwd():  # perhaps it is not installed
         return {}

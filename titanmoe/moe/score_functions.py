@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.kinds import Kind, Spec
+from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Model
 
@@ -88,7 +88,7 @@ class Sigmoid(ScoreFunction):
         return logits_TE.sigmoid()
 
 
-SCORE_FUNCTIONS = Kind(
+SCORE_FUNCTIONS = ComponentKind(
     FIELD,
     {"softmax": Softmax(), "softmax_after_topk": SoftmaxAfterTopK(), "sigmoid": Sigmoid()},
     ScoreFunction,
@@ -96,5 +96,5 @@ SCORE_FUNCTIONS = Kind(
 
 
 def score_function_of(model: Model) -> ScoreFunction:
-    """Return the score function that the model names; raises PartError if it is unknown."""
+    """Return the score function that the model names; raises ComponentError if it is unknown."""
     return cast(ScoreFunction, SCORE_FUNCTIONS.look_up(model.score_function))

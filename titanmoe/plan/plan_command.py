@@ -48,11 +48,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
     from titanmoe.plan.devices import read_device
 
     def report() -> Report:
-        args.ranks = world_of(args.ranks, args.overrides, PARTS)
+        args.ranks = world_of(args.ranks, args.overrides, COMPONENTS)
         lines, data, files, code = _plan(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
@@ -186,16 +186,16 @@ def _short(cells: tuple[str, ...]) -> str:
 
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """The recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
+    from titanmoe.components import COMPONENTS
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward
-    from titanmoe.parts import PARTS
     from titanmoe.train.find_teacher import problems_of_teacher
 
     def check(config: Config) -> list[str]:
         return [*violations(config, args.ranks), *problems_of_teacher(config, args.ranks)] if args.explain else []
 
-    config = load(args.overrides, PARTS, check)
+    config = load(args.overrides, COMPONENTS, check)
     notes, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks

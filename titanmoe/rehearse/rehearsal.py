@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.comm.collectives import local
+from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
@@ -32,7 +33,6 @@ from titanmoe.ops.device import HARDWARE, Hardware, as_on
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
-from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.planned_overlap import planned_overlap
 from titanmoe.rehearse import known_integers, stand_ins
@@ -246,7 +246,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
     with as_on(HARDWARE[hardware]):
         return load(
             argv,
-            PARTS,
+            COMPONENTS,
             lambda config: refusals(without_run(config), world),
             lambda config: planned_overlap(resolve(without_run(config), world, lambda _: {}), world, device)[0],
         )

@@ -60,13 +60,13 @@ def run_rehearse(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> Report:
-    from titanmoe.parts import PARTS
+    from titanmoe.components import COMPONENTS
     from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
     from titanmoe.rehearse.recorded_routing import recorded_routing
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
     from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
 
-    world = world_of(args.ranks, args.overrides, PARTS)
+    world = world_of(args.ranks, args.overrides, COMPONENTS)
     if not 0 <= args.rank < world:
         raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)

@@ -13,6 +13,7 @@ import numpy as np
 from titanmoe.checkpoint import safe_files
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.safe_files import CheckpointError
+from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.load import read_draft
@@ -20,7 +21,6 @@ from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MOST_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, QUANTITIES, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
@@ -165,7 +165,7 @@ def _config(recipe: Recipe) -> Config:
     """Return the config that a run has recorded. Nothing that it names is opened: it stands alone."""
     model = recipe.data.get("model")
     alone = {**recipe.data, "model": {**model, "hf": ""}} if isinstance(model, dict) else recipe.data
-    return read_draft([], PARTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
+    return read_draft([], COMPONENTS, Recipe(recipe.name, recipe.text, alone)).finish(lambda config: [])
 
 
 # ---- lines

@@ -17,7 +17,7 @@ from typing import Any
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.load import Draft, read_draft
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
@@ -117,18 +117,18 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
     return replace(config, parallelism=parallelism), change
 
 
-def read(argv: list[str], world: int, parts: Parts, check_inputs: bool = False) -> Config:
+def read(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
     """Return the resolved config of a command line; raise a ConfigError with every problem.
 
     Args:
         argv: arguments of the command line.
         world: number of ranks.
-        parts: the components that a recipe may name.
+        components: the components that a recipe may name.
         check_inputs: whether to check the files that the run reads, too; one rank does so for all.
     """
     grow_segments()  # before a check initialises CUDA
     change, node = "", -1
-    draft = read_draft(argv, parts)
+    draft = read_draft(argv, components)
     if draft.command_line.print_config and not read_environment().launched:
         world = node = recipe_ranks(draft)
         if not world:
@@ -202,7 +202,7 @@ def for_launcher(config: Config, draft: Draft) -> list[str]:
 
 def main(
     argv: list[str],
-    parts: Parts,
+    components: Components,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
     **seams: Any,
@@ -211,19 +211,19 @@ def main(
 
     Args:
         argv: arguments of the command line.
-        parts: the components that a recipe may name.
+        components: the components that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
         overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
         seams: keyword arguments of build_training that replace objects of the run, such as `checks`.
     """
     die_with_launcher()
     try:
-        if checked := read_handed_config(parts):
+        if checked := read_handed_config(components):
             config = receive(checked, world_size())
             config = only_forward(config) if checked.scores else config
         else:
             show_status("reading the recipe")
-            config = read(argv, world_size(), parts, check_inputs=read_environment().rank == 0)
+            config = read(argv, world_size(), components, check_inputs=read_environment().rank == 0)
         if config.checkpoint.initial_hf:
             from titanmoe.checkpoint.hf.fetch import fetch_first_weights
 

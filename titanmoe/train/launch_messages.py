@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from titanmoe.config import ConfigError, exit_with
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.fields import build, flat
-from titanmoe.config.kinds import Parts
 from titanmoe.config.schema import Config
 
 ERASE = "\r\x1b[K"
@@ -66,12 +66,12 @@ def hand_on_config(checked: Checked) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def read_handed_config(parts: Parts) -> Checked | None:
+def read_handed_config(components: Components) -> Checked | None:
     """Return the config that the launcher has passed on; None if there is none."""
     if not (file := os.environ.get(CONFIG_FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
-    return Checked(build(values["config"], parts), values["ranks"], values["source"], values["scores"])
+    return Checked(build(values["config"], components), values["ranks"], values["source"], values["scores"])
 
 
 NOTE_FILE = "TITANMOE_FAILURE"

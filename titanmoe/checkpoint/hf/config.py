@@ -11,10 +11,10 @@ from titanmoe.checkpoint import safe_files
 from titanmoe.checkpoint.hf.differences import OWN, differences, has_dense, value_of
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import moe_layers
+from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import ranges as field_ranges
 from titanmoe.config.fields import toml_value
-from titanmoe.config.kinds import PartError, Parts
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model, Own
@@ -289,7 +289,7 @@ def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
 
 def _violations(model: Model) -> list[ranges.Violation]:
     out_of_range = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    return out_of_range or list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES, SCORE_FUNCTIONS)))))
+    return out_of_range or list(laws.contradictions(Config(model=model, parts=Components((FAMILIES, SCORE_FUNCTIONS)))))
 
 
 def nearest_size(model: Model) -> str:
@@ -317,7 +317,7 @@ def written_as(family: str) -> HuggingFace:
     """How Hugging Face stores a family; ConfigError if it does not."""
     try:
         hf = family_of(family).hf
-    except PartError as error:
+    except ComponentError as error:
         raise ConfigError([str(error)]) from None
     if hf is None:
         raise ConfigError([f"model.family = {family!r} has no Hugging Face format: its Family has no hf"])

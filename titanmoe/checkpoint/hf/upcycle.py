@@ -29,7 +29,7 @@ from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
 from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
 from titanmoe.config import laws
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import FAMILIES
@@ -129,6 +129,6 @@ def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
         raise ConfigError(problems)
     shape = dict(num_dense_layers=0, dense_hidden=0, moe_every=1)
     model = replace(dense, num_experts=experts, top_k=top_k, expert_hidden=hidden // granularity, **shape)
-    if broken := list(laws.contradictions(Config(model=model, parts=Parts((FAMILIES, SCORE_FUNCTIONS))))):
+    if broken := list(laws.contradictions(Config(model=model, parts=Components((FAMILIES, SCORE_FUNCTIONS))))):
         raise ConfigError([violation.text for violation in broken])
     return replace(model, size=configs.nearest_size(model))

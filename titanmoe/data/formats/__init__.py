@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cache
 
 from titanmoe.config import ConfigError
-from titanmoe.config.kinds import Kind, PartError
+from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.schema import Config
 from titanmoe.data.formats.format import FormatSpec, manifest_of
 
@@ -27,7 +27,7 @@ class TokenShards(FormatSpec):
     tokenized = True
 
 
-FORMATS = Kind(
+FORMATS = ComponentKind(
     "data.format",
     {
         "auto": Auto(),
@@ -47,7 +47,7 @@ def format_of(extension: str) -> str:
     """The name of the format that files with this extension have under `auto`."""
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
-    except PartError as error:
+    except ComponentError as error:
         raise ConfigError([str(error)]) from None
     fits = (name for name, format in formats.items() if extension in format.extensions and not format.conversations)
     return next(fits, "text")
@@ -57,17 +57,17 @@ def answers_in(path: str, config: Config) -> int:
     """2 if what data.paths calls so are pairs of answers, as far as its name and a manifest tell."""
     try:
         return manifest_of(path).get("answers", 1) if manifest_of(path) else FORMATS.look_up(config.data.format).answers
-    except PartError:  # reported as such
+    except ComponentError:  # reported as such
         return 1
 
 
-def format_option(conversations: bool) -> Kind:
+def format_option(conversations: bool) -> ComponentKind:
     """The values of a command's option --format: all formats but token shards. conversations: those that a chat
     template makes text of, too."""
     table = dict(FORMATS.table)
     for name in FORMATS.table:
-        with suppress(PartError):  # reported if the user names this format
+        with suppress(ComponentError):  # reported if the user names this format
             format = FORMATS.look_up(name)
             if format.tokenized or ((format.conversations or format.answers > 1) and not conversations):
                 del table[name]
-    return Kind("--format", table, FormatSpec)
+    return ComponentKind("--format", table, FormatSpec)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titanmoe.config.kinds import Spec
+from titanmoe.config.component_kinds import Spec
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config

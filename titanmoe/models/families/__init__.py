@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-from titanmoe.config.kinds import Kind
+from titanmoe.config.component_kinds import ComponentKind
 from titanmoe.config.schema import OWN, Model, Own
 from titanmoe.models.families.family import Family
 from titanmoe.models.mixers.mixer_spec import MixerSpec
 
-FAMILIES = Kind(
+FAMILIES = ComponentKind(
     "model.family",
     {  # in the order in which they are listed
         "mixtral": "titanmoe.models.families.mixtral:FAMILY",
@@ -44,7 +44,7 @@ def names() -> dict[str, list[str]]:
 
 
 def preset(family: str, size: str) -> dict[str, object]:
-    """The [model] fields that a family and a size stand for; PartError if there is no such family or size."""
+    """The [model] fields that a family and a size stand for; ComponentError if there is no such family or size."""
     values = family_of(family).preset({"model.family": family, "model.size": size})
     own = Own({path.removeprefix(f"{OWN}."): value for path, value in values.items() if path.startswith(f"{OWN}.")})
     fields = {path.removeprefix("model."): value for path, value in values.items() if not path.startswith(f"{OWN}.")}

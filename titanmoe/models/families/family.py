@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from titanmoe.config.kinds import PartError, Spec
+from titanmoe.config.component_kinds import ComponentError, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import OWN, Config, Model
 from titanmoe.models.families.huggingface import HuggingFace
@@ -44,12 +44,14 @@ class Family(Spec):
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         family, size = (values[path] for path in NAMED)
         if self.hf and self.hf.family != family:
-            raise PartError(NAMED, f"model.family = {family!r} cannot be used: its hf says family = {self.hf.family!r}")
+            raise ComponentError(
+                NAMED, f"model.family = {family!r} cannot be used: its hf says family = {self.hf.family!r}"
+            )
         if size not in self.sizes:
             near = get_close_matches(size.lower(), self.sizes, n=1, cutoff=0.5)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             known = ", ".join(self.sizes)
-            raise PartError(NAMED, f"model.size = {size!r} is not a size of {family}.{hint} Known: {known}")
+            raise ComponentError(NAMED, f"model.size = {size!r} is not a size of {family}.{hint} Known: {known}")
         shape = dict(self.sizes[size])
         own = shape.pop("own", {})
         unknown = {
@@ -58,7 +60,7 @@ class Family(Spec):
         }
         if unknown:
             text = f"its size {size!r} has {', '.join(sorted(unknown))}, no field of [model]"
-            raise PartError(NAMED, f"model.family = {family!r} cannot be used: {text}")
+            raise ComponentError(NAMED, f"model.family = {family!r} cannot be used: {text}")
         own_values = {f"{OWN}.{name}": own.get(name, default) for name, default in self.own.items()}
         return {f"model.{name}": value for name, value in shape.items()} | own_values
 

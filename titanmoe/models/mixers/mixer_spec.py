@@ -15,7 +15,7 @@ from math import gcd, prod
 from typing import Any, NamedTuple
 
 from titanmoe.config.blocks import window
-from titanmoe.config.kinds import Spec
+from titanmoe.config.component_kinds import Spec
 from titanmoe.config.schema import Config, Model
 
 Shape = tuple[int, ...]

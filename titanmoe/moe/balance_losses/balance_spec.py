@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import NamedTuple, cast
 
-from titanmoe.config.kinds import Kind, PartError, Spec
+from titanmoe.config.component_kinds import ComponentError, ComponentKind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, MoE
 
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
 
 def entries(lines: list[str]) -> list[Entry]:
-    """What moe.balance_losses says; raises a PartError with everything that is wrong with it."""
+    """What moe.balance_losses says; raises a ComponentError with everything that is wrong with it."""
     found: list[Entry] = []
     problems = []
     for line in lines:
@@ -85,7 +85,7 @@ def entries(lines: list[str]) -> list[Entry]:
             problems.append(f"{name} is there twice: keep one")
         found.append(entry)
     if problems:
-        raise PartError((FIELD,), f"{FIELD} cannot be used: {'; '.join(problems)}")
+        raise ComponentError((FIELD,), f"{FIELD} cannot be used: {'; '.join(problems)}")
     return found
 
 
@@ -94,7 +94,7 @@ def entry_names(lines: list[str]) -> list[str]:
     return [entry.name for entry in entries(lines)]
 
 
-BALANCE_LOSSES = Kind(
+BALANCE_LOSSES = ComponentKind(
     FIELD,
     {  # in the order in which they are reported
         "aux_loss_sequence": SequenceSpec(),

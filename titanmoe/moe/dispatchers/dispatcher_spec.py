@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.kinds import Kind, Spec
+from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation, choices
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import nodes_of_a_group
@@ -221,7 +221,7 @@ def against_halves(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
         )
 
 
-DISPATCHERS = Kind(
+DISPATCHERS = ComponentKind(
     "moe.dispatcher",
     {
         "alltoall": AllToAllSpec(),

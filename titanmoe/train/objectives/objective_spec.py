@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from titanmoe.config.kinds import Kind, Spec
+from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import DPO, Config
 from titanmoe.data.formats import answers_in
@@ -154,7 +154,7 @@ class CrossEntropySpec(ObjectiveSpec):
         return math.log(config.model.vocab_size)
 
 
-OBJECTIVES = Kind(
+OBJECTIVES = ComponentKind(
     "training.objective",
     {
         "cross_entropy": CrossEntropySpec(),

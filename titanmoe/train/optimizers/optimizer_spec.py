@@ -12,8 +12,8 @@ from dataclasses import asdict
 from math import prod
 from typing import NamedTuple
 
+from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.fields import toml_value
-from titanmoe.config.kinds import Kind, Spec
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
@@ -272,7 +272,7 @@ class MuonSpec(AdamWSpec):
                 return
 
 
-OPTIMIZERS = Kind(
+OPTIMIZERS = ComponentKind(
     "optimizer.name",
     {
         "adamw": AdamWSpec(),

@@ -1,10 +1,12 @@
-"""Every kind of part that a recipe can name, with the table of its names; laws of the rooms; and how a model's own file
-is read. No torch here."""
+"""COMPONENTS: the tables of everything that a recipe can name, the laws of their rooms and the reader of model.hf.
+
+Every command passes it to `titanmoe.config.load`, which knows no component itself. Imports no torch.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
-from titanmoe.config.kinds import Parts
+from titanmoe.config.component_kinds import Components
 from titanmoe.config.model_file import ModelFile
 from titanmoe.data import data_laws
 from titanmoe.data.formats import FORMATS
@@ -19,13 +21,14 @@ from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 
 def read_model_file(values: Mapping[str, Any]) -> ModelFile:
-    # Imported only for a recipe with model.hf: what reads other recipes stays quick to load.
+    """Read the published model that model.hf names, given the values of all fields by path."""
+    # Imported only for a recipe with model.hf, so that reading other recipes stays fast.
     from titanmoe.checkpoint.hf.read_model_file import read_model_file as read
 
     return read(values)
 
 
-PARTS = Parts(
+COMPONENTS = Components(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
     (data_laws.contradictions, balance_spec.contradictions, tensors.contradictions),
     read_model_file,

@@ -1,0 +1,195 @@
+"""What a recipe chooses by name: components, their kinds and their specs. Imports no torch and no component.
+
+A component is one of several of a kind, such as a dispatcher, an optimizer or a model family. Its spec says what is
+known without its implementation: a line of help, what it contradicts, what it costs. Each kind has its own folder with
+the table of its names; `titanmoe.components` collects these tables and the callers of `load` pass them in. A component
+outside the package is named "module:NAME".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from titanmoe.config.model_file import ModelFile
+from titanmoe.config.ranges import Violation
+
+Config = Any
+"""Stands for titanmoe.config.schema.Config, which this file cannot import because Config has a field of Components."""
+PAGE = "docs/extending.md"
+"""The docs page that error messages refer to."""
+
+
+class ComponentError(LookupError):
+    """Raised for a name that is no component of its kind, or one that cannot be imported or lacks a member."""
+
+    def __init__(self, fields: tuple[str, ...], text: str):
+        """Store the recipe's fields that name the component, and the message."""
+        super().__init__(fields, text)  # pickle makes the exception from these arguments
+        self.fields, self.text = fields, text
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Spec:
+    """Base class of what is known about a component without its implementation. Each kind's subclass adds its facts."""
+
+    help = ""
+    """The sentence of --help that says when to choose it."""
+    implementation = ""
+    """Where the implementation lies, as "module:NAME"; "" if the spec is the attribute `spec` of the implementation."""
+
+    def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the defaults that this component changes, by field path, given the values of all fields."""
+        return {}
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield the fields of the config that this component cannot be combined with."""
+        yield from ()
+
+    def divided(self, config: Config) -> dict[str, dict[str, int]]:
+        """Return the numbers that a degree has to divide: {degree: {name of the number: number}}.
+
+        A number of type `titanmoe.config.ranges.Repeated` may also be a divisor of the degree.
+        """
+        return {}
+
+    def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
+        """Yield a message for each other reason why the mapping does not fit. `degrees` has those known so far."""
+        yield from ()
+
+
+def single_name(value: Any) -> list[str]:
+    """Return [value]. Not a lambda, because worker processes unpickle it."""
+    return [value]
+
+
+@dataclass(frozen=True)
+class ComponentKind:
+    """The components that one field of a recipe can name, and how they are looked up."""
+
+    field: str
+    """Path of the recipe's field, such as moe.dispatcher."""
+    table: Mapping[str, Spec | str]
+    """Specs by name. "module:NAME" stands for a spec, or an implementation with a spec, imported on look-up."""
+    spec: type[Spec] = Spec
+    """The class that the specs of this kind have to be instances of."""
+    members: tuple[str, ...] = ()
+    """Names of the members that an implementation has to have."""
+    names: Callable[[Any], list[str]] = single_name
+    """Return the names in a value of the field; raise ComponentError for a value that cannot be read."""
+
+    def specs_of(self, value: Any) -> list[Spec]:
+        """Return the specs of all components that a value of the field names.
+
+        Raises:
+            ComponentError: with the messages of all that cannot be used.
+        """
+        specs, problems = [], []
+        for name in self.names(value):
+            try:
+                specs.append(self.look_up(name))
+            except ComponentError as error:
+                problems.append(str(error))
+        if problems:
+            raise ComponentError((self.field,), "; ".join(problems))
+        return specs
+
+    def look_up(self, name: str) -> Spec:
+        """Return the spec of a component, importing it if necessary. Raises ComponentError if it cannot be used."""
+        entry = self.table.get(name, name)
+        if isinstance(entry, Spec):
+            return entry
+        if ":" not in entry:
+            raise self._unknown(name)
+        member = self._import(name, entry)
+        spec = member if isinstance(member, Spec) else getattr(member, "spec", None)
+        if not isinstance(spec, self.spec):
+            raise self._unusable(name, f"{entry} has no `spec`, an instance of {self.spec.__name__}")
+        if not spec.implementation:
+            self._check_members(name, entry, member)
+        return spec
+
+    def implementation(self, name: str) -> Any:
+        """Import and return the implementation of a component. Raises ComponentError if it lacks a member."""
+        spec, entry = self.look_up(name), self.table.get(name, name)
+        member = self._import(name, spec.implementation or str(entry))
+        self._check_members(name, spec.implementation or str(entry), member)
+        return member
+
+    def summary(self) -> str:
+        """Return the text of --help: each component's own line, or the list of names if there are no lines."""
+        lines = []
+        for name in self.table:
+            try:
+                lines.append(self.look_up(name).help or name)
+            except ComponentError as error:
+                lines.append(str(error))
+        return (" " if any(" " in line for line in lines) else ", ").join(lines).rstrip(".") + "."
+
+    def _import(self, name: str, place: str) -> Any:
+        module_name, _, member = place.partition(":")
+        # An installed program does not search the current folder. Search it last, and only for the user's own modules.
+        if not module_name.startswith("titanmoe.") and os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            module = import_module(module_name)
+        except Exception as error:  # its own code may raise anything
+            raise self._unusable(name, f"{module_name} cannot be imported: {type(error).__name__}: {error}") from error
+        if not hasattr(module, member):
+            raise self._unusable(name, f"{module_name} has no {member}")
+        return getattr(module, member)
+
+    def _check_members(self, name: str, place: str, component: Any) -> None:
+        cls = component if isinstance(component, type) else type(component)
+        declared = [member for member in dir(cls) if _is_abstract(getattr(cls, member, None))]
+        lacking = [member for member in self.members if getattr(component, member, None) is None] + declared
+        if lacking:
+            raise self._unusable(name, f"{place} lacks {', '.join(lacking)}")
+
+    def _unusable(self, name: str, why: str) -> ComponentError:
+        return ComponentError((self.field,), f"{self.field} = {json.dumps(name)} cannot be used: {why} ({PAGE})")
+
+    def _unknown(self, name: str) -> ComponentError:
+        near = get_close_matches(name.lower(), self.table, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f'one of your own is called "module:NAME" ({PAGE})'
+        text = f"{self.field} = {json.dumps(name)} is not one of {', '.join(self.table)}: {hint}"
+        return ComponentError((self.field,), text)
+
+
+def _is_abstract(member: Any) -> bool:
+    return getattr(member, "__isabstractmethod__", False) is True
+
+
+class Components(NamedTuple):
+    """What the rooms above `config` contribute to reading a recipe. Empty in a Config that was not read from one."""
+
+    kinds: tuple[ComponentKind, ...] = ()
+    laws: tuple[Callable[[Config], Iterator[Violation]], ...] = ()
+    """Functions that yield the fields of a config that contradict each other, whatever components it names."""
+    read_model_file: Callable[[Mapping[str, Any]], ModelFile] | None = None
+    """Reads the published model that model.hf names, given all fields by path; raises ConfigError if it cannot."""
+
+    def kind_of(self, field: str) -> ComponentKind | None:
+        """Return the kind that a field names components of; None for other fields."""
+        return next((kind for kind in self.kinds if kind.field == field), None)
+
+    def specs(self, config: Config) -> Iterator[Spec]:
+        """Yield the specs of all components that a config names."""
+        for kind in self.kinds:
+            table, _, name = kind.field.rpartition(".")
+            yield from kind.specs_of(getattr(getattr(config, table), name))
+
+    def contradictions(self, config: Config) -> Iterator[Violation]:
+        """Yield the fields of a config that contradict each other, by the laws and by the components' specs."""
+        for law in self.laws:
+            yield from law(config)
+        for spec in self.specs(config):
+            yield from spec.contradictions(config)
