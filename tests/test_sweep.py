@@ -53,7 +53,7 @@ def test_options_meet_every_degree_that_they_can() -> None:
     every = {(option, *degree) for option in OPTIONS for degree in EVERY_DEGREE}
     assert met_degrees(some, "option") == every - shared
     assert {case.changes["activation_checkpoint.mode"] for case in some if case.choices["option"] == "rows_kept"} == {
-        "full_but_rows"
+        "full_except_dispatch"
     }
 
 

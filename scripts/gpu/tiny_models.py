@@ -114,7 +114,7 @@ FEATURES: dict[str, tuple[str, Changes]] = {
     "offload": ("mixtral", {"optimizer.offload": True}),
     "muon, offload": ("mixtral", MUON | {"optimizer.offload": True}),
     "recompute full": ("mixtral", {"activation_checkpoint.mode": "full"}),
-    "recompute full_but_rows": ("mixtral", {"activation_checkpoint.mode": "full_but_rows"}),
+    "recompute full_except_dispatch": ("mixtral", {"activation_checkpoint.mode": "full_except_dispatch"}),
     "recompute moe": ("mixtral", {"activation_checkpoint.mode": "moe"}),
     "recompute selective": ("deepseek_v3", {"activation_checkpoint.mode": "selective"}),
     "recompute linear": ("qwen3_next", {"activation_checkpoint.mode": "selective"}),
@@ -134,7 +134,7 @@ FEATURES: dict[str, tuple[str, Changes]] = {
     "compiled": ("mixtral", COMPILED),
     "compiled windows": ("gpt_oss", COMPILED),
     "compiled selective": ("deepseek_v3", COMPILED | {"activation_checkpoint.mode": "selective"}),
-    "compiled full_but_rows": ("mixtral", COMPILED | {"activation_checkpoint.mode": "full_but_rows"}),
+    "compiled full_except_dispatch": ("mixtral", COMPILED | {"activation_checkpoint.mode": "full_except_dispatch"}),
     "compiled padded": ("mixtral", COMPILED | PADDED),
     "compiled linear": ("qwen3_next", COMPILED),
 }

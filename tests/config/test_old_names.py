@@ -109,3 +109,15 @@ def test_a_command_line_with_old_names_is_refused_with_the_new_ones(tmp_path: Pa
     assert "command line: unknown option --optimizer.rate: it is --optimizer.lr 0.25 now" in message
     assert "command line: unknown option --sums.halved: it is --moe.z_loss 1.5 now" in message
     assert "command line: unknown option --checkpoint.local: a run no longer keeps copies" in message
+
+
+def test_an_old_choice_is_read_in_a_record_and_refused_in_a_recipe(tmp_path: Path) -> None:
+    old, new = "full_but_rows", "full_except_dispatch"
+    assert recorded(tmp_path, {"activation_checkpoint": {"mode": old}}) == {"activation_checkpoint.mode": new}
+    message = refusal(tmp_path, f'[activation_checkpoint]\nmode = "{old}"\n')
+    assert f'activation_checkpoint.mode = "{old}"' in message and f": it is called {new} now" in message
+
+
+def test_every_new_choice_is_one() -> None:
+    for path, values in old_names.OLD_VALUES.items():
+        assert set(values.values()) <= set(fields()[path].choices) and not values.keys() & set(fields()[path].choices)

@@ -38,6 +38,7 @@ MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat1
     "training.mixed_precision_reduce": "float32"
 }
 EP2 = {"parallelism.experts.ep": 2}
+DISPATCH_SAVED = {"activation_checkpoint.mode": "full_except_dispatch"}
 HIERARCHICAL = DISPATCHERS["hierarchical"] | {"parallelism.node": 2, "parallelism.experts.ep": 4}
 STEPS, CROWDED = 4, 3
 """In step 3 every token goes to the first experts, which one rank has."""
@@ -165,7 +166,7 @@ def operations(mode: str, compiled: bool) -> tuple[Counter[str], list[float]]:
 def test_one_graph_that_is_recomputed_sends_nothing_twice() -> None:
     """Forward and backward send 3 messages each and the counts; only the products for gate and up are computed again.
     Modes that send rows a second time, to save no rows, leave the layer in parts."""
-    modes = "none", "full_but_rows", "moe", "full"
+    modes = "none", "full_except_dispatch", "moe", "full"
     graphs, eager = (
         {mode: world.run(2, operations, mode, compiled, timeout=400)[0] for mode in modes} for compiled in (True, False)
     )
@@ -176,7 +177,7 @@ def test_one_graph_that_is_recomputed_sends_nothing_twice() -> None:
     for mode, (ran, losses) in graphs.items():
         assert losses == pytest.approx(eager["none"][1], rel=1e-12)
         up, down = ran["titanmoe::experts_up"], ran["titanmoe::experts_down"]
-        assert (up, down) == {"none": (calls, calls), "full_but_rows": (2 * calls, calls)}.get(mode, (0, 0))
+        assert (up, down) == {"none": (calls, calls), "full_except_dispatch": (2 * calls, calls)}.get(mode, (0, 0))
 
 
 @pytest.mark.slow
@@ -197,7 +198,7 @@ def test_a_layer_in_bfloat16_is_one_graph(trained: str, padded: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "whole"),
     [
-        ({"moe.dispatcher": "allgather", "activation_checkpoint.mode": "full_but_rows"}, True),
+        ({"moe.dispatcher": "allgather"} | DISPATCH_SAVED, True),
         (HIERARCHICAL | {"model.expert_biases": True}, True),
         (HIERARCHICAL | PADDED, True),
         (MODELS["deepseek_v3"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective"}, True),
@@ -208,10 +209,10 @@ def test_a_layer_in_bfloat16_is_one_graph(trained: str, padded: bool) -> None:
         ({"parallelism.pp": 2, "model.mtp_depth": 1, "moe.jitter": 0.1}, True),
         ({"model.mtp_depth": 1, "model.mtp_after_norm": True, "parallelism.tp": 2}, True),
         ({"parallelism.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, False),
-        (DISPATCHERS["symm_mem"] | {"moe.symm_mem_factor": 1.0, "activation_checkpoint.mode": "full_but_rows"}, True),
+        (DISPATCHERS["symm_mem"] | {"moe.symm_mem_factor": 1.0} | DISPATCH_SAVED, True),
         ({"optimizer.name": "muon", "model.shared_hidden": 16, "parallelism.cp": 2}, True),
         ({"moe.overlap": "halves", "training.local_batch_size": 2, "training.global_batch_size": 16}, False),
-        (TRAINED["adapters"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "full_but_rows"}, True),
+        (TRAINED["adapters"] | {"parallelism.tp": 2} | DISPATCH_SAVED, True),
         (TRAINED["part"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2}, True),
         (MODELS["qwen2_moe"] | {"parallelism.tp": 4}, True),
     ],

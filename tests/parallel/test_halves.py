@@ -17,7 +17,7 @@ SHARED = {"model.shared_hidden": 16}
 EP2 = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02}
 CASES: dict[str, dict[str, Any]] = {
     "recomputed": EP2 | SHARED | {"activation_checkpoint.mode": "full"},
-    "rows kept": EP2 | SHARED | {"activation_checkpoint.mode": "full_but_rows"},
+    "dispatch saved": EP2 | SHARED | {"activation_checkpoint.mode": "full_except_dispatch"},
     "experts recomputed, cp, balance over data ranks": {
         "parallelism.cp": 2,
         "parallelism.experts.etp": 2,

@@ -90,7 +90,7 @@ def layers(mode: str) -> Callable[[], Tensor]:
     return lambda: made(ids, tokens)
 
 
-@pytest.mark.parametrize("mode", ["full", "full_but_rows"])
+@pytest.mark.parametrize("mode", ["full", "full_except_dispatch"])
 def test_backward_frees_what_a_region_cached(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although pipelines hold every output, and with it the nodes of its graph, until a step ends."""
     recomputations = []
@@ -104,14 +104,14 @@ def test_backward_frees_what_a_region_cached(mode: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(recomputation._Pass, "__init__", noted)
     forward = layers(mode)
     outputs = [forward() for _ in range(2)]
-    regions = 2 * 2 * (2 if mode == "full_but_rows" else 1)
+    regions = 2 * 2 * (2 if mode == "full_except_dispatch" else 1)
     assert len(recomputations) == regions and all(region() is not None for region in recomputations)
     for output in outputs:
         output.sum().backward()
     assert [region() for region in recomputations] == [None] * regions
 
 
-@pytest.mark.parametrize("mode", ["moe", "full_but_rows"])
+@pytest.mark.parametrize("mode", ["moe", "full_except_dispatch"])
 def test_a_dispatcher_that_saves_outputs_is_refused(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputation ends before the experts' outputs, so it would give their gradients wrong numbers."""
     receive = AllToAllExchange.receive
@@ -171,4 +171,4 @@ SAVED = {
 @pytest.mark.parametrize("case", SAVED, ids=lambda name: name.replace(" ", "_"))
 def test_saved_routed_tokens_change_no_number(case: str) -> None:
     few: dict[str, Any] = {"training.global_batch_size": 8 if "pp" in str(SAVED[case]) else 4}
-    parity.check(4, few | SAVED[case] | {"activation_checkpoint.mode": "full_but_rows"}, steps=1)
+    parity.check(4, few | SAVED[case] | {"activation_checkpoint.mode": "full_except_dispatch"}, steps=1)

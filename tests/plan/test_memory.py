@@ -60,7 +60,7 @@ CASES = {
     ),
     "adapters": (4, 0, f"{TP} 2 {EP} 2 {ETP} 2 --training.global_batch_size 4 --lora.rank 32"),
     "first half frozen": (2, 0, "--training.freeze embed.* layers.0.* layers.1.*"),
-    "full but rows": (4, 0, f"{EP} 2 {MODE} full_but_rows --training.global_batch_size 4"),
+    "full except dispatch": (4, 0, f"{EP} 2 {MODE} full_except_dispatch --training.global_batch_size 4"),
     "muon, key heads on two ranks of tp each": (
         4,
         0,

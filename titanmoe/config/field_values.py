@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
+from titanmoe.config.old_names import OLD_VALUES
 from titanmoe.config.recipe import parsed
 
 SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], dict: [{"match": ["a"]}]}
@@ -74,6 +75,8 @@ def shorten(text: str) -> str:
 
 
 def _correction(value: Any, target: Field) -> str:
+    if isinstance(value, str) and (new := OLD_VALUES.get(target.path, {}).get(value)):
+        return f": it is called {new} now"
     if target.choices:
         near = closest(value if isinstance(value, str) else toml_value(value), target.choices)
         return f": did you mean {near}?" if near else ""

@@ -41,6 +41,11 @@ OLD_NAMES: dict[str, NewName | Removed] = {
 }
 """By old path. Of several rows with the same new path, the first whose value is not None counts."""
 
+OLD_VALUES: dict[str, dict[str, str]] = {
+    "activation_checkpoint.mode": {"full_but_rows": "full_except_dispatch"},
+}
+"""The new name of a choice by its old one, by the path of the option."""
+
 
 def rename(config: dict[str, Any]) -> None:
     """Give the options in a recorded config, which are nested tables, their names and values of this version."""
@@ -52,6 +57,10 @@ def rename(config: dict[str, Any]) -> None:
         if value is None or isinstance(new, Removed) or (value := _converted(new, value)) is None:
             continue
         _table(config, new.path, create=True).setdefault(new.path.rpartition(".")[2], value)
+    for path, new_values in OLD_VALUES.items():
+        table, name = _table(config, path), path.rpartition(".")[2]
+        if isinstance(value := table.get(name), str) and value in new_values:
+            table[name] = new_values[value]
 
 
 def _table(config: dict[str, Any], path: str, create: bool = False) -> dict[str, Any]:

@@ -513,10 +513,10 @@ class MoE:
 
 @dataclass
 class ActivationCheckpoint:
-    """What backward recomputes instead of keeping. It never changes a number."""
+    """What backward recomputes instead of saving. It never changes a number."""
 
-    mode: Literal["none", "full", "full_but_rows", "selective", "moe"] = "none"
-    """none: fastest. full: whole blocks, least memory. full_but_rows: the same, but keeps the rows that experts got from other ranks, so that none is sent again. selective: keeps matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
+    mode: Literal["none", "full", "full_except_dispatch", "selective", "moe"] = "none"
+    """none: recomputes nothing, fastest. full: recomputes full blocks, least memory. full_except_dispatch: as full, but saves the routed tokens that experts received from other ranks, so that none is sent twice. selective: saves matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half of a block, where most activations are."""
     every: Annotated[int, COUNT] = 1
     """Apply to every n-th block."""
 

@@ -96,7 +96,7 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
 def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
     """Alternatives that can be combined, from mild to hard."""
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
-    modes = ["moe", "full_but_rows", "full"]
+    modes = ["moe", "full_except_dispatch", "full"]
     modes = modes[modes.index(options.mode) + 1 :] if options.mode in modes else modes
     modes = [mode for mode in modes if mode == "full" or moe_layers(config.model)]
     every = {"activation_checkpoint.every": 1} if options.every > 1 else {}

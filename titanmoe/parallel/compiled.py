@@ -60,7 +60,7 @@ def why_in_parts(config: Config, splits: bool) -> str:
     if recomputed in ("moe", "full"):
         return (
             f'activation_checkpoint.mode = "{recomputed}" sends routed tokens to the experts again, and a graph would '
-            'send all messages again; "full_but_rows" saves them'
+            'send all messages again; "full_except_dispatch" saves them'
         )
     if splits:
         return "a schedule that splits backward would send every gradient's rows twice"

@@ -6,7 +6,7 @@ that autograd saved in it. These methods of a block are regions:
     mode                attend    feed      products of the experts
     moe                           region
     full                region    region
-    full_but_rows       region    region    region, its inputs saved outside of feed
+    full_except_dispatch       region    region    region, its inputs saved outside of feed
     selective           none, but parts of them: below
 
 `feed` has norm, router, dispatch, the experts and combine. What dispatch and combine save is small and saved outside of
@@ -186,12 +186,12 @@ def recompute(model: Transformer, options: ActivationCheckpoint, in_one_graph: b
             continue
         if mode == "selective":
             _recompute_selected(block)
-        if mode in ("full", "full_but_rows"):
+        if mode in ("full", "full_except_dispatch"):
             _make_region(block, "attend")
-        if mode in ("full", "full_but_rows") and moe is None:
+        if mode in ("full", "full_except_dispatch") and moe is None:
             _make_feed_a_region(block)
-        if mode in ("moe", "full", "full_but_rows") and moe is not None:
-            _recompute_layer(block, moe, mode == "full_but_rows", in_one_graph)
+        if mode in ("moe", "full", "full_except_dispatch") and moe is not None:
+            _recompute_layer(block, moe, mode == "full_except_dispatch", in_one_graph)
 
 
 def _recompute_layer(block: Block, moe: MoE, rows_saved: bool, in_one_graph: bool) -> None:

@@ -327,7 +327,7 @@ class BlockCosts(DispatchCosts):
         parts = choice.parts if ep * etp > 1 else 1
         R = samples * self.config.training.seq_len / share * self.model.top_k * etp * self.imbalance
         down = parts * self.expert_products(R / parts, ep, etp) / 3
-        rows = 0.0 if mode == "full_but_rows" else forward.rows / 2
+        rows = 0.0 if mode == "full_except_dispatch" else forward.rows / 2
         # Of the first half nothing hides, because attention of the second is not repeated here.
         if rows and choice.halves:
             T = R / self.model.top_k / etp
@@ -365,10 +365,10 @@ class BlockCosts(DispatchCosts):
             hidden = min(choice.hidden * total.rows, total.matrix + total.attention)
             total = total._replace(rows=total.rows - hidden + self.links.exposed(hidden, hidden))
         again = Cost() if mode == "moe" else attention[0]
-        if mode in ("moe", "full", "full_but_rows") and has_experts(self.model, layer):
+        if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
             return total + again + self.experts_again(ffn[0], mode, *degrees, choice)
-        if mode in ("full", "full_but_rows"):
+        if mode in ("full", "full_except_dispatch"):
             return total + again + ffn[0]
         if mode == "selective":
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)

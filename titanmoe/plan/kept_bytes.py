@@ -172,8 +172,8 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
         if model.shared_hidden:
             ffn += X * D * w * flow.shared_weights + _dense(s, model.shared_hidden, selective) * flow.out_of_ffn
             ffn += model.shared_gate * T * (D + 2) * w * flow.into_ffn
-    if mode in ("full", "full_but_rows", "moe"):
-        with_rows = mode == "full_but_rows" and experts
+    if mode in ("full", "full_except_dispatch", "moe"):
+        with_rows = mode == "full_except_dispatch" and experts
         kept = (T * D * w + (_saved_of_recomputed(s, with_rows) if experts else 0)) * flow.out_of_ffn
         recomputed = ffn - with_rows * s.R * D * w * flow.ffn_weights
         return KeptBytes(attention if mode == "moe" else T * D * w * flow.attention, kept, 0, recomputed)

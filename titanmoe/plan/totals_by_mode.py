@@ -14,7 +14,7 @@ from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.dispatch_costs import DispatchChoice
 
-MODES = ("none", "selective", "moe", "full_but_rows", "full")
+MODES = ("none", "selective", "moe", "full_except_dispatch", "full")
 SecondsByMode = tuple[float, ...]
 """In the order of MODES."""
 
@@ -25,7 +25,7 @@ def _add(
     """The totals with this part of `count` blocks added. again: what each mode computes twice of it; full recomputation
     all, if nothing is said."""
     once = sum(forward) + sum(backward)
-    again = again or {"full": forward, "full_but_rows": forward}
+    again = again or {"full": forward, "full_except_dispatch": forward}
     recompute = {mode: sum(cost) for mode, cost in again.items()} | {"selective": forward.memory / 2}
     return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 

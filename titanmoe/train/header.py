@@ -115,7 +115,7 @@ def set_up(
         f"bubble {engine.bubble:.1%} of the time"
         + (", pairs of forward and backward take turns" if config.moe.overlap == "pairs" else "")
     )
-    if splits and recompute in ("full", "full_but_rows", "moe"):
+    if splits and recompute in ("full", "full_except_dispatch", "moe"):
         rows["recompute"] = (
             f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
             "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
