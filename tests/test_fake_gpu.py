@@ -18,7 +18,7 @@ from titanmoe.checkpoint.saver import Saver
 from titanmoe.parallel.pairs import Pairs
 from titanmoe.rehearse.rehearsal import fake_world
 from titanmoe.train.optimizers import offload
-from titanmoe.watch.step_times import StreamMarks
+from titanmoe.watch.step_times import CudaEventTimer
 
 # ---- what is a race
 
@@ -147,7 +147,7 @@ def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[fl
     with ExitStack() as stack:
         put = stack.enter_context
         put(mock.patch.object(offload, "TURN", 1 << 12))
-        put(mock.patch.object(StreamMarks, "every", 1))
+        put(mock.patch.object(CudaEventTimer, "every", 1))
         gpu: Any = put(FakeGPU(runtime.world)) if on_gpu else None
         if on_gpu:
             put(mock.patch.object(Saver, "_write_in_thread", writing))

@@ -102,8 +102,8 @@ class Cluster:
         self.offset_PS += 1e-3 * draw.standard_normal((P, S))  # clocks drift
         return times.reshape(P * S, -1)
 
-    def pairs(self, fault: Fault) -> slow_links.Pairs:
-        found: slow_links.Pairs = {}
+    def pairs(self, fault: Fault) -> slow_links.PairSeconds:
+        found: slow_links.PairSeconds = {}
         for number in slow_links.groups_to_probe(self.groups):
             group = self.groups[number]
             for distance in slow_links.distances(len(group.parts[0]), group.lane):
@@ -132,7 +132,7 @@ class Told(Stragglers, Observer):
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
 
-    def _pair_times(self) -> slow_links.Pairs:
+    def _pair_times(self) -> slow_links.PairSeconds:
         self.messages = {"world": 1, "ep": 2 * MICROBATCHES, "dp_shard": 1, "pp": 2 * MICROBATCHES}
         return self.cluster.pairs(self.fault)
 
@@ -143,7 +143,7 @@ class Told(Stragglers, Observer):
             times = np.stack([self.cluster.step(fault) for _ in range(steps)]).astype(np.float32)
             self.training.state.step += steps
             with listening(self):
-                self.judge(list(range(steps)), times)
+                self.evaluate_window(list(range(steps)), times)
         return self.said[before:]
 
 

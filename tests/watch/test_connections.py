@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.watch import connections
-from titanmoe.watch.connections import Connections, probed_connections, reach, read_connections
+from titanmoe.watch.connections import Connections, probe_connections, reach, read_connections
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -48,7 +48,7 @@ def test_which_connections_are_not_acknowledged(tmp_path: Path) -> None:
 @LINUX
 def test_the_connections_of_this_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
-        assert ["127.0.0.1", "127.0.0.1"] in probed_connections().pairs
+        assert ["127.0.0.1", "127.0.0.1"] in probe_connections().pairs
 
 
 @LINUX

@@ -13,7 +13,7 @@ from tests.checkpoint import runs
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.train.checks import NumericalFault
-from titanmoe.watch.first_nonfinite import beginning_of_text, decoder
+from titanmoe.watch.first_nonfinite import beginning_of_text, text_tokenizer
 from titanmoe.watch.number_checks import checks
 
 NAN, BAD = float("nan"), 6
@@ -130,9 +130,10 @@ def test_a_sample_is_shown_by_its_beginning() -> None:
     text = "A  sample\nbegins here, " + "and goes on " * 9
     batch = Batch(torch.tensor([[0] * 120, [256, *text.encode()[:119]]]), *[torch.empty(0)] * 2)
     assert (
-        beginning_of_text(batch, 1, decoder(parity.read({}, 1).data))
+        beginning_of_text(batch, 1, text_tokenizer(parity.read({}, 1).data))
         == "A sample begins here, and goes on and goes on and goes on"
     )
     assert (
-        decoder(parity.read({"data.source": "synthetic"}, 1).data) is None and beginning_of_text(batch, 1, None) == ""
+        text_tokenizer(parity.read({"data.source": "synthetic"}, 1).data) is None
+        and beginning_of_text(batch, 1, None) == ""
     )

@@ -67,7 +67,7 @@ def test_a_stopped_rank_is_named_and_killed(launcher: str, tmp_path: Path) -> No
     events = tmp_path / "run/events.jsonl"
     event = json.loads(events.read_text().splitlines()[-1])
     assert (event["kind"], event["late"], event["report"][0]) == ("hang", [1], f"hang: {first}")
-    assert [rank["state"] for rank in event["ranks"]] == ["answers", "stopped"]
+    assert [rank["state"] for rank in event["ranks"]] == ["alive", "stopped"]
 
 
 @pytest.mark.slow

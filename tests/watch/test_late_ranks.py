@@ -11,7 +11,7 @@ import pytest
 from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Position
-from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
+from titanmoe.watch.late_ranks import LateRanks, RankStatus, find_late_ranks
 from titanmoe.watch.process_groups import LaneGroups
 
 GROUPS = [
@@ -24,7 +24,7 @@ WORLD, TP, EP, PP = range(4)
 IN_MESSAGE = ["/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/moe/layer.py:50 in forward"]
 
 
-def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs: int = -1, **more: Any) -> RankStatus:
+def seen(rank: int, ops: list[tuple[int, str]], state: str = "alive", differs: int = -1, **more: Any) -> RankStatus:
     """A rank that has issued these operations in step 7, and 10 in each group before."""
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
@@ -45,7 +45,7 @@ STEP = [(WORLD, "all_reduce"), (TP, "all_gather"), (EP, "all_to_all"), (EP, "all
 
 
 def of(some: list[RankStatus], stage: int = 4) -> LateRanks:
-    return judge(some, GROUPS, stage)
+    return find_late_ranks(some, GROUPS, stage)
 
 
 @pytest.mark.parametrize(

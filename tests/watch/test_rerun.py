@@ -14,7 +14,7 @@ from tests.checkpoint import runs
 from titanmoe.config import ConfigError
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
-from titanmoe.watch.bit_checks import describe
+from titanmoe.watch.bit_checks import describe_differences
 from titanmoe.watch.number_checks import checks
 
 RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4, "training.global_batch_size": 2}
@@ -90,12 +90,12 @@ def test_data_that_gives_the_same_again_is_blamed_as_such() -> None:
 
 def test_the_first_difference_tells_where() -> None:
     routers = [f"the router of layer {n}" for n in range(12)]
-    assert describe([[], []]) == ""
-    assert describe([routers[10:], [*routers[9:], "the loss"], []]) == (
+    assert describe_differences([[], []]) == ""
+    assert describe_differences([routers[10:], [*routers[9:], "the loss"], []]) == (
         "not reproducible on rank 1, first seen in the router of layer 9; "
         "what 1 other rank computed from it differs too"
     )
-    assert describe([["the gradient of a"], [], ["the gradient of b"]]) == (
+    assert describe_differences([["the gradient of a"], [], ["the gradient of b"]]) == (
         "not reproducible on ranks 0, 2, first seen in gradients"
     )
 

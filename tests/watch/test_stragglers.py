@@ -20,9 +20,9 @@ from tests.watch.simulated import Cluster, Fault, Told
 from titanmoe.observe import listening
 from titanmoe.watch import slow_links, stragglers
 from titanmoe.watch.process_groups import LaneGroups, name_groups, own_groups
-from titanmoe.watch.slow_links import Link, distances, groups_to_probe, slow_link
-from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
-from titanmoe.watch.stragglers import ON_ONE_HOST, of_peers
+from titanmoe.watch.slow_links import Link, distances, find_slow_link, groups_to_probe
+from titanmoe.watch.step_times import CudaEventTimer, HostTimer, StepTimes
+from titanmoe.watch.stragglers import ON_ONE_HOST, peer_times
 
 SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "stages of two": (4, 2, 2)}
 """pp, dp_shard, ep."""
@@ -56,7 +56,9 @@ def test_what_is_said() -> None:
     told = Told(cluster)
     assert told.go(2, Fault(), 8) == []
     (event,) = told.go(2, Fault(link_s=0.01, rank=17, other=25), 8)
-    assert event["text"].startswith("the link between rank 17 on node2 and rank 25 on node3: 20.2 ms there and back, ")
+    assert event["text"].startswith(
+        "the link between rank 17 on node2 and rank 25 on node3: 20.2 ms for a round trip, "
+    )
     assert told.report()["straggler.other_rank"] == 25 and event["excess_s"] > 0.1
     assert [link[:2] for link in event["links_ms"]] == [[17, 25]]
     assert event["text"].endswith("of a step: look at cables, ports and drivers")
@@ -79,7 +81,7 @@ def test_a_rank_that_is_a_stage_alone_is_compared_with_its_past() -> None:
     (event,) = told.go(3, Fault(compute=2.0, rank=1), 8)
     assert (event["ranks"], event["cause"]) == ([1], "compute")
     x_NR = np.array([[4.0, 2.0, 2.0]])
-    assert of_peers(x_NR, 1, np.array([2.0, 1.0, 1.0])).tolist() == [[4.0, 2.0, 2.0]], "all are as slow: nobody is"
+    assert peer_times(x_NR, 1, np.array([2.0, 1.0, 1.0])).tolist() == [[4.0, 2.0, 2.0]], "all are as slow: nobody is"
 
 
 def test_a_pause_is_no_straggler() -> None:
@@ -87,7 +89,9 @@ def test_a_pause_is_no_straggler() -> None:
     told = Told(cluster := Cluster(1, 8, 8, 0))
     told.go(2, Fault(), 8)
     for factors in ([9.0] * 3 + [1.0] * 5, [1.0] * 8, [2.0] * 8, [1.0] * 8):
-        told.judge(list(range(8)), np.stack([cluster.step(Fault(compute=factor, rank=5)) for factor in factors]))
+        told.evaluate_window(
+            list(range(8)), np.stack([cluster.step(Fault(compute=factor, rank=5)) for factor in factors])
+        )
     assert told.said == []
 
 
@@ -95,7 +99,7 @@ def test_links_are_probed_on_suspicion_only() -> None:
     probes = 0
 
     class Counted(Told):
-        def _pair_times(self) -> slow_links.Pairs:
+        def _pair_times(self) -> slow_links.PairSeconds:
             nonlocal probes
             probes += 1
             return super()._pair_times()
@@ -111,14 +115,14 @@ def test_links_are_probed_on_suspicion_only() -> None:
 def test_which_link() -> None:
     host_of = {rank: f"node{rank // 4}" for rank in range(8)}
     pairs = {(a, b): 1.0 if a // 4 == b // 4 else 5.0 for a in range(8) for b in range(a + 1, 8)}
-    assert slow_link(pairs, host_of, {}) is None, "between machines all take longer"
-    assert slow_link(pairs | {(1, 3): 4.0}, host_of, {}) == Link(1, 3, 4.0, 1.0, {(1, 3): 4.0})
-    assert slow_link(pairs | {(2, 5): 30.0}, host_of, {}) == Link(2, 5, 30.0, 5.0, {(2, 5): 30.0})
+    assert find_slow_link(pairs, host_of, {}) is None, "between machines all take longer"
+    assert find_slow_link(pairs | {(1, 3): 4.0}, host_of, {}) == Link(1, 3, 4.0, 1.0, {(1, 3): 4.0})
+    assert find_slow_link(pairs | {(2, 5): 30.0}, host_of, {}) == Link(2, 5, 30.0, 5.0, {(2, 5): 30.0})
     shaky = {(2, 5): 30.0, (2, 3): 4.0, (0, 2): 4.0, (1, 2): 4.0, (2, 4): 16.0}
-    assert slow_link(pairs | shaky, host_of, {})[:2] == (2, 5), "the other links of rank 2 are far from as slow"
+    assert find_slow_link(pairs | shaky, host_of, {})[:2] == (2, 5), "the other links of rank 2 are far from as slow"
     of_one = {pair: 20 * seconds for pair, seconds in pairs.items() if 6 in pair}
-    assert slow_link(pairs | of_one, host_of, {})[:2] == (6, None)
-    assert slow_link({(0, 1): 9.0}, host_of, {}) is None and slow_link({(0, 1): 9.0}, host_of, {(0, 1): 1.0})
+    assert find_slow_link(pairs | of_one, host_of, {})[:2] == (6, None)
+    assert find_slow_link({(0, 1): 9.0}, host_of, {}) is None and find_slow_link({(0, 1): 9.0}, host_of, {(0, 1): 1.0})
 
 
 def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
@@ -139,7 +143,7 @@ def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
 
 
 class Counter:
-    """Marks that are told what time it is."""
+    """Timer that are told what time it is."""
 
     every, behind, now = 1, 0, 0.0
 
@@ -194,7 +198,7 @@ def test_what_is_between_steps_does_not_count() -> None:
 def test_on_a_gpu_events_are_read_a_step_later() -> None:
     with FakeGPU() as gpu:
         gpu.passed = 0.0  # reading an event that the device has not reached fails
-        times = StepTimes(["world", "ep"], OWN, StreamMarks())
+        times = StepTimes(["world", "ep"], OWN, CudaEventTimer())
         for number in range(1, 17):
             step(times, gpu, number)
         gpu.passed = gpu.now - 1e-3
@@ -227,7 +231,7 @@ def train(changes: dict[str, Any]) -> list[int]:
         return slices(batches)
 
     trainer.training.slicer.slices = slowly
-    often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1)
+    often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostTimer, "every", 1)
     with often[0], often[1], watched(config, trainer.training):
         trainer.train()
     return trainer.training.guard.checks.stragglers.times.messages
@@ -263,7 +267,7 @@ def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
     trainer = parity.make_trainer(changes)
     parts, slices = trainer.training, trainer.training.slicer.slices
     groups, own = name_groups(parts.meshes.lanes, parts.fold), own_groups(parts.meshes.lanes)
-    times = StepTimes([group.axes for group in groups], own, HostMarks())
+    times = StepTimes([group.axes for group in groups], own, HostTimer())
     times.phase("data", 0)  # the first step of a process is not measured
 
     def slowly(batches: list) -> list:
@@ -271,7 +275,7 @@ def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
         return slices(batches)
 
     parts.slicer.slices = slowly
-    with mock.patch.object(HostMarks, "every", 1), listening(times):
+    with mock.patch.object(HostTimer, "every", 1), listening(times):
         trainer.train_step()
     (row,) = times.take()[1]
     return dict(zip(("compute", "data", *times.axes), row, strict=True))
@@ -295,8 +299,8 @@ def test_on_a_gpu_the_answer_has_arrived_when_the_clock_is_read(monkeypatch: pyt
     with FakeGPU() as gpu:
         x = torch.zeros(8, device="cuda")
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("wait"))
-        assert slow_links._there_and_back(x, None, 0, 1) > 0
+        assert slow_links._round_trip(x, None, 0, 1) > 0
         assert order == ["send", "recv", "wait"] * (slow_links.TRIES + 1)
         order.clear()
-        assert slow_links._there_and_back(x, None, 1, 0) == 0 and "wait" not in order
+        assert slow_links._round_trip(x, None, 1, 0) == 0 and "wait" not in order
         assert gpu.host_waits == 0

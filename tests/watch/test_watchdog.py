@@ -33,7 +33,7 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     mine = Heartbeat(tmp_path / "0", create=True)
     other = Heartbeat(tmp_path / "0")
     (tmp_path / "0").unlink()
-    assert not other.is_waiting and other.answer() == b"" and other.position == Position()
+    assert not other.is_waiting and other.reply() == b"" and other.position == Position()
     for place in (Position(15, 70_000, 60, True), Position(0, 3, -1, False)):
         mine.enter(place)
         assert other.position == place
@@ -43,8 +43,8 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     assert not other.is_waiting and abs(other.last_progress - time.monotonic()) < 5
     mine.enter_phase(heartbeat.BETWEEN)
     assert other.numbers[heartbeat.PHASE] == heartbeat.BETWEEN and other.position == Position()
-    mine.write_answer(b"words")
-    assert other.answer() == b"words"
+    mine.write_reply(b"words")
+    assert other.reply() == b"words"
 
 
 def test_a_machine_is_known_by_a_file_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ class Watched:
         patch.setattr(watchdog, "SILENT_S", 1.0)
         patch.setattr(watchdog, "GATHER_S", 1.0)
         self.waiting = True
-        patch.setattr(watchdog, "in_message", lambda stack: self.waiting)
+        patch.setattr(watchdog, "is_communicating", lambda stack: self.waiting)
         self.folder, store = folder, dist.HashStore()
         self.hearts = [Heartbeat(folder / str(rank), create=True) for rank in range(4)]
         self.bodies = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
@@ -173,32 +173,32 @@ def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
 def test_what_counts_as_trouble(machines: Watched) -> None:
     (dog, *_), (heart, other, *_) = machines.watchdogs, machines.hearts
     heart.tick(waiting=False), other.tick(waiting=False)
-    assert not dog.trouble()
+    assert not dog.sees_trouble()
     machines.send(1)
     machines.watchdogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
     time.sleep(0.01)
     copy_of_heart = Heartbeat(machines.folder / "1")
-    assert copy_of_heart.is_waiting and dog.trouble()
+    assert copy_of_heart.is_waiting and dog.sees_trouble()
     other.numbers[heartbeat.FIRST_STEP] = 3  # its first step, which may compile
-    assert not dog.trouble()
+    assert not dog.sees_trouble()
     other.numbers[heartbeat.FIRST_STEP] = 1
     other.numbers[heartbeat.STATE] = heartbeat.ENDED
-    assert not dog.trouble()
+    assert not dog.sees_trouble()
     other.numbers[heartbeat.STATE] = heartbeat.RUNNING
     other.tick(waiting=False)
-    assert not dog.trouble(), "it computes, as far as the host knows"
+    assert not dog.sees_trouble(), "it computes, as far as the host knows"
     dog.limits = Limits(step=0, first=60, between=60, thread=60, by_age=True)
-    assert dog.trouble(), "on a GPU the host may be far ahead"
+    assert dog.sees_trouble(), "on a GPU the host may be far ahead"
     dog.limits = LIMITS
     machines.bodies[1].kill()
     machines.bodies[1].wait()
-    assert dog.trouble(), "it has exited"
+    assert dog.sees_trouble(), "it has exited"
 
 
 def test_an_answer_has_the_step_of_its_messages(machines: Watched) -> None:
     """The rank may still go on."""
     heart, dog = machines.hearts[0], machines.watchdogs[0]
-    heart.write_answer(json.dumps({"step": 3}).encode())
+    heart.write_reply(json.dumps({"step": 3}).encode())
     heart.numbers[heartbeat.STEP] = 4
     assert dog.local_statuses()[0].step == 3
     assert dog.local_statuses()[1].step == 3 == machines.hearts[1].numbers[heartbeat.STEP], "it has not answered"
@@ -211,13 +211,13 @@ def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
         rank: Watchdog(rank, Machines(heart, hearts, 0, [ranks], ["node0"], "token"), GROUPS, 3, LIMITS, lambda: None)
         for rank, heart in hearts.items()
     }
-    assert not any(dog.trouble() for dog in dogs.values())
+    assert not any(dog.sees_trouble() for dog in dogs.values())
     for gone in ([4], [5], [6], [4, 5], [5, 6], [4, 6]):
         body = subprocess.Popen(["true"])
         body.wait()
         for rank in gone:
             hearts[rank].numbers[heartbeat.PID] = body.pid
-        assert any(dogs[rank].trouble() for rank in ranks if rank not in gone)
+        assert any(dogs[rank].sees_trouble() for rank in ranks if rank not in gone)
         for rank in gone:
             hearts[rank].numbers[heartbeat.PID] = os.getpid()
 
@@ -226,7 +226,7 @@ def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines:
     """torchrun sends it to all ranks as soon as one has exited."""
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(**vars(watchdog.os) | {"_exit": lambda code: ended.set()}))
-    monkeypatch.setattr(watchdog, "ends_by", lambda number: True)
+    monkeypatch.setattr(watchdog, "is_ended_by_watchdog", lambda number: True)
     dog = machines.watchdogs[0]
     dog.start()
     dog._wake.send(bytes([15]))

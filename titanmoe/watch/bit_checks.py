@@ -1,12 +1,12 @@
-"""What must have the same bits: copies on several ranks, and two passes over one batch.
+"""Bitwise checks against silent data corruption: replicas on several ranks, and two passes over one batch.
 
-Copies are replicas of weights and moments, routers' biases, counters. For everything that it shares with the same
-ranks, a rank computes one number. One message gives all ranks these numbers, and the host waits once.
+`[debug] replicas_every` uses `ReplicaCheck`: replicated weights, moments, router biases and counters must be equal to
+the bit. A rank computes one fingerprint for each set of ranks that it shares state with; one all-gather distributes
+them, and the host waits once.
 
-When a step is suspect, its forward and backward are repeated. Each rank takes fingerprints of what it computed itself:
-its part of the loss, the routing of each layer (counts and statistics that exist anyway) and its shards of the
-gradients. Hidden states travel between ranks, so only the first layer that came out differently shows where the fault
-is.
+`[debug] rerun` uses `repeat_pass`: the forward and backward of a suspect step are repeated. Each rank compares
+fingerprints of what it computed itself: its contribution to the loss, the routing counts of each layer and its shards
+of the gradients. Hidden states travel between ranks, so only the first layer that differs shows where the fault is.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from titanmoe.parallel.norm import local_grad
 from titanmoe.train.gradients import Gradients, PassSums, StepWork, Sums
 from titanmoe.train.training import RankModel
 
-# The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
+# By axis of a mesh (titanmoe.fold.meshes): the axes of the fold that it combines.
 AXES: dict[View, dict[str, tuple[str, ...]]] = {
     "attention": {"dp_replicate": ("dp_replicate",), "fsdp": ("dp_shard", "cp"), "tp": ("tp",)},
     "experts": {axis: (axis,) for axis in ("edp_replicate", "edp", "ep", "etp")},
 }
 MOST_NAMED = 6
-"""How many tensors and ranks a message names."""
+"""The number of tensors and ranks that a message names."""
 BLOCK = 1 << 18
-"""How many words are hashed at a time. They briefly need three times their size in memory."""
+"""The number of words hashed at a time. Hashing briefly needs three times their size in memory."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def words(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, of eight bytes each if its size is a multiple of that."""
+def as_integers(tensor: Tensor) -> Tensor:
+    """Return the tensor's bits as a flat integer tensor, of int64 if its size is a multiple of eight bytes."""
     flat = tensor.detach().reshape(-1)
     if flat.nbytes % 8:
         return flat.view(WORDS[flat.element_size()])
@@ -53,11 +53,12 @@ def words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The sum of all words, each times its own odd number, modulo 2**64: one changed bit always changes it.
+    """Return a hash of the tensor's bits as an int64 scalar on its device. The host does not wait for it.
 
-    Words that swap places change it too. It stays on the device, and the host does not wait for it.
+    It is the sum of all words, each times its own odd number, modulo 2**64. One changed bit always changes it, and so
+    do two unequal words that swap places.
     """
-    integers = words(tensor)
+    integers = as_integers(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not integers.numel():
         return total
@@ -69,25 +70,29 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def combine_fingerprints(fingerprints: list[Tensor]) -> Tensor:
-    """One fingerprint of several, in their order."""
+    """Return one fingerprint of a list of fingerprints. Their order counts."""
     return (torch.stack(fingerprints) * torch.arange(1, 2 * len(fingerprints), 2, device=fingerprints[0].device)).sum()
 
 
 class ReplicaGroup(NamedTuple):
-    """Ranks that differ only in these axes of the view hold the same."""
+    """A kind of replication: ranks whose coordinates differ only in these axes of the view hold equal tensors."""
 
     view: View
     axes: tuple[str, ...]
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
+    """A group of ranks whose replicas are not equal."""
+
     kind: ReplicaGroup
     group: tuple[int, ...]
     ranks: list[int]
     """The ranks that differ from the majority; the whole group if there is none."""
 
 
-class Replicas:
+class ReplicaCheck:
+    """Compares the state that ranks hold in common, by fingerprints."""
+
     def __init__(self, training: RankModel, options: Options, seed: int):
         self.training, self.fold, self.seed = training, training.fold, seed
         self.with_moments = not options.offload
@@ -98,15 +103,17 @@ class Replicas:
         if self.fold.world > 1:
             self.kinds.append(self.world)
         self.agreed = -1
-        """The last step after which all ranks agreed."""
+        """The last step after which all ranks agreed; -1 if none."""
 
     def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
-        axes = {name: parts for name, parts in AXES[view].items() if len(group_of(self.fold, view, parts, 0)) > 1}
+        """Yield every combination of the view's axes of more than one rank."""
+        axes = {name: names for name, names in AXES[view].items() if len(group_of(self.fold, view, names, 0)) > 1}
         for count in range(1, len(axes) + 1):
             for combination in combinations(axes.values(), count):
                 yield ReplicaGroup(view, tuple(chain.from_iterable(combination)))
 
     def _kind(self, parameter: nn.Parameter) -> ReplicaGroup | None:
+        """Return the axes over which a parameter is replicated, or None if it is on one rank only."""
         if not isinstance(parameter, DTensor):
             return None
         mesh = parameter.device_mesh
@@ -122,7 +129,10 @@ class Replicas:
         return kind if replicated else None
 
     def replicated_state(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
-        """The part of the run's state that other ranks hold too, except moments that are in the host's memory."""
+        """Yield name, local tensor and replica group of everything on this rank that other ranks hold too.
+
+        Moments in host memory are left out.
+        """
         training = self.training
         moments = training.optimizer.moments() if self.with_moments else {}
         for name, kind in self.kind_of.items():
@@ -131,8 +141,8 @@ class Replicas:
                 yield name, tensor, kind
                 yield from ((f"{moment} of {name}", x, kind) for moment, x in moments.get(name, {}).items())
 
-    def table(self) -> Tensor:
-        """One fingerprint for each kind of replica group."""
+    def fingerprints(self) -> Tensor:
+        """Return one fingerprint for each kind of replica group, in the order of `kinds`."""
         prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
         for _, tensor, kind in self.replicated_state():
             prints[kind].append(fingerprint(tensor))
@@ -144,22 +154,22 @@ class Replicas:
         )
 
     def _counters(self) -> int:
-        """How far the run is. Seed and step are the whole state of its random numbers."""
+        """Return a 64-bit hash of the run's progress. Seed and step are all state of its random numbers."""
         state = self.training.state
         counts = state.step, state.tokens, self.seed, state.skips.state_dict()
         text = repr((*counts, self.training.loader.state_dict()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def compare(self, step: int) -> str:
-        """Which ranks differ in the state after a step, and in what; "" if none does.
+        """Say which ranks differ in the state after a step, and in which tensors; return "" if all agree.
 
-        All ranks call it together and get the same answer.
+        Collective over the world; all ranks return the same text.
         """
         if not self.kinds:
             return ""
-        table = all_gather(self.table(), 0, self.training.meshes.world).view(self.fold.world, -1).tolist()
+        table = all_gather(self.fingerprints(), 0, self.training.meshes.world).view(self.fold.world, -1).tolist()
         differences = [
-            Difference(kind, group, ranks)
+            ReplicaDifference(kind, group, ranks)
             for column, kind in enumerate(self.kinds)
             for group in groups(self.fold, *kind)
             if (ranks := differing_ranks(group, [table[rank][column] for rank in group]))
@@ -169,7 +179,8 @@ class Replicas:
             return ""
         return self._message(differences, step)
 
-    def _message(self, differences: list[Difference], step: int) -> str:
+    def _message(self, differences: list[ReplicaDifference], step: int) -> str:
+        """Describe the differences. Collective over the world: exchanges the fingerprints of single tensors."""
         rank = dist.get_rank()
         own_prints: dict[str, int] = {}
         for difference in differences:
@@ -194,6 +205,12 @@ class Replicas:
 
 
 def differing_ranks(group: tuple[int, ...], values: list[int]) -> list[int]:
+    """Return the ranks of `group` whose value is not the majority's; all of them if there is no majority.
+
+    Args:
+        group: The ranks.
+        values: One value for each of these ranks.
+    """
     (majority_value, count), *others = Counter(values).most_common()
     if not others:
         return []
@@ -212,7 +229,7 @@ def _ranks_text(ranks: list[int], group: tuple[int, ...]) -> str:
 
 
 def first_few(items: list) -> str:
-    """The first of them, as text."""
+    """Join the first `MOST_NAMED` items with commas, and count the rest."""
     more = f" and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
     return ", ".join(map(str, items[:MOST_NAMED])) + more
 
@@ -221,7 +238,14 @@ def first_few(items: list) -> str:
 
 
 def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
-    """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
+    """Return fingerprints of this rank's last forward and backward, by name, in the order in which a fault spreads.
+
+    The host waits for them.
+
+    Args:
+        gradients: The forward and backward passes, with their gradients.
+        own: This rank's sums of the pass, before they were summed over ranks.
+    """
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(gradients.moe_layers.items()):
         prints[f"the router of layer {number}"] = fingerprint(moe.balance.counts.counts_MX)
@@ -231,10 +255,18 @@ def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, str]:
-    """The sums of a second pass, whose gradients replace those of the first, and what differs.
+def repeat_pass(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, str]:
+    """Run forward and backward again, and compare the results with the first pass bit by bit.
 
-    All ranks call it together. own: this rank's sums of the first pass.
+    Collective over the world. The gradients of the second pass replace those of the first.
+
+    Args:
+        gradients: The forward and backward passes.
+        work: The step's batches.
+        own: This rank's sums of the first pass.
+
+    Returns:
+        The sums of the second pass, and which ranks are not reproducible ("" if all are).
     """
     first = pass_fingerprints(gradients, own)
     gradients.drop()
@@ -243,13 +275,14 @@ def repeat(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, s
     own_differences = [name for name in first if first[name] != second[name]]
     differences: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(differences, own_differences)
-    return sums, describe(differences)
+    return sums, describe_differences(differences)
 
 
-def describe(differences: list[list[str]]) -> str:
-    """Which rank's results are not reproducible; "" if all are.
+def describe_differences(differences: list[list[str]]) -> str:
+    """Say on which ranks two passes differ, and where that was first seen; return "" if all ranks are reproducible.
 
-    differences: by rank, what came out differently, in the order of `pass_fingerprints`.
+    Args:
+        differences: For each rank, the names of the fingerprints that differ, in the order of `pass_fingerprints`.
     """
     differing = {rank: names for rank, names in enumerate(differences) if names}
     if not differing:

@@ -1,8 +1,9 @@
-"""The TCP connections of this process: which peers acknowledge nothing, and which can be reached?
+"""The TCP connections of this process: which peers acknowledge nothing, and which can be reached.
 
-gloo, the store, and NCCL where it has no other network send over TCP. Linux repeats a segment that is not acknowledged
-after 0.2 s or more, then twice as long, and so on; a process that is stopped still acknowledges, because its kernel
-does. A host that refuses a connection can be reached.
+The watchdog reads them when a run hangs, to tell a link that is down from a rank that is late. gloo, the store, and
+NCCL without InfiniBand or NVLink send over TCP. Linux sends a segment again that is not acknowledged after 0.2 s or
+more, then after twice as long, and so on. A stopped process still acknowledges, because its kernel does. A host that
+refuses a connection can be reached.
 """
 
 from __future__ import annotations
@@ -19,25 +20,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPEATS = 3
-"""How often Linux must have repeated a segment until its connection counts as unanswered: for 1.4 s at least."""
+"""The number of retransmissions of a segment after which its connection counts as unanswered: 1.4 s at least."""
 PROBE_S, PROBED, PORT = 0.7, 64, 1
-"""How long a probe waits, how many peers are probed at most, and at which port, where nobody needs to listen."""
+"""Seconds that a probe waits, the most peers probed, and the port probed, where nobody needs to listen."""
 
 
 @dataclass
 class Connections:
-    """A process's TCP connections, as pairs of its own address and the peer's."""
+    """The TCP connections of a process, each as a pair of its own address and the peer's."""
 
     pairs: list[list[str]] = field(default_factory=list)
-    """All of them."""
+    """All established connections."""
     unanswered: list[list[str]] = field(default_factory=list)
-    """Those whose peer acknowledges nothing."""
+    """The connections whose peer acknowledges nothing."""
     reached: list[list[str]] = field(default_factory=list)
-    """Those whose peer has just answered a probe."""
+    """The connections whose peer has just answered a probe."""
 
 
 def read_connections(process: Path = Path("/proc/self")) -> Connections:
-    """Return the connections of a process, without probes; none where the system does not list them."""
+    """Return the connections of a process without probing any; no connections where the system has no /proc.
+
+    Args:
+        process: The process's folder in /proc.
+    """
     pairs, unanswered, inodes = set[tuple[str, str]](), set[tuple[str, str]](), set[str]()
     with contextlib.suppress(OSError):
         inodes.update(_sockets(process))
@@ -45,26 +50,26 @@ def read_connections(process: Path = Path("/proc/self")) -> Connections:
         with contextlib.suppress(OSError):
             for line in (process / "net" / name).read_text(encoding="ascii").splitlines()[1:]:
                 _, local, remote, state, _, timer, repeats, _, _, inode, *_ = line.split()
-                if inode not in inodes or state != "01":  # 1: established
+                if inode not in inodes or state != "01":  # 01: established
                     continue
                 pair = _address(local, family), _address(remote, family)
                 pairs.add(pair)
-                if timer.startswith("01:") and int(repeats, 16) >= REPEATS:  # 1: it waits to send again
+                if timer.startswith("01:") and int(repeats, 16) >= REPEATS:  # 01: a retransmission is due
                     unanswered.add(pair)
     return Connections(sorted(map(list, pairs)), sorted(map(list, unanswered)))
 
 
-def probed_connections() -> Connections:
-    """Return the connections of this process, whose peers on other hosts it tries to reach. Waits 0.7 s at most."""
-    found = read_connections()
-    elsewhere = [pair for pair in found.pairs if pair[0] != pair[1]][:PROBED]
-    reachable = reach({peer for _, peer in elsewhere})
-    found.reached = [pair for pair in elsewhere if pair[1] in reachable]
-    return found
+def probe_connections() -> Connections:
+    """Return the connections of this process, after trying to reach the peers on other hosts. Takes at most 0.7 s."""
+    connections = read_connections()
+    to_other_hosts = [pair for pair in connections.pairs if pair[0] != pair[1]][:PROBED]
+    reachable = reachable_addresses({peer for _, peer in to_other_hosts})
+    connections.reached = [pair for pair in to_other_hosts if pair[1] in reachable]
+    return connections
 
 
-def reach(addresses: Iterable[str]) -> set[str]:
-    """Return those that accept or refuse a connection."""
+def reachable_addresses(addresses: Iterable[str]) -> set[str]:
+    """Return the addresses that accept or refuse a connection within `PROBE_S`."""
     reached, waiting = set[str](), dict[socket.socket, str]()
     for address in addresses:
         probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -87,7 +92,7 @@ def reach(addresses: Iterable[str]) -> set[str]:
 
 
 def _sockets(process: Path) -> Iterator[str]:
-    """Yield the inodes of its sockets."""
+    """Yield the inodes of a process's sockets."""
     for entry in os.scandir(process / "fd"):
         with contextlib.suppress(OSError):  # closed by now
             kind, _, inode = os.readlink(entry.path).partition(":")
@@ -96,7 +101,10 @@ def _sockets(process: Path) -> Iterator[str]:
 
 
 def _address(text: str, family: socket.AddressFamily) -> str:
-    """Return the address in `0201A8C0:1F90`, whose words of 4 bytes are in the machine's order."""
+    """Return the address of an entry such as `0201A8C0:1F90` in /proc/net/tcp, without the port.
+
+    Its words of 4 bytes are in the byte order of the machine.
+    """
     digits = text.partition(":")[0]
     words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))
     return socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:")

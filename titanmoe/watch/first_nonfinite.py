@@ -1,7 +1,9 @@
-"""Repeat a step whose numbers are not finite, checking every module: where did it begin, and on which rank and samples?
+"""Find the first NaN or infinity of a step (`[debug] culprit`): its module, rank, microbatch and samples.
 
-Under every mapping a microbatch goes through the layers in the same order. So the first finding of all ranks is that of
-the earliest microbatch in the earliest layer, forward before backward; within a layer, all ranks run the same modules.
+The step's forward and backward are repeated with hooks that check the outputs and gradients of every module. Under
+every mapping a microbatch goes through the layers in the same order. So the first non-finite tensor of all ranks is
+that of the earliest microbatch in the earliest layer, forward before backward; within a layer, all ranks run the same
+modules.
 """
 
 from __future__ import annotations
@@ -30,99 +32,106 @@ from titanmoe.observe import Observer, listening
 from titanmoe.train.gradients import Gradients, StepWork, Sums
 from titanmoe.watch.bit_checks import first_few
 
-TEXT = 60
-"""Characters of a sample that a message shows."""
+SHOWN_CHARACTERS = 60
+"""The number of characters of a sample that a message shows."""
 
 
 class CheckedTensor(NamedTuple):
-    """A tensor that was checked."""
+    """The result of checking one tensor."""
 
     backward: bool
     module: str
     microbatch: Tensor
     bad: Tensor
-    """How many of its numbers are not finite."""
+    """The count of its elements that are not finite."""
     numbers: int
+    """The count of all its elements."""
     rows_B: Tensor | None
-    """Which samples of the microbatch have such numbers, if the tensor has a row per sample."""
+    """Whether each sample of the microbatch has such elements; None if the tensor has no dimension of samples."""
     weight: bool = False
     """Whether it is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
 
 
-class FirstNotFinite(NamedTuple):
+class FirstNonFinite(NamedTuple):
     """The first tensor of a rank that is not finite. The fields are in the order in which ranks are compared."""
 
     backward: bool
     microbatch: int
     layer: int
     nth: int
-    """Its index among the notes of this layer and microbatch."""
+    """Its index among the checked tensors of this layer and microbatch."""
     module: str
     bad: int
     numbers: int
     samples: dict[int, str]
-    """The beginning of the text, by number in the run."""
+    """The beginning of each affected sample's text, by the sample's index in the run."""
     weight: bool
 
 
-class Trace(Observer):
+class NonFiniteTrace(Observer):
+    """Runs a step's passes with hooks that count the non-finite elements of every module's tensors."""
+
     def __init__(self, gradients: Gradients, loader: Loader, compilation: Compile, model: Model, data: Data):
         self.passes, self.loader, self.data = gradients, loader, data
         self.compiled, self.layers = compilation.enable, model.num_layers
-        self.notes = list[CheckedTensor]()
-        self.weights: dict[int, Any] = {}
-        """The hooks on those that have been used, by id."""
+        self.checked = list[CheckedTensor]()
+        """All checks so far, in order."""
+        self.weight_hooks: dict[int, Any] = {}
+        """Gradient hooks, by the id of the weight."""
         self.gradient_counts: Counter[str] = Counter()
-        """How many each weight has received: one for each microbatch whose backward has reached it."""
-        self.thread = threading.local()  # two microbatches that take turns have a thread each
-        self.names = {module: name for part in gradients.stages for name, module in part.named_modules()}
+        """The number of gradients that each weight has received: one for each microbatch."""
+        self.thread = threading.local()  # overlapped microbatches have a thread each
+        self.names = {module: name for stage in gradients.stages for name, module in stage.named_modules()}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
+        """Keep hooks on all modules within this context."""
         with ExitStack() as stack:
-            for part in self.passes.stages:
-                for name, module in part.named_modules():
-                    hook = part.register_forward_pre_hook(self._set_microbatch, with_kwargs=True) if not name else None
-                    hook = hook or module.register_forward_hook(partial(self._check_module, name))
+            for stage in self.passes.stages:
+                for name, module in stage.named_modules():
+                    if name:
+                        hook = module.register_forward_hook(partial(self._check_module, name))
+                    else:
+                        hook = stage.register_forward_pre_hook(self._set_microbatch, with_kwargs=True)
                     stack.callback(hook.remove)
-                    # Only then has FSDP put in the whole weights, from which gradients flow.
+                    # Just before a module's forward FSDP has set its unsharded weights, which receive the gradients.
                     stack.callback(module.register_forward_pre_hook(partial(self._hook_weights, name)).remove)
             stack.enter_context(listening(self))
             try:
                 yield
             finally:
-                for hook in self.weights.values():
+                for hook in self.weight_hooks.values():
                     hook.remove()
 
     def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        """A hook on the experts would see what is already on its way back."""
+        """Check the experts' output. A hook on the module would see it only after it has been sent back."""
         self._check_module(self.names[experts], experts, inputs, output)
 
-    def _set_microbatch(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _set_microbatch(self, stage: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.thread.microbatch = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
 
     def _hook_weights(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         for short, weight in module.named_parameters(recurse=False):
-            if weight.requires_grad and id(weight) not in self.weights:
+            if weight.requires_grad and id(weight) not in self.weight_hooks:
                 full_name = f"{name}.{short}" if name else short
-                self.weights[id(weight)] = weight.register_hook(partial(self._check_gradient, full_name))
+                self.weight_hooks[id(weight)] = weight.register_hook(partial(self._check_gradient, full_name))
 
     @torch.no_grad()
     def _check_gradient(self, name: str, grad: Tensor) -> None:
         not_finite = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
         microbatch = torch.tensor(self.gradient_counts[name])
         self.gradient_counts[name] += 1
-        self.notes.append(
+        self.checked.append(
             CheckedTensor(True, name, microbatch, not_finite.sum(), not_finite.numel(), None, weight=True)
         )
 
     def _check_module(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         microbatch = getattr(self.thread, "microbatch", None)
-        if microbatch is None:  # recomputed in one of autograd's threads: its first run was checked
+        if microbatch is None:  # recomputed in one of autograd's threads: the original forward was checked
             return
-        for x in _numbers(out):
+        for x in _float_tensors(out):
             self._check_tensor(False, name, microbatch, x)
-        for x in _numbers(args):
+        for x in _float_tensors(args):
             if x.requires_grad:
                 x.register_hook(partial(self._check_tensor, True, name, microbatch))
 
@@ -130,78 +139,91 @@ class Trace(Observer):
     def _check_tensor(self, backward: bool, name: str, microbatch: Tensor, x: Tensor) -> None:
         not_finite = x.isfinite().logical_not()
         rows_B = not_finite.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
-        self.notes.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
+        self.checked.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
 
     def run(self, work: StepWork) -> Sums:
+        """Run the step's forward and backward with all checks, uncompiled, and return its sums."""
         self.batches = work.batches
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
             return self.passes.sums(work)
 
-    def earliest(self) -> FirstNotFinite | None:
-        """What this rank saw first."""
+    def earliest(self) -> FirstNonFinite | None:
+        """Return the first non-finite tensor of this rank, or None. The host waits for the device."""
         nth: Counter[tuple[bool, int, int]] = Counter()
         findings: list[tuple[tuple[bool, int, int, int], CheckedTensor]] = []
-        for note in self.notes:
-            key = note.backward, int(note.microbatch), self._layer(note.module) * (-1 if note.backward else 1)
-            if int(note.bad):
-                findings.append(((*key, nth[key]), note))
+        for checked in self.checked:
+            key = (
+                checked.backward,
+                int(checked.microbatch),
+                self._layer(checked.module) * (-1 if checked.backward else 1),
+            )
+            if int(checked.bad):
+                findings.append(((*key, nth[key]), checked))
             nth[key] += 1
         if not findings:
             return None
-        key, note = min(findings, key=lambda entry: entry[0])
-        # If its rows are not samples, the next tensor of this layer with a row per sample shows which ones are
-        # affected.
+        key, first = min(findings, key=lambda entry: entry[0])
+        # If it has no dimension of samples, the next tensor of this layer that has one shows which are affected.
         rows = [n.rows_B for other_key, n in sorted(findings, key=lambda entry: entry[0]) if other_key[:3] == key[:3]]
         sample_rows = [rows_B for rows_B in rows if rows_B is not None]
-        return FirstNotFinite(
-            *key, note.module, int(note.bad), note.numbers, self._samples(key[1], sample_rows[:1]), note.weight
+        return FirstNonFinite(
+            *key, first.module, int(first.bad), first.numbers, self._samples(key[1], sample_rows[:1]), first.weight
         )
 
     def _layer(self, module: str) -> int:
+        """Return the index of the module's layer: -1 for the embedding, the number of layers for all other modules."""
         kind, _, rest = module.partition(".")
         return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else self.layers
 
     def _samples(self, microbatch: int, rows: list[Tensor]) -> dict[int, str]:
         numbers = list(self.loader.identify(self.batches))
-        batch, decode = self.batches[microbatch], decoder(self.data)
+        batch, decode = self.batches[microbatch], text_tokenizer(self.data)
         size = len(batch.tokens_BS)
         indices = rows[0].nonzero().flatten().tolist() if rows else []
         return {numbers[microbatch * size + row]: beginning_of_text(batch, row, decode) for row in indices}
 
 
-def _numbers(values: Any) -> list[Tensor]:
+def _float_tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def decoder(data: Data) -> Tokenizer | None:
-    """The tokenizer of the run's text, if the config names it. Only token shards know theirs."""
+def text_tokenizer(data: Data) -> Tokenizer | None:
+    """Return the tokenizer that decodes the run's samples, or None if the config does not name it.
+
+    Token shards record theirs, synthetic data have none.
+    """
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
     try:
         return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
-    except ConfigError:  # it may be gone, and the numbers are named all the same
+    except ConfigError:  # the tokenizer may be gone: the samples' indices are reported all the same
         return None
 
 
 def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
+    """Return the first `SHOWN_CHARACTERS` characters of a sample of the batch; "" without a tokenizer."""
     if tokenizer is None:
         return ""
-    return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
+    return " ".join(tokenizer.decode(batch.tokens_BS[row, :SHOWN_CHARACTERS].tolist()).split())[:SHOWN_CHARACTERS]
 
 
-def first_not_finite(trace: Trace, work: StepWork) -> tuple[Sums, str]:
-    """The sums of a second pass, whose gradients replace those of the first, and what it found first.
+def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[Sums, str]:
+    """Repeat forward and backward with checks, and find the first non-finite tensor of all ranks.
 
-    All ranks call it together.
+    Collective over the world. The gradients of this pass replace those of the first.
+
+    Returns:
+        The sums of this pass, and a text that names the tensor.
     """
     trace.passes.drop()
     sums = trace.run(work)
-    first_by_rank: list[FirstNotFinite | None] = [None] * dist.get_world_size()
+    first_by_rank: list[FirstNonFinite | None] = [None] * dist.get_world_size()
     dist.all_gather_object(first_by_rank, trace.earliest())
-    return sums, describe(first_by_rank)
+    return sums, describe_first_nonfinite(first_by_rank)
 
 
-def describe(first_by_rank: list[FirstNotFinite | None]) -> str:
+def describe_first_nonfinite(first_by_rank: list[FirstNonFinite | None]) -> str:
+    """Name the first non-finite tensor of all ranks, the ranks that have it, and the affected samples."""
     firsts = {rank: first for rank, first in enumerate(first_by_rank) if first}
     if not firsts:
         return "a second forward and backward is finite in every module on all ranks"

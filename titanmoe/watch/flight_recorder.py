@@ -1,6 +1,7 @@
-"""The collectives that a rank has issued lately, from torch's flight recorder.
+"""The latest collectives of a rank, from torch's flight recorder.
 
-torch 2.13 records them over NCCL and gloo; on CPUs, sends and receives are not recorded, nor is what FSDP exchanges.
+The watchdog reads them when a run hangs, to find the rank that issued another collective or none. torch 2.13 records
+collectives over NCCL and gloo. On CPUs it records neither sends and receives nor the collectives of FSDP.
 """
 
 from __future__ import annotations
@@ -14,41 +15,45 @@ from typing import Any, NamedTuple
 import torch
 
 MOST = 32
-"""How many of a step's latest collectives a report uses."""
+"""The number of a step's latest collectives that a report uses."""
 
-MessageKind = tuple[int, str, str, int]
+CollectiveKind = tuple[int, str, str, int]
+"""Group, operation, dtype and elements of a collective."""
 
 
 class Collective(NamedTuple):
+    """A collective that a rank has issued."""
+
     index: int
-    """Which message of its step it is, from 0."""
+    """Its index among the collectives of its step, from 0."""
     group: int
+    """The index of its group in `name_groups`."""
     op: str
     dtype: str
     elements: int
     number: int
-    """Which message of its group it is, counted from 1 over the whole run."""
+    """Its number among the collectives of its group, from 1 over the whole run."""
 
     @property
-    def kind(self) -> MessageKind:
-        """Group, op, dtype and elements, the same in each step: how many rows an all-to-all sends depends on the data,
-        and is 0 here."""
+    def kind(self) -> CollectiveKind:
+        """What is the same in every step. The size of an all-to-all depends on the data, so it counts as 0."""
         return self.group, self.op, self.dtype, 0 if self.op == "all_to_all" else self.elements
 
 
 class FlightRecord(NamedTuple):
-    """What a rank's flight recorder says about its step."""
+    """The collectives of a rank's current step, as its flight recorder has them."""
 
     issued: int = 0
-    """Messages of this step so far."""
+    """The count of this step's collectives so far."""
     last: tuple[Collective, ...] = ()
-    """Its latest ones."""
+    """The latest collectives of this step, oldest first."""
     numbers: Mapping[str, int] = {}
-    """By group (as text, as in JSON), the number of its latest message."""
+    """The number of the latest collective of each group. The keys are group indices as text, as in JSON."""
     differs: int = -1
-    """The first message of this step that is not what the step before had at its place, or -1."""
+    """The index of the first collective of this step that is not the one at its place in the step before; -1 if
+    none."""
     unfinished: Mapping[str, int] = {}
-    """By group (as text), the number of its earliest message that has not completed."""
+    """The number of the earliest collective of each group that has not completed."""
 
     def as_json(self) -> dict[str, Any]:
         return self._asdict()
@@ -59,13 +64,17 @@ class FlightRecord(NamedTuple):
 
 
 def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightRecord:
-    """groups: numbers of groups by torch's names; others do not count. begun, before: when this step and the one
-    before it began (`titanmoe.watch.heartbeat`).
+    """Return the collectives of this rank's current step, compared with those of the step before.
+
+    Args:
+        groups: The index of each group by torch's name for it. Collectives of other groups are left out.
+        begun: When this step began (`titanmoe.watch.heartbeat.STEP_BEGUN`).
+        before: When the step before it began; 0 if there was none.
     """
     entries = list(_entries(groups))
-    step = _messages(entry for entry in entries if entry[0] >= begun)
-    previous = _messages(entry for entry in entries if before <= entry[0] < begun)
-    # A step whose beginning is no longer there cannot be compared.
+    step = _collectives(entry for entry in entries if entry[0] >= begun)
+    previous = _collectives(entry for entry in entries if before <= entry[0] < begun)
+    # A step whose first collectives have left the recorder cannot be compared.
     comparable = before > 0 and bool(entries) and entries[0][0] < before
     numbers: dict[str, int] = {}
     unfinished: dict[str, int] = {}
@@ -78,20 +87,21 @@ def read_recorder(groups: Mapping[str, int], begun: int, before: int) -> FlightR
 
 
 def first_difference(step: list[Collective], previous: list[Collective]) -> int:
+    """Return the first index at which two steps have collectives of different kinds; -1 if there is none."""
     pairs = enumerate(zip(step, previous, strict=False))
     return next((index for index, (now, then) in pairs if now.kind != then.kind), -1)
 
 
 Entry = tuple[int, bool, int, str, str, int, int]
-"""When it was issued, whether it has completed, then a Collective without its index."""
+"""When a collective was issued, whether it has completed, then the fields of `Collective` without the index."""
 
 
-def _messages(entries: Iterator[Entry]) -> list[Collective]:
+def _collectives(entries: Iterator[Entry]) -> list[Collective]:
     return [Collective(index, *entry[2:]) for index, entry in enumerate(entries)]
 
 
 def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
-    """Oldest first."""
+    """Yield the recorded collectives of these groups, oldest first."""
     for entry in sorted(_dump(), key=lambda entry: entry["record_id"]):
         group = groups.get(entry["process_group"][0])
         if group is None or entry["is_p2p"]:
@@ -104,7 +114,11 @@ def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
 
 
 def save(folder: Path, rank: int) -> bool:
-    """Saves what the flight recorder has for torch's own analyser, torchfrtrace."""
+    """Write the flight recorder's content to `folder`, for PyTorch's torchfrtrace.
+
+    Returns:
+        Whether this build of torch can dump its recorder; if not, nothing is written.
+    """
     c10d = torch._C._distributed_c10d
     dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
     if dump is None:
@@ -115,6 +129,7 @@ def save(folder: Path, rank: int) -> bool:
 
 
 def _dump() -> list[dict[str, Any]]:
+    """Return torch's recorded entries, of NCCL or else of gloo; an empty list if this torch records none."""
     c10d = torch._C._distributed_c10d
     entries: list[dict[str, Any]] = []
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):

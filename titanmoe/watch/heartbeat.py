@@ -1,7 +1,8 @@
-"""What a rank is doing, in memory that the other ranks of its machine can read even after it has stopped or died.
+"""The heartbeat of a rank: what it is doing, in memory that the other ranks of its machine can read.
 
-The step only stores a few numbers there; it makes no system call. The file is deleted as soon as all ranks of the
-machine have opened it, so nothing is left behind.
+They can read it even after the rank has stopped or died. The step only stores a few integers there and makes no system
+call. The memory is a mapped file (`titanmoe.watch.machines`), deleted as soon as all ranks of the machine have opened
+it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ PHASE_NAMES = ("starting", "data", "forward and backward", "norm and update", "b
 STARTING, BETWEEN = 0, PHASE_NAMES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
-ANSWER, END = 32, 8192
-"""In words of 8 bytes: where the text for the other ranks begins, and where the memory ends."""
+REPLY, END = 32, 8192
+"""The offsets of the reply to an alarm and of the end of the memory, in words of 8 bytes."""
 # Indices into a heartbeat's numbers.
 (PID, STATE, FIRST_STEP, STEP, PHASE, POSITION) = range(6)
 """FIRST_STEP: the step that this start of the run began with. PHASE: an index into PHASE_NAMES."""
 (STEP_BEGUN, PREVIOUS_BEGUN) = range(6, 8)
 """When this step and the one before it began, in nanoseconds of `time.time_ns`."""
-(WAITING, ALARM, REPORTED, ANSWER_LENGTH) = range(8, 12)
+(WAITING, ALARM, REPORTED, REPLY_LENGTH) = range(8, 12)
 """WAITING: whether the rank was inside a collective when its watchdog thread last ran. REPORTED: whether the report is
 out."""
 (PROGRESS, TICK) = range(12, 14)
@@ -31,16 +32,17 @@ out."""
 
 
 class Position(NamedTuple):
-    """Where a rank is in forward and backward."""
+    """The place that a rank has reached in forward and backward."""
 
     stage: int = 0
-    """Of the pipeline."""
+    """The pipeline stage."""
     microbatch: int = 0
     layer: int = -1
-    """-1 for none."""
+    """The layer; -1 outside of all layers."""
     backward: bool = False
 
     def pack(self) -> int:
+        """Return the position as one integer of 64 bits."""
         return self.stage << 48 | self.microbatch << 17 | self.layer + 1 << 1 | self.backward
 
     @staticmethod
@@ -49,7 +51,15 @@ class Position(NamedTuple):
 
 
 class Heartbeat:
+    """The memory of one rank's heartbeat: integers at fixed indices, and a reply to an alarm."""
+
     def __init__(self, path: Path, create: bool = False):
+        """Map the file of a heartbeat.
+
+        Args:
+            path: The file.
+            create: Whether it is this process's own heartbeat, whose file is created.
+        """
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
             if create:
@@ -66,24 +76,26 @@ class Heartbeat:
     # ---- written by the rank itself
 
     def enter_phase(self, phase: int) -> None:
+        """Store that the step has entered a phase, an index into `PHASE_NAMES`."""
         self.numbers[PHASE] = phase
         self.enter(Position())
 
     def enter(self, position: Position) -> None:
+        """Store the position, and now as the time of the last progress."""
         self.numbers[POSITION] = position.pack()
         self.numbers[PROGRESS] = monotonic_ns()
 
     def tick(self, waiting: bool) -> None:
-        """Called by the watchdog thread."""
+        """Store that the watchdog thread runs, and whether the main thread waits in a collective."""
         self.numbers[WAITING] = waiting
         self.numbers[TICK] = monotonic_ns()
 
-    def write_answer(self, text: bytes) -> None:
-        """For the other ranks of this machine."""
-        self.numbers[ANSWER_LENGTH] = 0
-        text = text[: 8 * (END - ANSWER)]
-        self.memory[8 * ANSWER : 8 * ANSWER + len(text)] = text
-        self.numbers[ANSWER_LENGTH] = len(text)
+    def write_reply(self, text: bytes) -> None:
+        """Store this rank's reply to an alarm, for the other ranks of its machine. A long reply is truncated."""
+        self.numbers[REPLY_LENGTH] = 0
+        text = text[: 8 * (END - REPLY)]
+        self.memory[8 * REPLY : 8 * REPLY + len(text)] = text
+        self.numbers[REPLY_LENGTH] = len(text)
 
     # ---- read by any rank of the machine
 
@@ -93,16 +105,18 @@ class Heartbeat:
 
     @property
     def last_progress(self) -> float:
+        """When the step last moved on, in seconds of `time.monotonic`."""
         return self.numbers[PROGRESS] / 1e9
 
     @property
     def step_times(self) -> tuple[int, int]:
-        """When the current and the previous step began, in nanoseconds of the clock that shows the date."""
+        """When the current and the previous step began, in nanoseconds of `time.time_ns`."""
         return self.numbers[STEP_BEGUN], self.numbers[PREVIOUS_BEGUN]
 
     @property
     def is_waiting(self) -> bool:
         return bool(self.numbers[WAITING])
 
-    def answer(self) -> bytes:
-        return self.memory[8 * ANSWER : 8 * ANSWER + self.numbers[ANSWER_LENGTH]]
+    def reply(self) -> bytes:
+        """Return the rank's reply to an alarm; empty if it has not replied."""
+        return self.memory[8 * REPLY : 8 * REPLY + self.numbers[REPLY_LENGTH]]

@@ -1,4 +1,9 @@
-"""From what is known of each rank when a run hangs: which ranks are late, and the report."""
+"""The ranks that a hung run waits for, found from what is known of each rank, and the report that names them.
+
+The watchdog of the first machine calls `find_late_ranks` with the statuses of all ranks. Each rule is a function that
+returns late ranks and why they are named; the first rule that finds any decides. In reports "number" counts the
+collectives of a group over the run, and "message" those of a rank in its step.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +13,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanmoe.watch.connections import Connections
-from titanmoe.watch.flight_recorder import FlightRecord, MessageKind
+from titanmoe.watch.flight_recorder import CollectiveKind, FlightRecord
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.process_groups import LaneGroups
-from titanmoe.watch.stacks import in_message, line_in
+from titanmoe.watch.stacks import innermost_own_line, is_communicating
 
-LINES = 8
-"""How many groups of waiting ranks get a line each."""
+MAX_LINES = 8
+"""The most lines of a report about late ranks, waiting ranks and stuck collectives each."""
 
 
 @dataclass
 class RankStatus:
-    """A rank, as its heartbeat and its own answer show it."""
+    """The status of a rank, from its heartbeat and its reply to the alarm."""
 
     rank: int
     host: str
     pid: int
     state: str
-    """answers, stopped (by a signal), silent (alive, but its watchdog does not run), gone, failed, ended, or unknown
-    (its machine does not answer)."""
+    """alive, stopped (by a signal), silent (its process lives, but its watchdog does not run), gone, failed, ended, or
+    unknown (its machine does not answer)."""
     silent_s: float
-    """Seconds since it last made progress."""
+    """Seconds since the rank last made progress."""
     step: int = 0
     phase: str = ""
     position: Position = field(default_factory=Position)
     recorded: FlightRecord = field(default_factory=FlightRecord)
     stack: list[str] = field(default_factory=list)
+    """The stack of its main thread, innermost line first."""
     threads: dict[str, list[str]] = field(default_factory=dict)
+    """The stacks of its other threads, by name."""
     note: str = ""
+    """The rank's error, or where it has saved its flight recorder."""
     connections: Connections = field(default_factory=Connections)
 
     def as_json(self) -> dict[str, Any]:
@@ -51,15 +59,24 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class LateRanks:
+    """The verdict on a hung run."""
+
     late: dict[int, str]
-    """Ranks that others wait for, or that failed, and why they are named."""
+    """Why each rank that others wait for is named; "" if others wait for it and nothing else is known."""
     text: str
+    """The report."""
     during: dict[int, str]
-    """Which part of the step each late rank is in."""
+    """The phase of the step that each late rank is in."""
 
 
-def judge(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
-    """stage: the size of a pipeline stage, whose ranks all issue the same messages."""
+def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
+    """Find the ranks that a hung run waits for, and write the report.
+
+    Args:
+        statuses: The statuses of all ranks.
+        groups: The process groups, as `name_groups` numbers them.
+        stage: The ranks in a pipeline stage. All of these issue the same collectives.
+    """
     by_rank = {status.rank: status for status in statuses}
     late = (
         _with_odd_message(statuses, groups, stage)
@@ -82,6 +99,7 @@ def judge(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: i
 
 
 def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
+    """Return the ranks that failed; else those that are gone or unknown; else those that are stopped or silent."""
     words = {
         "failed": "failed",
         "stopped": "stopped by a signal",
@@ -96,19 +114,20 @@ def _not_running(statuses: Iterable[RankStatus]) -> dict[int, str]:
 
 
 def _finished(statuses: Sequence[RankStatus]) -> dict[int, str]:
-    """Ranks that have finished while others wait for them; or, if nobody does, those that have not finished."""
+    """Return the ranks that finished while others wait for them; if nobody waits, those that have not finished."""
     ended = [status.rank for status in statuses if status.state == "ended"]
     running = [status for status in statuses if status.state != "ended"]
     if not ended:
         return {}
-    if any(in_message(status.stack) or status.phase != "between steps" for status in running):
+    if any(is_communicating(status.stack) or status.phase != "between steps" for status in running):
         return dict.fromkeys(ended, "has finished its run")
     return {status.rank: f"has not finished, as {_ranks(ended)} {_have(ended)}" for status in running}
 
 
 def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
-    """Ranks whose address is an end of every connection between ranks that is not acknowledged. If it is a single
-    connection, the end that reaches somebody else is not to blame.
+    """Return the ranks at an address that is an end of every unacknowledged connection between ranks.
+
+    If there is only one such connection, the end that a probe has reached is not to blame.
     """
     ranks_of: dict[str, list[int]] = {}
     for status in statuses:
@@ -129,14 +148,16 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
 
 
 def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
-    """Ranks in the step that fewest are in, if in an earlier step somebody waits for a message that a rank in a later
-    one has not issued: then one of the two has called it too often, or not often enough.
+    """Return the ranks in the step that the fewest ranks are in, if ranks of two steps wait for each other.
+
+    That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called it
+    too often, or not often enough.
     """
     conflicts = {
         status.step: other.step
         for status in by_rank.values()
         for other in (by_rank[rank] for rank in _waits_for(status, by_rank, groups))
-        if status.step < other.step and in_message(status.stack)
+        if status.step < other.step and is_communicating(status.stack)
     }
     if not conflicts:
         return {}
@@ -153,19 +174,19 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups])
 
 
 def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
-    """Ranks that issued another operation than most of a group as the message of the same number there."""
+    """Return the ranks whose collective of some number in a group is another operation than that of most members."""
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
-        for message in status.recorded.last:
-            key = message.group, message.number, groups[message.group].of(status.rank)
-            issued.setdefault(key, {})[status.rank] = message.op
+        for collective in status.recorded.last:
+            key = collective.group, collective.number, groups[collective.group].of(status.rank)
+            issued.setdefault(key, {})[status.rank] = collective.op
     for (group, number, _), ops in sorted(issued.items()):
         (usual, count), *rivals = Counter(ops.values()).most_common()
         if rivals and count > rivals[0][1]:
-            due = _collective_text(groups, group, usual)
+            expected = _collective_text(groups, group, usual)
             return {
                 rank: f"issued {_collective_text(groups, group, op)} as number {number} there, where {count} other "
-                f"ranks issued {due}"
+                f"ranks issued {expected}"
                 for rank, op in ops.items()
                 if op != usual
             }
@@ -173,13 +194,14 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups
 
 
 def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
-    """Ranks that issued a different message from most of their stage at the same point of a step. If a stage is split
-    evenly, the other stages decide, provided that one of its halves did what they did.
+    """Return the ranks whose collective at some index of a step differs from that of most ranks of their stage.
+
+    If a stage is split evenly, the other stages decide.
     """
-    issued: dict[tuple[int, int], dict[int, MessageKind]] = {}  # by step and index in it, then by rank
+    issued: dict[tuple[int, int], dict[int, CollectiveKind]] = {}  # by step and index in it, then by rank
     for status in statuses:
-        for message in status.recorded.last:
-            issued.setdefault((status.step, message.index), {})[status.rank] = message.kind
+        for collective in status.recorded.last:
+            issued.setdefault((status.step, collective.index), {})[status.rank] = collective.kind
     for (_, index), by_rank in sorted(issued.items()):
         for first in range(0, max(by_rank) + 1, stage):
             of_stage = {rank: kind for rank, kind in by_rank.items() if first <= rank < first + stage}
@@ -189,10 +211,10 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
             usual = max(votes, key=lambda kind: (votes[kind], everywhere[kind]))
             rivals = [(votes[kind], everywhere[kind]) for kind in votes if kind != usual]
             if (votes[usual], everywhere[usual]) > max(rivals):
-                due = _message_text(groups, *usual)
+                expected = _sized_collective_text(groups, *usual)
                 return {
-                    rank: f"issued {_message_text(groups, *kind)} as message {index + 1} of its step, where "
-                    f"{everywhere[usual]} other ranks issued {due}"
+                    rank: f"issued {_sized_collective_text(groups, *kind)} as message {index + 1} of its step, where "
+                    f"{everywhere[usual]} other ranks issued {expected}"
                     for rank, kind in of_stage.items()
                     if kind != usual
                 }
@@ -200,8 +222,8 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
 
 
 def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
-    """Ranks that issued a different message from the one in the step before, where another of their stage repeated its
-    own.
+    """Return the ranks whose collective differs from that of the step before, where another rank of the stage
+    repeated its own.
     """
     late = {}
     for status in statuses:
@@ -210,56 +232,60 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
         reached = [peer for peer in peers if peer.issued > differs]
         if differs >= 0 and any(not 0 <= peer.differs <= differs for peer in reached):
             message = f"message {differs + 1} of its step, not that of the step before"
-            issued = [m.kind[:2] for m in status.recorded.last if m.index == differs]
-            what = "".join(f"{_collective_text(groups, *kind)} as " for kind in issued)
-            late[status.rank] = f"issued {what}{message}"
+            issued = [c.kind[:2] for c in status.recorded.last if c.index == differs]
+            operation = "".join(f"{_collective_text(groups, *kind)} as " for kind in issued)
+            late[status.rank] = f"issued {operation}{message}"
     return late
 
 
 def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
-    """Ranks at the end of a chain of waits: others wait for them, and they wait for nobody; or those of a cycle. Not a
-    rank in a message that everybody has sent: that waits for the network.
+    """Return the ranks that others wait for and that wait for nobody; if there is none, the ranks of a cycle of waits.
+
+    A rank in a collective that all its group has issued is left out: it waits for the network.
     """
     waits = {rank: _waits_for(status, by_rank, groups) for rank, status in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     if last := [rank for rank in sorted(awaited) if not waits[rank]]:
-        stuck = {rank for ranks in _stuck_messages(by_rank, groups).values() for rank in ranks}
+        stuck = {rank for ranks in _stuck_collectives(by_rank, groups).values() for rank in ranks}
         return dict.fromkeys((rank for rank in last if rank not in stuck), "")
     return {rank: f"waits for {_ranks(waits[rank])} in a circle" for rank in sorted(awaited)}
 
 
-def _stuck_messages(
+def _stuck_collectives(
     by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]
 ) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
-    """Return who waits in a message that all ranks of its group have issued, by group, number and ranks."""
+    """Return the ranks that wait in a collective that all of its group have issued, by group, number and members."""
     stuck: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
     for rank, status in by_rank.items():
         for name, number in status.recorded.unfinished.items():
             ranks = groups[int(name)].of(rank)
             issued = [by_rank[peer].recorded.numbers.get(name, 0) for peer in ranks if peer in by_rank]
-            if in_message(status.stack) and min(issued) >= number:
+            if is_communicating(status.stack) and min(issued) >= number:
                 stuck.setdefault((int(name), number, ranks), []).append(rank)
     return stuck
 
 
 def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> set[int]:
-    """The ranks that have not yet issued a message that this one has."""
-    behind = set()
+    """Return the ranks that have not issued a collective that this rank has."""
+    late = set()
     for name, number in status.recorded.numbers.items():
         peers = (by_rank[rank] for rank in groups[int(name)].of(status.rank) if rank in by_rank)
-        behind |= {peer.rank for peer in peers if peer.recorded.numbers.get(name, 0) < number}
-    return behind
+        late |= {peer.rank for peer in peers if peer.recorded.numbers.get(name, 0) < number}
+    return late
 
 
 def _in_own_code(statuses: Sequence[RankStatus]) -> list[int]:
-    """Ranks whose own code runs while others are in a message that heartbeats do not have, as between two steps."""
+    """Return the ranks that compute while others wait in a communication; empty if no rank waits.
+
+    It decides where the flight recorder has nothing, as between two steps.
+    """
     with_stack = [status for status in statuses if status.stack]
-    waiting = [status.rank for status in with_stack if in_message(status.stack)]
+    waiting = [status.rank for status in with_stack if is_communicating(status.stack)]
     return [status.rank for status in with_stack if status.rank not in waiting] if waiting else []
 
 
 def _is_saving(status: RankStatus) -> bool:
-    """Whether the saving thread is busy itself, and not waiting for other ranks."""
+    """Return whether the thread that saves a checkpoint works, rather than waits for other ranks."""
     lines = status.threads.get("checkpoint", [])
     return bool(lines) and not any(" in on_all_ranks" in line for line in lines)
 
@@ -268,12 +294,19 @@ def _is_saving(status: RankStatus) -> bool:
 
 
 def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: dict[int, str], cut_off: bool) -> str:
-    """Return the report. cut_off: whether the late ranks' network is to blame."""
+    """Return the report.
+
+    Args:
+        by_rank: The statuses of all ranks.
+        groups: The process groups, as `name_groups` numbers them.
+        late: Why each late rank is named.
+        cut_off: Whether the network of the late ranks is to blame.
+    """
     if not late:
         longest = max(by_rank.values(), key=lambda status: status.silent_s)
         lines = [f"hang: {_ranks(by_rank)} wait for each other, and none is behind: check the network"]
         lines.append(f"  since {longest.silent_s:.0f} s, in step {longest.step}")
-        for (group, number, ranks), waiting_ranks in list(_stuck_messages(by_rank, groups).items())[:LINES]:
+        for (group, number, ranks), waiting_ranks in list(_stuck_collectives(by_rank, groups).items())[:MAX_LINES]:
             lines.append(
                 f"  number {number} over {groups[group].axes} was sent by all of {_ranks(ranks)} and has not reached "
                 f"{_ranks(waiting_ranks)}"
@@ -285,15 +318,15 @@ def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: d
         if cut_off:
             first_line = f"hang: rank {first.rank} on {first.host} cannot be reached{others}, in step {first.step}"
         lines = [first_line]
-        for rank, why in sorted(late.items())[:LINES]:
-            lines += _about(by_rank[rank], groups, why)
+        for rank, why in sorted(late.items())[:MAX_LINES]:
+            lines += _late_rank_lines(by_rank[rank], groups, why)
     waiting: dict[str, list[RankStatus]] = {}
     for status in by_rank.values():
         if status.rank not in late and status.state != "ended":
             waiting.setdefault(_waits_in(status, groups), []).append(status)
     if waiting:
         lines.append("  the others wait:")
-    for activity, waiting_ranks in sorted(waiting.items(), key=lambda pair: -len(pair[1]))[:LINES]:
+    for activity, waiting_ranks in sorted(waiting.items(), key=lambda pair: -len(pair[1]))[:MAX_LINES]:
         longest = max(status.silent_s for status in waiting_ranks)
         lines.append(f"    {_ranks(status.rank for status in waiting_ranks)}: {activity}, for {longest:.0f} s")
     if ended := [rank for rank, status in by_rank.items() if status.state == "ended" and rank not in late]:
@@ -301,7 +334,7 @@ def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: d
     return "\n".join(lines)
 
 
-def _about(status: RankStatus, groups: Sequence[LaneGroups], why: str) -> list[str]:
+def _late_rank_lines(status: RankStatus, groups: Sequence[LaneGroups], why: str) -> list[str]:
     lines = [
         f"  rank {status.rank}, process {status.pid} on {status.host}: "
         + (why or "others wait for it, and it waits for nobody")
@@ -314,10 +347,10 @@ def _about(status: RankStatus, groups: Sequence[LaneGroups], why: str) -> list[s
             f"message {last.index + 1} of its step"
         )
     if status.stack:
-        lines.append(f"    it is at {line_in(status.stack)}")
+        lines.append(f"    it is at {innermost_own_line(status.stack)}")
     for name, stack in status.threads.items():
         if name == "checkpoint":
-            lines.append(f"    its thread that saves is at {line_in(stack)}")
+            lines.append(f"    its thread that saves is at {innermost_own_line(stack)}")
     if status.note:
         lines.append(f"    {status.note.strip().partition(chr(10))[0]}")
     return lines
@@ -334,7 +367,7 @@ def _during(status: RankStatus) -> str:
 
 
 def _waits_in(status: RankStatus, groups: Sequence[LaneGroups]) -> str:
-    place = f" at {line_in(status.stack)}" if status.stack else ""
+    place = f" at {innermost_own_line(status.stack)}" if status.stack else ""
     if not status.recorded.last or status.phase in ("starting", "between steps"):
         return f"{status.phase}{place}"
     last = status.recorded.last[-1]
@@ -345,7 +378,7 @@ def _collective_text(groups: Sequence[LaneGroups], group: int, op: str) -> str:
     return f"{op.replace('_', '-')} over {groups[group].axes}"
 
 
-def _message_text(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
+def _sized_collective_text(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
     return _collective_text(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
 
 
@@ -358,7 +391,7 @@ def _are(ranks: Sized) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """As text: ranks 0-3, 5."""
+    """Return text such as "ranks 0-3, 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -1,4 +1,8 @@
-"""Which ranks share a machine, and what machines tell each other."""
+"""The machines of a run: which ranks share one, their heartbeats, and messages between machines.
+
+`Machines.meet` sorts the ranks by machine and opens the heartbeats of this one. `MachineMessages` sends the watchdogs'
+messages to other machines through the process group's store.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.late_ranks import RankStatus
 
 SHARED = Path("/dev/shm")
+"""The folder in memory where heartbeats are created."""
 
 
 @dataclass
@@ -26,21 +31,27 @@ class Machines:
     """All machines of the run, ordered by their first ranks."""
 
     own_heart: Heartbeat
+    """The heartbeat of this rank."""
     local: dict[int, Heartbeat]
-    """Of all ranks of this machine, by rank."""
+    """The heartbeats of all ranks of this machine, by rank."""
     number: int
     """The index of this machine."""
     ranks: list[list[int]]
     """The ranks of each machine."""
     names: list[str]
+    """The host name of each machine."""
     token: str
+    """A random name of this start of the run."""
 
     @staticmethod
     def meet(rank: int, world: int) -> Machines:
-        """All ranks call it together."""
-        box: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(box, 0)
-        token = box[0]
+        """Create this rank's heartbeat, find out which ranks share a machine, and open their heartbeats.
+
+        Collective over the world.
+        """
+        tokens: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(tokens, 0)
+        token = tokens[0]
         try:
             folder, own_heart = _create_heartbeat(SHARED, token, rank)
         except OSError:  # there is no /dev/shm, or it is full
@@ -51,9 +62,8 @@ class Machines:
         ranks = [[r for r, (key, _) in enumerate(identities) if key == machine] for machine in keys]
         number = keys.index(identities[rank][0])
         local = {r: own_heart if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
-        dist.all_gather_object(
-            identities, identities[rank]
-        )  # after this, every rank has opened all files of its machine
+        # After this exchange every rank has opened all files of its machine.
+        dist.all_gather_object(identities, identities[rank])
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
         return Machines(
@@ -62,11 +72,16 @@ class Machines:
 
 
 def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
+    """Create the heartbeat of a rank in a folder that the ranks of its machine share; return both.
+
+    Raises:
+        OSError: There is no room. Nothing is left behind.
+    """
     folder = parent / f"titanmoe-{token}"
     folder.mkdir(mode=0o700, exist_ok=True)
     try:
         return folder, Heartbeat(folder / str(rank), create=True)
-    except OSError:  # it is full: leave nothing there
+    except OSError:
         (folder / str(rank)).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another rank's file is there
             folder.rmdir()
@@ -76,7 +91,7 @@ def _create_heartbeat(parent: Path, token: str, rank: int) -> tuple[Path, Heartb
 def _identity(folder: Path) -> str:
     """Create `folder/identity` unless another rank has, and return its text.
 
-    Ranks that see the same files have the same, even if host names or the disks of containers are equal elsewhere.
+    So ranks that see the same files get the same text, and no others, even if containers share a host name.
     """
     new_file = folder / f"{uuid.uuid4().hex}.new"
     new_file.write_text(new_file.stem)
@@ -87,15 +102,19 @@ def _identity(folder: Path) -> str:
 
 
 class MachineMessages:
-    """Messages between machines through the process group's store; none if there is only one machine."""
+    """Messages between machines through the process group's store. Without other machines nothing is sent.
+
+    All methods raise RuntimeError or OSError if the store is gone.
+    """
 
     def __init__(self, machines: Machines, store: dist.Store | None = None):
         self.machines, self.store = machines, store
         if store is None and len(machines.ranks) > 1:
-            # On its own connection: another thread may be waiting on the step's.
+            # A connection of its own, because the step's may be waiting in another thread.
             self.store = dist.PrefixStore(f"watch/{machines.token}", dist.distributed_c10d._get_default_store().clone())
 
     def post(self, key: str, value: Any = "") -> None:
+        """Store a value, which must be JSON, for all machines to read."""
         if self.store is not None:
             self.store.set(key, json.dumps(value))
 
@@ -106,11 +125,12 @@ class MachineMessages:
         return json.loads(self.store.get(key))
 
     def publish(self, key: str, statuses: list[RankStatus]) -> None:
-        """Publish what is known of this machine's ranks."""
+        """Store the statuses of this machine's ranks for the other machines."""
         self.post(f"{key} {self.machines.number}", [status.as_json() for status in statuses])
 
-    def read_published(self, key: str, host: int) -> list[RankStatus] | None:
-        name = f"{key} {host}"
+    def read_published(self, key: str, machine: int) -> list[RankStatus] | None:
+        """Return the statuses that a machine has published under this key; None if it has not."""
+        name = f"{key} {machine}"
         if not self.is_posted(name):
             return None
         return [RankStatus.from_json(status) for status in self.read(name)]

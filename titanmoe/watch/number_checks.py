@@ -1,6 +1,7 @@
-"""What a rank gives its run: the watch over all ranks, and the checks of numbers that [debug] switches on.
+"""What a rank attaches to its training: the watch over all ranks, and the numerical checks of `[debug]`.
 
-torch and the rest are imported only when training begins, so that a refusal does not wait for them.
+`titanmoe.rank` enters `watched` around training and hands `checks` to the trainer. torch and the rest are imported only
+when training begins, so that a refused recipe does not wait for them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ if TYPE_CHECKING:
     from titanmoe.train.gradients import Gradients, StepWork, Sums
     from titanmoe.train.run_state import RunState
     from titanmoe.train.training import RankModel, Training
-    from titanmoe.watch.bit_checks import Replicas
-    from titanmoe.watch.first_nonfinite import Trace
+    from titanmoe.watch.bit_checks import ReplicaCheck
+    from titanmoe.watch.first_nonfinite import NonFiniteTrace
     from titanmoe.watch.stragglers import Stragglers
 
 
 @contextmanager
 def watched(config: Config, training: Training) -> Iterator[None]:
-    """Watch the run's ranks. All of them enter it together; if one is late, the process ends here with a report."""
+    """Watch the run's ranks within this context. If a rank is late, the process ends here with a report.
+
+    Collective over the world. Does nothing for a single rank or with `training.watch = false`.
+    """
     if training.runtime.world == 1 or not config.training.watch:
         yield
         return
@@ -37,27 +41,30 @@ def watched(config: Config, training: Training) -> Iterator[None]:
 
 
 def checks(config: Config, training: RankModel) -> Checks:
-    from titanmoe.watch.bit_checks import Replicas
+    """Build the numerical checks that the config asks for."""
+    from titanmoe.watch.bit_checks import ReplicaCheck
 
-    def trace() -> Trace:
-        from titanmoe.watch.first_nonfinite import Trace
+    def trace() -> NonFiniteTrace:
+        from titanmoe.watch.first_nonfinite import NonFiniteTrace
 
-        return Trace(training.gradients, training.loader, config.compile, config.model, config.data)
+        return NonFiniteTrace(training.gradients, training.loader, config.compile, config.model, config.data)
 
-    replicas = Replicas(training, config.optimizer, config.training.seed) if config.debug.replicas_every else None
+    replicas = ReplicaCheck(training, config.optimizer, config.training.seed) if config.debug.replicas_every else None
     return NumberChecks(config.debug, replicas, trace, training.gradients, training.state)
 
 
 @dataclass(eq=False)
 class NumberChecks(Checks):
+    """The checks of a rank: replicas, repeated passes, the first non-finite number, and stragglers."""
+
     options: Debug
-    replicas: Replicas | None
-    trace: Callable[[], Trace]
-    """Makes the trace that finds the first number of a pass that is not finite."""
+    replicas: ReplicaCheck | None
+    trace: Callable[[], NonFiniteTrace]
+    """Builds the trace that finds the first non-finite number of a pass."""
     passes: Gradients
     state: RunState
     stragglers: Stragglers | None = None
-    """While the run is watched."""
+    """Measures slow ranks and links; None unless the run is watched."""
     explanations: list[str] = field(default_factory=list)
     last_work: StepWork | None = None
 
@@ -70,21 +77,21 @@ class NumberChecks(Checks):
 
     def suspect(self, why: str, work: StepWork, sums: Sums) -> Sums | None:
         self._remember(work)
-        again, self.explanations = None, []
+        second_sums, self.explanations = None, []
         self._compare(self.state.step - 1)
         if self.options.rerun:
-            from titanmoe.watch.bit_checks import repeat
+            from titanmoe.watch.bit_checks import repeat_pass
 
-            again, text = repeat(self.passes, work, sums.own)
-            sums = again
+            second_sums, text = repeat_pass(self.passes, work, sums.own)
+            sums = second_sums
             same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
-            self._say(f"{why}: {text or same_bits}")
+            self._report(f"{why}: {text or same_bits}")
         if not math.isfinite(sums.scalars.loss + sums.scalars.norm) and self.options.culprit != "none":
-            from titanmoe.watch.first_nonfinite import first_not_finite
+            from titanmoe.watch.first_nonfinite import find_first_nonfinite
 
-            again, text = first_not_finite(self.trace(), work)
-            self._say(text)
-        return again
+            second_sums, text = find_first_nonfinite(self.trace(), work)
+            self._report(text)
+        return second_sums
 
     def after_step(self, saves: bool) -> None:
         step = self.state.step
@@ -101,23 +108,26 @@ class NumberChecks(Checks):
 
     def _compare(self, step: int) -> None:
         if self.replicas and (text := self.replicas.compare(step)):
-            self._stop(f"{text}{self._reproducible()}")
+            self._stop(f"{text}{self._describe_repeated_passes()}")
 
-    def _reproducible(self) -> str:
-        """Whether two passes over the last batch with the present weights give the same bits."""
+    def _describe_repeated_passes(self) -> str:
+        """Say whether two passes over the last batch give the same bits; return "" if no batch is remembered.
+
+        Collective over the world.
+        """
         if self.last_work is None:
             return ""
-        from titanmoe.watch.bit_checks import repeat
+        from titanmoe.watch.bit_checks import repeat_pass
 
         self.passes.drop()
         first = self.passes.sums(self.last_work)
-        _, text = repeat(self.passes, self.last_work, first.own)
+        _, text = repeat_pass(self.passes, self.last_work, first.own)
         self.passes.drop()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 
     def _stop(self, text: str) -> NoReturn:
         raise (Restore if self.options.on_difference == "restore" else NumericalFault)(text)
 
-    def _say(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self.explanations.append(text)
         observe.active.event(self.state.step, "suspect", text)

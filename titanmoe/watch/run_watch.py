@@ -1,4 +1,7 @@
-"""The watch over a run: its heartbeat, what writes into it, and the watchdog thread."""
+"""The watch over a run: this rank's heartbeat, the observers that write into it, and its watchdog thread.
+
+`titanmoe.watch.number_checks.watched` enters it around training.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from titanmoe.watch.machines import Machines
 from titanmoe.watch.number_checks import NumberChecks
 from titanmoe.watch.process_groups import name_groups, own_groups
 from titanmoe.watch.stacks import ROOT
-from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
+from titanmoe.watch.step_times import CudaEventTimer, HostTimer, StepTimes
 from titanmoe.watch.stragglers import Stragglers
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
 
@@ -30,15 +33,16 @@ if TYPE_CHECKING:
     from titanmoe.train.training import Training
 
 EARLY_S = 2.0
-"""How long before the time-out of torch's messages the report comes, or a fifth of that time-out if that is less. Else
-torch's own errors would come first."""
+"""The seconds by which the report precedes the time-out of torch's collectives, whose errors say less. A fifth of that
+time-out is used if it is shorter."""
 PATIENCE_S = 30.0
-"""How long to wait for the report after an error which shows that another rank is gone."""
+"""The seconds to wait for the report after an error that another rank has caused."""
 DUMPS = "flight_recorder"
-"""A folder in the run folder."""
+"""The folder of flight recorders in the run folder."""
 
 
 def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
+    """Return the watchdog's limits, from the time-outs of the config."""
     between = checkpoint.timeout_s if checkpoint.enable else options.first_step_timeout_s
     return Limits(
         step=options.timeout_s - min(EARLY_S, options.timeout_s / 5),
@@ -49,11 +53,11 @@ def limits(options: Options, checkpoint: Checkpoint, gpu: bool) -> Limits:
     )
 
 
-NAME_OF = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
+PHASE_NAME_OF = {"data": "data", "forward_backward": "forward and backward", "optimizer": "norm and update"}
 
 
 class HeartbeatListener(Observer):
-    """Writes into the heartbeat where the step is."""
+    """Writes the step's phase, microbatch and layer into the heartbeat."""
 
     def __init__(self, heart: Heartbeat):
         self.heart, self.position = heart, Position()
@@ -67,7 +71,7 @@ class HeartbeatListener(Observer):
                 numbers[heartbeat.STEP_BEGUN],
                 time.time_ns(),
             )
-        self.heart.enter_phase(PHASE_NAMES.index(NAME_OF[name]) if name in NAME_OF else heartbeat.BETWEEN)
+        self.heart.enter_phase(PHASE_NAMES.index(PHASE_NAME_OF[name]) if name in PHASE_NAME_OF else heartbeat.BETWEEN)
 
     def microbatch(self, stage: int, number: int, backward: bool) -> None:
         self.position = Position(stage, number, -1, backward)
@@ -79,7 +83,13 @@ class HeartbeatListener(Observer):
 
 
 class Watch:
+    """The watch over this rank, as a context around its training.
+
+    If an error that another rank has caused leaves the context, the watchdog reports and ends the process.
+    """
+
     def __init__(self, options: Options, checkpoint: Checkpoint, training: Training):
+        """Create the heartbeat, the observers and the watchdog. Collective over the world."""
         runtime, checks = training.runtime, training.guard.checks
         self.folder, self.rank = training.folder, runtime.rank
         self.machines = Machines.meet(runtime.rank, runtime.world)
@@ -88,7 +98,7 @@ class Watch:
         groups, own = name_groups(lanes, training.fold), own_groups(lanes)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if options.stragglers and isinstance(checks, NumberChecks):
-            times = StepTimes([group.axes for group in groups], own, StreamMarks() if gpu else HostMarks())
+            times = StepTimes([group.axes for group in groups], own, CudaEventTimer() if gpu else HostTimer())
             checks.stragglers = Stragglers(training, times, self.machines, groups)
             self.observers.append(times)
         self.watchdog = Watchdog(
@@ -108,7 +118,7 @@ class Watch:
             self._stack.enter_context(listening(observer))
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))
-        before = signal.set_wakeup_fd(self.watchdog.waker, warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self.watchdog.wakeup_fd, warn_on_full_buffer=False)
         self._stack.callback(signal.set_wakeup_fd, before)
         self.watchdog.start()
         self._stack.callback(self.watchdog.stop)
@@ -117,20 +127,21 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and caused_by_others(error) and not self._explained():
+        if error is not None and caused_by_others(error) and not self._has_failed_rank():
             self.watchdog.error_stack = _stack(error)
             self.heart.numbers[heartbeat.ALARM] = 1
             self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
-            self.heart.write_answer(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
+            self.heart.write_reply(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
         self.heart.numbers[heartbeat.STATE] = heartbeat.ENDED if error is None else heartbeat.FAILED
         self._stack.close()
 
-    def _explained(self) -> bool:
-        """Whether a rank of this machine has failed and has said why."""
+    def _has_failed_rank(self) -> bool:
+        """Return whether a rank of this machine has failed, which then reports its own error."""
         return any(heart.numbers[heartbeat.STATE] == heartbeat.FAILED for heart in self.machines.local.values())
 
     def _dump(self) -> str:
+        """Save NCCL's flight recorder in the run folder; return where, or "" if nothing was saved."""
         if self.folder.path is None:
             return ""
         folder = Path(self.folder.path, DUMPS)
@@ -140,7 +151,10 @@ class Watch:
 
 
 def caused_by_others(error: BaseException) -> bool:
-    """Whether another rank is to blame, which is gone or does not answer. The system's own time-outs have an errno."""
+    """Return whether an error shows that another rank is gone or does not answer.
+
+    A TimeoutError with an errno comes from the operating system, such as from a disk.
+    """
     return launch_messages.caused_by_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
 
 

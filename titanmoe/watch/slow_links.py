@@ -1,7 +1,9 @@
-"""Which link is slow: pairs of ranks that share a group send each other a small message, there and back.
+"""Find a slow link: pairs of ranks that share a group time the round trip of a small message.
 
-The rank with the lower number measures, by its own clock. In a round every rank is in one pair at most, and groups that
-were made together take their rounds at the same time.
+`titanmoe.watch.stragglers` calls it when steps wait longer though no rank is late. The lower rank of a pair measures by
+its own clock. In a round every rank is in at most one pair: rank i of a group meets rank i ^ distance.
+
+Shapes: R ranks, C columns, one for each group and round.
 """
 
 from __future__ import annotations
@@ -18,38 +20,42 @@ import torch.distributed as dist
 from titanmoe.watch.process_groups import LaneGroups
 
 BYTES = 1 << 16
+"""The size of the message."""
 TAG = 2
-"""FSDP on CPUs uses 0 and 1."""
+"""The tag of the messages. FSDP on CPUs uses 0 and 1."""
 TRIES = 5
-"""The fastest counts, as a rank may be interrupted. One more comes first, in which the pair meets."""
+"""The number of timed round trips, after an untimed one. The fastest counts, because a rank may be interrupted."""
 FEW = 16
-"""Groups of up to this many ranks try all pairs, and so do those that rows travel in. In other groups a rank tries only
-partners at distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
+"""The most ranks of a group whose pairs are all tried. Groups of dispatchers try all pairs too. In other groups a rank
+tries only distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
 SLOW_FACTOR = 3.0
 """A pair is slow if it takes this many times as long as others."""
-Pairs = dict[tuple[int, int], float]
+PairSeconds = dict[tuple[int, int], float]
 """Seconds of a round trip, by pair."""
 
 
 class Link(NamedTuple):
+    """A slow link, or a rank most of whose links are slow."""
+
     rank: int
     other_end: int | None
-    """None: most links of this rank are slow."""
+    """The rank at the other end; None if most links of `rank` are slow."""
     seconds: float
-    """Of the round trip."""
+    """The seconds of a round trip over the slowest pair."""
     usual_s: float
-    pairs: Pairs
-    """All that are slow."""
+    """The seconds that others take."""
+    pairs: PairSeconds
+    """All slow pairs."""
 
 
 def distances(size: int, lane: str) -> list[int]:
-    """In each round, rank i meets rank i ^ distance."""
+    """Return the distance of each round in a group of this size: rank i meets rank i ^ distance."""
     past = 1 << (size - 1).bit_length()
     return list(range(1, past)) if size <= FEW or lane == "rows" else [1 << i for i in range(past.bit_length() - 1)]
 
 
 def groups_to_probe(groups: Sequence[LaneGroups]) -> list[int]:
-    """Which groups to probe: one for each set of ranks, if possible one whose pairs are all tried."""
+    """Return the indices of the groups to probe: one for each set of ranks, if possible one that tries all pairs."""
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
         if group.parts not in chosen or group.lane == "rows":
@@ -57,21 +63,25 @@ def groups_to_probe(groups: Sequence[LaneGroups]) -> list[int]:
     return sorted(chosen.values())
 
 
-def probe(
+def probe_links(
     groups: Sequence[LaneGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> list[float]:
-    """What this rank measured in each round, or 0 where it did not measure. All ranks call it together."""
+    """Return the seconds of the round trip that this rank timed in each round, or 0 where it timed none.
+
+    Collective over the world.
+    """
     x, seconds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
     for number in groups_to_probe(groups):
         process_group, size = process_groups[number], len(groups[number].parts[0])
         for distance in distances(size, groups[number].lane):
             own_rank = -1 if process_group is None else process_group.rank()
             peer = own_rank ^ distance if own_rank >= 0 else size
-            seconds.append(_there_and_back(x, process_group, own_rank, peer) if peer < size else 0.0)
+            seconds.append(_round_trip(x, process_group, own_rank, peer) if peer < size else 0.0)
     return seconds
 
 
-def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
+def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: int) -> float:
+    """Send x to a peer and back; return the seconds of the fastest try on the lower rank, 0 on the other."""
     fastest = float("inf")
     for attempt in range(TRIES + 1):
         begin = time.perf_counter()
@@ -87,9 +97,14 @@ def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, pe
     return fastest if own_rank < peer else 0.0
 
 
-def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
-    """The time of each pair, from what all ranks measured."""
-    times: Pairs = {}
+def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> PairSeconds:
+    """Return the seconds of each pair's round trip.
+
+    Args:
+        table_RC: For each rank, what `probe_links` returned.
+        groups: The same groups.
+    """
+    times: PairSeconds = {}
     column = 0
     for number in groups_to_probe(groups):
         group = groups[number]
@@ -103,18 +118,27 @@ def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
     return times
 
 
-def slow_link(times: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]) -> Link | None:
-    """The slowest pair, if others of its kind (between machines, or within one) are much faster. With fewer than three
-    pairs of a kind, a pair is compared with what it took `before`.
+def find_slow_link(
+    times: PairSeconds, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]
+) -> Link | None:
+    """Return the slowest link, or None if no pair takes `SLOW_FACTOR` times as long as usual.
+
+    Usual is the median of its kind: pairs within a machine, or pairs between two. With fewer than three pairs of a kind
+    it is the pair's own time `before`.
+
+    Args:
+        times: The seconds of each pair.
+        host_of: The machine of each rank.
+        before: The seconds of each pair in earlier probes.
     """
 
     def kind(pair: tuple[int, int]) -> bool:
         return host_of[pair[0]] == host_of[pair[1]]
 
-    alike: dict[bool, list[float]] = {}
+    by_kind: dict[bool, list[float]] = {}
     for pair, seconds in times.items():
-        alike.setdefault(kind(pair), []).append(seconds)
-    medians = {same: sorted(values)[(len(values) - 1) // 2] for same, values in alike.items() if len(values) >= 3}
+        by_kind.setdefault(kind(pair), []).append(seconds)
+    medians = {same: sorted(values)[(len(values) - 1) // 2] for same, values in by_kind.items() if len(values) >= 3}
 
     def usual(pair: tuple[int, int]) -> float:
         return medians.get(kind(pair), before.get(pair, times[pair]))
@@ -126,8 +150,8 @@ def slow_link(times: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
     worst = max(excess, key=excess.__getitem__)
     about_as_slow = [pair for pair in slow if excess[pair] > excess[worst] / 2]
     count, tried = (Counter(rank for pair in pairs for rank in pair) for pairs in (about_as_slow, times))
-    share, rank = max((count[rank] / tried[rank], rank) for rank in worst)
-    most_links = tried[rank] >= 3 and share > 0.5
+    fraction, rank = max((count[rank] / tried[rank], rank) for rank in worst)
+    most_links = tried[rank] >= 3 and fraction > 0.5
     return Link(
         rank if most_links else worst[0],
         None if most_links else worst[1],
@@ -137,7 +161,13 @@ def slow_link(times: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
     )
 
 
-def messages_over(link: Link, groups: Sequence[LaneGroups], messages: Mapping[str, float]) -> float:
-    """How many messages of a step go through groups that contain the link. messages: by the names of axes."""
+def messages_over_link(link: Link, groups: Sequence[LaneGroups], messages: Mapping[str, float]) -> float:
+    """Return how many messages of a step go through groups that contain the link.
+
+    Args:
+        link: The link.
+        groups: All process groups.
+        messages: The messages of a step in the groups over each axis, by the name of the axis.
+    """
     ends = {link.rank} if link.other_end is None else {link.rank, link.other_end}
     return sum(messages[axes] for axes in {group.axes for group in groups if ends <= set(group.of(link.rank))})

@@ -1,4 +1,7 @@
-"""Where the threads of this process are, as a separate thread sees it while the step hangs."""
+"""The stacks of this process's threads, which the watchdog thread reads while the step may hang.
+
+A line is "FILE:LINE in FUNCTION", with paths relative to the repository; a stack has the innermost line first.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ from types import FrameType
 import titanmoe
 
 ROOT = os.path.dirname(os.path.dirname(titanmoe.__file__)) + os.sep
+"""The folder that holds the package, which is removed from paths."""
 DEEPEST = 40
+"""The most lines of a stack."""
 
 
 def stack_of(frame: FrameType | None) -> list[str]:
-    """Innermost first: FILE:LINE in FUNCTION."""
+    """Return the stack of a frame."""
     lines = []
     while frame is not None and len(lines) < DEEPEST:
         code = frame.f_code
@@ -24,11 +29,12 @@ def stack_of(frame: FrameType | None) -> list[str]:
 
 
 def main_stack() -> list[str]:
+    """Return the stack of the main thread, which runs the step."""
     return stack_of(sys._current_frames().get(threading.main_thread().ident))
 
 
 def other_stacks() -> dict[str, list[str]]:
-    """The stacks of other threads that run titanmoe's code, such as one that saves or reads data."""
+    """Return the stacks of other threads that run titanmoe's code, such as one that saves or reads data, by name."""
     frames, stacks = sys._current_frames(), {}
     for thread in threading.enumerate():
         if thread in (threading.main_thread(), threading.current_thread()) or thread.ident not in frames:
@@ -40,15 +46,15 @@ def other_stacks() -> dict[str, list[str]]:
 
 
 OTHER_CODE = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
-"""Marks the lines of torch, of Python itself, and of the code that sends messages or watches."""
+"""Parts of the paths of torch, of Python itself, and of our code that communicates or watches."""
 
 
-def line_in(stack: list[str]) -> str:
-    """The innermost line that has none of these marks."""
-    return next((line for line in stack if not any(part in line for part in OTHER_CODE)), "")
+def innermost_own_line(stack: list[str]) -> str:
+    """Return the innermost line of a stack that is in none of `OTHER_CODE`; "" if there is none."""
+    return next((line for line in stack if not any(path in line for path in OTHER_CODE)), "")
 
 
-def in_message(stack: list[str]) -> bool:
-    """Whether it is inside a function that sends, below that line."""
-    inner = stack[: stack.index(line)] if (line := line_in(stack)) else stack
+def is_communicating(stack: list[str]) -> bool:
+    """Return whether the stack is inside torch.distributed or titanmoe.comm, called from its innermost own line."""
+    inner = stack[: stack.index(line)] if (line := innermost_own_line(stack)) else stack
     return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)

@@ -1,11 +1,11 @@
-"""Which rank, or which link between two, the others wait for: measured, compared and reported.
+"""Stragglers: the rank, or the link between two ranks, that the others wait for (`training.stragglers`).
 
-Each rank measures its own steps (`step_times`). Every WINDOW steps, between two of them, all ranks exchange what they
-measured in one message, and all come to the same conclusion; rank 0 reports it.
+Each rank measures its own steps (`titanmoe.watch.step_times`). Every WINDOW steps, between two of them, one all-gather
+exchanges the times, and all ranks come to the same conclusion; rank 0 reports it.
 
-The norm ends forward and backward at the same moment on all ranks, so whoever waits least is the one that the others
-wait for. What each rank does between its messages is compared, which needs no common clock; and only ranks of one
-pipeline stage are, because stages may have unequal layers, and their bubbles are waits.
+The gradient norm ends forward and backward at the same moment on all ranks, so the rank that waits least is the one
+that the others wait for. Compared are the times between messages, which need no common clock, and only of ranks of one
+pipeline stage, because stages may have unequal layers and wait in their bubbles.
 
 Shapes: N steps, R ranks, K columns of titanmoe.watch.step_times.
 """
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from titanmoe.train.training import Training
 
 WINDOW = 16
-"""Steps between two comparisons."""
+"""The number of steps between two comparisons of ranks."""
 IN_A_ROW = 2
-"""A rank is named once it has been slow in this many windows in a row, and forgotten after as many without."""
+"""The number of slow windows in a row after which a rank is named, and of others after which it is forgotten."""
 CALM = 8
-"""How many of the latest windows in which nobody was late, and no link suspected, show how long ranks usually wait."""
+"""The number of the latest windows without a suspect that show how long ranks usually wait."""
 ADVICE = {
     "compute": "look at its host (clocks, temperature, other processes) and at `imbalance`; if it stays, do without it",
     "data": "look at what it reads from, or raise data.workers or data.prefetch",
@@ -57,46 +57,53 @@ class Straggler(NamedTuple):
 
     rank: int
     other_end: int | None
-    """The other end, if it is one link."""
+    """The rank at the other end of a single slow link; None if a rank is slow, or most of its links are."""
     cause: Cause
 
 
-SLOW_SHARE = 0.1
-"""A rank is slow if, in at least half of the steps, it takes longer than its peers by this share of a step."""
+SLOW_FRACTION = 0.1
+"""The fraction of a step by which a slow rank takes longer than its peers, in at least half of the steps."""
 Cause = Literal["compute", "data", "link"]
 CAUSES: tuple[Cause, ...] = ("compute", "data", "link")
 
 
 class Slowest(NamedTuple):
-    """Seconds are medians over the steps."""
+    """The slowest rank of a window. Seconds are medians over its steps."""
 
     rank: int
     excess_s: float
-    """How much longer than its peers it computes and reads data."""
+    """The seconds that it computes and reads data longer than its peers."""
     data_s: float
-    """How much of that is reading data."""
+    """The seconds of `excess_s` in which it reads data."""
     step_s: float
+    """The seconds of a step."""
     wait_s: float
-    """What even the rank that waited least waited for: the messages themselves, and the bubble."""
+    """The shortest wait of any rank: the messages themselves, and the pipeline's bubble."""
     stage: int
-    """The stage of the pipeline that computes longest."""
+    """The pipeline stage that computes longest."""
     stage_excess_s: float
-    """How much longer than the mean of all."""
+    """The seconds that this stage computes longer than the mean of all stages."""
 
     @property
     def is_slow(self) -> bool:
-        return self.excess_s > SLOW_SHARE * self.step_s
+        return self.excess_s > SLOW_FRACTION * self.step_s
 
     @property
     def cause(self) -> Cause:
         return "data" if self.data_s > self.excess_s / 2 else "compute"
 
 
-def slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
-    """stage: ranks of a pipeline stage. usual_R: how long each rank computed earlier, where a rank is a whole stage."""
+def find_slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
+    """Return the rank that computes and reads data longest, compared with its peers.
+
+    Args:
+        times_NRK: The seconds of each step, rank and column.
+        stage: The ranks in a pipeline stage.
+        usual_R: The seconds that each rank computed earlier; used where a stage has one rank.
+    """
     compute_NR, data_NR = times_NRK[:, :, COMPUTE], times_NRK[:, :, DATA]
     late_NR = data_NR - _lower_median(data_NR)
-    excess_R = np.median(compute_NR - of_peers(compute_NR, stage, usual_R) + late_NR, axis=0)
+    excess_R = np.median(compute_NR - peer_times(compute_NR, stage, usual_R) + late_NR, axis=0)
     waits_R = np.median(times_NRK[:, :, WAITS:].sum(2), axis=0)
     of_stage = np.median(compute_NR, axis=0).reshape(-1, stage).mean(1)
     rank, longest = int(excess_R.argmax()), int(of_stage.argmax())
@@ -111,9 +118,15 @@ def slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None
     )
 
 
-def of_peers(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> np.ndarray:
-    """How long a rank of the same stage takes: the lower median, so the faster of two. A rank that is a whole
-    stage is compared with its own past, scaled by how the other stages compare with theirs.
+def peer_times(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> np.ndarray:
+    """Return the seconds that each rank's peers take: the lower median of its stage, so the faster of two.
+
+    Where a stage has one rank, these are its own earlier seconds, scaled by how all stages compare with theirs.
+
+    Args:
+        x_NR: The seconds of each step and rank.
+        stage: The ranks in a pipeline stage.
+        usual_R: The seconds that each rank took earlier; without it, a rank alone in its stage is its own peer.
     """
     steps, ranks = x_NR.shape
     if stage > 1:
@@ -122,120 +135,135 @@ def of_peers(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) ->
 
 
 def _lower_median(x: np.ndarray) -> np.ndarray:
-    """Over the last axis, which is kept, with one entry."""
+    """Return the lower median over the last dimension, whose size becomes 1."""
     middle = (x.shape[-1] - 1) // 2
     return np.partition(x, middle, -1)[..., middle : middle + 1]
 
 
 class Stragglers:
+    """Compares the ranks' times and reports stragglers."""
+
     def __init__(self, training: Training, times: StepTimes, machines: Machines, groups: list[LaneGroups]):
         self.training, self.times, self.groups = training, times, groups
         self.host_of = {
             rank: name for name, ranks in zip(machines.names, machines.ranks, strict=True) for rank in ranks
         }
         self.pending: tuple[list[int], ToHost] | None = None
-        """Times that are still being copied to the host. With a GPU it reads them after the next step, where it waits
-        anyway."""
+        """Steps, and their times that are being copied to the host. They are read after the next step, in which the
+        host has waited for the device anyway."""
         self.latest: Slowest | None = None
         self.straggler: Straggler | None = None
         self.slow_windows, self.calm_windows = 0, 0
-        """Windows in a row in which the same rank was slow, and in which none was."""
+        """The counts of windows in a row in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
-        """How long each rank computed, in the first windows."""
+        """The seconds that each rank computed, in the first windows."""
         self.waits: deque[float] = deque(maxlen=CALM)
-        """In windows in which no link was suspected."""
+        """The shortest wait of any rank in recent windows in which no link was suspected."""
         self.longer_waits = 0
-        """Windows in a row in which ranks waited longer than usual though nobody was late."""
+        """The count of windows in a row in which ranks waited longer than usual though none was slow."""
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
-        """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
-        self.fastest: slow_links.Pairs = {}
-        """The fastest probe of each pair."""
+        """The most messages of any rank in a step when links were last probed, by axes."""
+        self.fastest: slow_links.PairSeconds = {}
+        """The seconds of each pair's fastest probe."""
 
     def after_step(self) -> None:
-        """All ranks call it together."""
+        """Evaluate the last window if its times have arrived, and exchange the times of the next.
+
+        Collective over the world.
+        """
         if self.pending is not None:
             (steps, gathered), self.pending = self.pending, None
             world = self.training.fold.world
-            self.judge(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
+            self.evaluate_window(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
         if self.training.state.step % WINDOW == 0:
             steps, rows = self.times.take()
             if steps:
                 own_times = to_device(torch.tensor(rows, dtype=torch.float32), self.training.device)
                 self.pending = steps, ToHost(all_gather(own_times, 0, self.training.meshes.world))
 
-    def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
+    def evaluate_window(self, steps: list[int], times_NRK: np.ndarray) -> None:
+        """Find and report stragglers in the times of all ranks. Collective over the world: it may probe links."""
         observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
-        result, previous = slowest(times_NRK, self.training.fold.stage, usual), self.latest
+        result, previous = find_slowest(times_NRK, self.training.fold.stage, usual), self.latest
         self.latest = result
         if result.is_slow:
-            again = self.slow_windows > 0 and previous.rank == result.rank
-            self.slow_windows, self.calm_windows = self.slow_windows + 1 if again else 1, 0
+            same_rank = self.slow_windows > 0 and previous.rank == result.rank
+            self.slow_windows, self.calm_windows = self.slow_windows + 1 if same_rank else 1, 0
             if self.slow_windows >= IN_A_ROW:
-                self._name(Straggler(result.rank, None, result.cause), result.excess_s)
+                self._report_straggler(Straggler(result.rank, None, result.cause), result.excess_s)
             return
         self.slow_windows, self.calm_windows = 0, self.calm_windows + 1
         if len(self.usual) < IN_A_ROW:
             self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
         self._suspect_links(result)
         if self.link is not None:
-            self._name(Straggler(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
+            self._report_straggler(Straggler(self.link.rank, self.link.other_end, "link"), self._excess(self.link))
         elif self.calm_windows >= IN_A_ROW or (self.straggler and self.straggler.cause == "link"):
             self.straggler = None
 
     def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the times of each column by its name: "compute", "data", and the axes."""
         return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
 
     # ---- links
 
     def _suspect_links(self, result: Slowest) -> None:
-        """Called when nobody is late: then a longer wait comes from the messages themselves. Links are probed only if
-        it stays: a first probe opens connections between ranks that may have had none.
+        """Probe the links if ranks wait longer than usual in `IN_A_ROW` windows though none is slow.
+
+        Then the messages themselves are slow. One window is not enough, because a first probe opens connections between
+        ranks that may have had none. Collective over the world.
         """
-        if not self.waits or result.wait_s - median(self.waits) <= SLOW_SHARE * result.step_s:
+        if not self.waits or result.wait_s - median(self.waits) <= SLOW_FRACTION * result.step_s:
             self.waits.append(result.wait_s)
             self.longer_waits, self.link = 0, None
             return
         self.longer_waits += 1
         if self.longer_waits == IN_A_ROW:
             self._probe(result)
-            if self.link is None:  # this is how long they wait now
+            if self.link is None:  # the longer wait is the usual one from now on
                 self.waits.clear()
 
     def _probe(self, result: Slowest) -> None:
+        """Set `link` to a link that is slow in every probe and costs enough, or to None."""
         self.link = None
-        for _ in range(IN_A_ROW):  # slow only once: an interruption
+        for _ in range(IN_A_ROW):  # a link that is slow only once was interrupted
             pairs = self._pair_times()
-            link = slow_links.slow_link(pairs, self.host_of, self.fastest)
+            link = slow_links.find_slow_link(pairs, self.host_of, self.fastest)
             for pair, seconds in pairs.items():
                 self.fastest[pair] = min(seconds, self.fastest.get(pair, seconds))
-            if link is None or self._excess(link) <= SLOW_SHARE * result.step_s:
+            if link is None or self._excess(link) <= SLOW_FRACTION * result.step_s:
                 break
         else:
             self.link = link
 
-    def _pair_times(self) -> slow_links.Pairs:
+    def _pair_times(self) -> slow_links.PairSeconds:
+        """Probe all pairs and return their seconds. Collective over the world; the host waits for the device."""
         training = self.training
-        own_times = slow_links.probe(self.groups, list(training.meshes.lanes.groups.values()), training.device)
+        own_times = slow_links.probe_links(self.groups, list(training.meshes.lanes.groups.values()), training.device)
         row = to_device(torch.tensor([own_times + self.times.messages], dtype=torch.float32), training.device)
         table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(own_times) :].max(0).tolist(), strict=True))
         return slow_links.pair_times(table, self.groups)
 
     def _excess(self, link: Link) -> float:
-        """What it costs a step: half the round trip for each message, at most what everybody waits."""
-        count = slow_links.messages_over(link, self.groups, self.messages)
+        """Return the seconds that a slow link costs a step: half the excess of a round trip for each message over it.
+
+        It is at most the shortest wait of any rank.
+        """
+        count = slow_links.messages_over_link(link, self.groups, self.messages)
         return min(count * (link.seconds - link.usual_s) / 2, self.latest.wait_s)
 
     # ---- reporting
 
-    def _name(self, straggler: Straggler, excess_s: float) -> None:
+    def _report_straggler(self, straggler: Straggler, excess_s: float) -> None:
+        """Report a straggler once: an event that names it, its cost and what to look at."""
         previous, self.straggler = self.straggler, straggler
-        alike = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
-        if alike and previous[:2] == straggler[:2]:
+        same_kind = previous is not None and (previous.cause == "link") == (straggler.cause == "link")
+        if same_kind and previous[:2] == straggler[:2]:
             return
-        share = excess_s / self.latest.step_s
+        fraction = excess_s / self.latest.step_s
 
         def name(rank: int) -> str:
             return f"rank {rank} on {self.host_of[rank]}"
@@ -245,14 +273,12 @@ class Stragglers:
             if straggler.other_end is not None:
                 links = f"the link between {name(straggler.rank)} and {name(straggler.other_end)}"
             text = (
-                f"{links}: {self.link.seconds * 1e3:.3g} ms there and back, "
-                f"others {self.link.usual_s * 1e3:.3g} ms; about {excess_s:.3g} s ({share:.0%}) of a step"
+                f"{links}: {self.link.seconds * 1e3:.3g} ms for a round trip, "
+                f"others {self.link.usual_s * 1e3:.3g} ms; about {excess_s:.3g} s ({fraction:.0%}) of a step"
             )
         else:
-            doing = "reading data" if straggler.cause == "data" else "computing"
-            text = (
-                f"{name(straggler.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
-            )
+            activity = "reading data" if straggler.cause == "data" else "computing"
+            text = f"{name(straggler.rank)} takes {excess_s:.3g} s ({fraction:.0%}) of a step longer than its peers, {activity}"
         ranks = [straggler.rank] if straggler.other_end is None else [straggler.rank, straggler.other_end]
         details = {"ranks": ranks, "cause": straggler.cause, "excess_s": round(excess_s, 6)}
         if straggler.cause == "link":
@@ -262,7 +288,7 @@ class Stragglers:
         observe.active.event(self.training.state.step, "straggler", f"{text}: {advice[straggler.cause]}", **details)
 
     def report(self) -> dict[str, float]:
-        """The last window's result, for the step's line."""
+        """Return the metrics of the last window, by name; empty before the first."""
         result = self.latest
         if result is None:
             return {}

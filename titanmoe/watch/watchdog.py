@@ -1,9 +1,9 @@
 """A thread in every rank that notices when a rank is late, and ends the run with one report.
 
-It reads the heartbeats of its machine. The first thread that sees something wrong raises an alarm. Then each rank that
-still answers writes the stacks of its threads into its heartbeat, the first such rank of each machine publishes the
-answers of its machine, and that of the first machine judges and reports. Stopped ranks are killed by others on their
-machine, since SIGTERM would not reach them.
+It reads the heartbeats of its machine. The first watchdog that sees something wrong raises an alarm. Then each live rank
+writes a reply with the stacks of its threads into its heartbeat. The leader of each machine, its first live rank,
+publishes the replies of its machine; the leader of the first machine finds the late ranks and reports. Stopped ranks
+are killed by others on their machine, because SIGTERM would not reach them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,26 @@ from titanmoe.train import launch_messages
 from titanmoe.train.report_targets import LineFile
 from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat
-from titanmoe.watch.connections import Connections, probed_connections
+from titanmoe.watch.connections import Connections, probe_connections
 from titanmoe.watch.flight_recorder import FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.late_ranks import LateRanks, RankStatus, judge
+from titanmoe.watch.late_ranks import LateRanks, RankStatus, find_late_ranks
 from titanmoe.watch.machines import MachineMessages, Machines
 from titanmoe.watch.process_groups import LaneGroups
-from titanmoe.watch.stacks import in_message, main_stack, other_stacks
+from titanmoe.watch.stacks import is_communicating, main_stack, other_stacks
 
 TICK_S = 0.5
+"""The seconds between two looks at the heartbeats."""
 PUBLISH_S = 5.0
-"""How often a machine's heartbeats are copied to the store."""
+"""The seconds between two copies of a machine's heartbeats to the store."""
 SILENT_S = 3.0
-"""After the alarm, a rank whose watchdog has not run for this long counts as silent."""
-ANSWER_S, GATHER_S = 2.0, 4.0
-"""How long ranks have to answer, and machines to publish the answers."""
+"""The seconds without a tick of its watchdog after which a rank counts as silent, once there is an alarm."""
+REPLY_S, GATHER_S = 2.0, 4.0
+"""The seconds that ranks have to reply to an alarm, and machines to publish the replies."""
 ENDING_S = 3.0
-"""How long the other ranks have to end before they are killed and the report is printed."""
+"""The seconds that the other ranks have to end before they are killed and the report is printed."""
 DISK_S = 2.0
-"""How long to wait for a write to a disk, which may be what hangs the run."""
+"""The seconds to wait for a write to a disk, which may be what hangs the run."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,21 @@ class Limits:
     """Seconds without progress after which a run is considered hung."""
 
     step: float
+    """The limit within a step."""
     first: float
+    """The limit within the first step."""
     between: float
-    """Between steps, where a checkpoint may be written."""
+    """The limit between steps, where a checkpoint may be written."""
     thread: float
-    """Without a tick of the watchdog thread."""
+    """The limit without a tick of the watchdog thread."""
     by_age: bool
-    """Whether a step is late even if it does not wait in a message: on a GPU the host does not know what it waits
-    for."""
+    """Whether the limit of a step holds even if the host does not wait in a communication: on a GPU the host does not
+    know what it waits for."""
 
 
 class Watchdog(threading.Thread):
+    """The watchdog thread of a rank."""
+
     def __init__(
         self,
         rank: int,
@@ -77,8 +82,19 @@ class Watchdog(threading.Thread):
         messages: MachineMessages | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """folder: the run folder. dump: saves what the flight recorder has and returns where. read_recorder: reads it.
-        end: ends the process.
+        """Prepare the thread, which `start` starts.
+
+        Args:
+            rank: This rank.
+            machines: The machines of the run.
+            groups: The process groups, as `name_groups` numbers them.
+            stage: The ranks in a pipeline stage.
+            limits: The seconds without progress after which the run is considered hung.
+            folder: Returns the run folder, or None if there is none.
+            dump: Saves the flight recorder and returns a sentence that says where.
+            read_recorder: Returns the collectives of the current step.
+            messages: Messages to other machines; tests bring their own.
+            end: Ends the process with an exit code.
         """
         super().__init__(name="titanmoe-watch", daemon=True)
         self.rank, self.machines, self.groups, self.stage, self.limits = rank, machines, groups, stage, limits
@@ -89,7 +105,7 @@ class Watchdog(threading.Thread):
         self._wake.setblocking(False)
         self.stopped = threading.Event()
         self.error_stack: list[str] = []
-        """The stack of the error that showed that another rank is gone."""
+        """The stack of the error that another rank has caused; empty if there is none."""
 
     def run(self) -> None:
         sigterm_at = 0.0
@@ -102,41 +118,45 @@ class Watchdog(threading.Thread):
             self.tick()
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
                 self._publish_heartbeats()
-            if self.alarmed() or self.trouble():
+            if self.is_alarmed() or self.sees_trouble():
                 self.machines.own_heart.numbers[heartbeat.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
                     self.messages.post("alarm")
                 return self._respond_and_end()
             # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
-            if sigterm_at and time.monotonic() - sigterm_at > 2 * TICK_S and ends_by(signal.SIGTERM):
+            if sigterm_at and time.monotonic() - sigterm_at > 2 * TICK_S and is_ended_by_watchdog(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
 
     def tick(self) -> None:
-        self.machines.own_heart.tick(in_message(main_stack()))
+        """Write into the heartbeat that this thread runs, and whether the main thread waits in a communication."""
+        self.machines.own_heart.tick(is_communicating(main_stack()))
 
     def stop(self) -> None:
+        """End the thread and wait for it."""
         self.stopped.set()
         with contextlib.suppress(OSError):
             self._wake.send(b"\0")
         self.join()
 
     @property
-    def waker(self) -> int:
-        """For signal.set_wakeup_fd: signals arrive here at once, whatever the main thread is waiting for."""
+    def wakeup_fd(self) -> int:
+        """The file descriptor for signal.set_wakeup_fd, which wakes this thread even if the main thread waits."""
         return self._wake.fileno()
 
     # ---- is anything wrong?
 
-    def alarmed(self) -> bool:
+    def is_alarmed(self) -> bool:
+        """Return whether a rank of this machine has raised an alarm, or, for a leader, another machine has."""
         if any(heart.numbers[heartbeat.ALARM] for heart in self.machines.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
-            return self.messages.store is not None and self.leads() and self.messages.is_posted("alarm")
+            return self.messages.store is not None and self.is_leader() and self.messages.is_posted("alarm")
         return False
 
-    def trouble(self) -> bool:
-        """Whether this rank makes no progress, or the next one of its machine does not, does not answer or has exited.
-        So every rank is looked after by another; if several are in trouble, one of them by a rank that is not.
+    def sees_trouble(self) -> bool:
+        """Return whether this rank or the next one of its machine makes no progress, is silent or has exited.
+
+        So every rank is watched by another; and if several are in trouble, one of them is watched by a rank that is not.
         """
         ranks = list(self.machines.local)
         following = self.machines.local[ranks[(ranks.index(self.rank) + 1) % len(ranks)]]
@@ -151,6 +171,7 @@ class Watchdog(threading.Thread):
         )
 
     def _limit(self, heart: Heartbeat) -> float:
+        """Return the seconds that a rank may be without progress in its present phase."""
         phase, limits = heart.numbers[heartbeat.PHASE], self.limits
         if phase == heartbeat.STARTING:  # loading has no time limit
             return float("inf")
@@ -158,12 +179,12 @@ class Watchdog(threading.Thread):
             return limits.between
         return limits.first if heart.numbers[heartbeat.STEP] == heart.numbers[heartbeat.FIRST_STEP] else limits.step
 
-    def leads(self) -> bool:
-        """Whether this is the first rank of its machine whose watchdog runs."""
-        return all(state(heart) != "answers" for rank, heart in self.machines.local.items() if rank < self.rank)
+    def is_leader(self) -> bool:
+        """Return whether this is the first rank of its machine whose watchdog runs."""
+        return all(rank_state(heart) != "alive" for rank, heart in self.machines.local.items() if rank < self.rank)
 
     def _publish_heartbeats(self) -> None:
-        if self.messages.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.leads():
+        if self.messages.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.is_leader():
             self.published_at = time.monotonic()
             self.messages.publish("heartbeats", self.local_statuses())
 
@@ -177,31 +198,32 @@ class Watchdog(threading.Thread):
             self.end(1)
 
     def respond(self) -> None:
-        answer = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
-        answer["step"] = self.machines.own_heart.numbers[
+        """Reply to the alarm, report if this rank has to, and end the process."""
+        reply = {"stack": self.error_stack or main_stack(), "threads": other_stacks(), "note": ""}
+        reply["step"] = self.machines.own_heart.numbers[
             heartbeat.STEP
         ]  # that of the messages, if the rank still goes on
         with contextlib.suppress(Exception):
-            answer["recorded"] = self.read_recorder().as_json()
+            reply["recorded"] = self.read_recorder().as_json()
         with contextlib.suppress(Exception):
-            answer["connections"] = vars(probed_connections())
+            reply["connections"] = vars(probe_connections())
         with contextlib.suppress(Exception):
-            answer["note"] = self.dump()
-        self.machines.own_heart.write_answer(json.dumps(answer).encode())
+            reply["note"] = self.dump()
+        self.machines.own_heart.write_reply(json.dumps(reply).encode())
         local = self.machines.local.values()
-        self._wait_until(lambda: all(heart.answer() or state(heart) != "answers" for heart in local), ANSWER_S)
-        if self.leads():
+        self._wait_until(lambda: all(heart.reply() or rank_state(heart) != "alive" for heart in local), REPLY_S)
+        if self.is_leader():
             statuses = self.local_statuses()
             with contextlib.suppress(RuntimeError, OSError):
-                self.messages.publish("answers", statuses)
+                self.messages.publish("replies", statuses)
             if self.machines.number == 0:
                 return self.report(statuses)
-            if self.machines.number == 1 and not self._wait_until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
+            if self.machines.number == 1 and not self._wait_until(self._reported, REPLY_S + GATHER_S + ENDING_S):
                 return self.report(statuses)
-        self._wait_until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
+        self._wait_until(self._reported, REPLY_S + GATHER_S + 2 * ENDING_S)
         self.machines.own_heart.numbers[heartbeat.REPORTED] = 1
         self._run_briefly(self._note_report)
-        if self.leads():
+        if self.is_leader():
             self.end_others(wait=False)
         self.end(1)
 
@@ -214,7 +236,7 @@ class Watchdog(threading.Thread):
             return False
 
     def _note_report(self) -> None:
-        """The report of another machine, for the launcher of this one."""
+        """Leave a note for this machine's launcher: another machine's report, or that another rank is late."""
         with contextlib.suppress(RuntimeError, OSError):
             if self.machines.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
@@ -222,16 +244,25 @@ class Watchdog(threading.Thread):
         launch_messages.leave_note("another rank is late", consequence=True)
 
     def _leave_note(self, report: dict[str, Any]) -> None:
-        """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
+        """Leave the report for the launcher of this machine, with the ranks whose end only follows from the hang.
+
+        A late rank that is gone is the cause. A late rank that lives is ended, as are the others.
+        """
         late = set(map(int, report["during"]))
         local = {rank: heart for rank, heart in self.machines.local.items() if rank != self.rank}
         following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
         launch_messages.leave_note(**report, alike=True, following=following)
 
     def report(self, statuses: list[RankStatus]) -> None:
-        """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
-        all_statuses = statuses + self._statuses_elsewhere()
-        verdict = judge(all_statuses, self.groups, self.stage)
+        """Find the late ranks, report them, and end the run.
+
+        Called by the leader of the first machine, or of the second if the first is gone.
+
+        Args:
+            statuses: The statuses of this machine's ranks.
+        """
+        all_statuses = statuses + self._statuses_of_other_machines()
+        verdict = find_late_ranks(all_statuses, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(launch_messages.NOTE_FILE))
         report = {"text": verdict.text, "during": verdict.during}
         self._run_briefly(lambda: self._leave_note(report))
@@ -244,19 +275,19 @@ class Watchdog(threading.Thread):
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
         self.end(1)
 
-    def _statuses_elsewhere(self) -> list[RankStatus]:
-        """What the other machines say about their ranks, or else what they last published."""
+    def _statuses_of_other_machines(self) -> list[RankStatus]:
+        """Return the statuses in the other machines' replies, or those that they published last, as unknown."""
         by_machine = {}
         others = [host for host in range(len(self.machines.ranks)) if host != self.machines.number]
 
-        def all_answered() -> bool:
+        def all_replied() -> bool:
             for host in others:
-                if host not in by_machine and (answer := self.messages.read_published("answers", host)) is not None:
-                    by_machine[host] = answer
+                if host not in by_machine and (reply := self.messages.read_published("replies", host)) is not None:
+                    by_machine[host] = reply
             return len(by_machine) == len(others)
 
         with contextlib.suppress(RuntimeError, OSError):
-            self._wait_until(all_answered, GATHER_S)
+            self._wait_until(all_replied, GATHER_S)
         for host in set(others) - by_machine.keys():
             last_heartbeats = None
             with contextlib.suppress(RuntimeError, OSError):
@@ -270,6 +301,7 @@ class Watchdog(threading.Thread):
         return [status for statuses in by_machine.values() for status in statuses]
 
     def _write(self, statuses: list[RankStatus], verdict: LateRanks) -> None:
+        """Append an event with the report and all statuses to the run folder's events."""
         folder = self.folder()
         if folder is None:
             return
@@ -290,30 +322,34 @@ class Watchdog(threading.Thread):
             file.close()
 
     def end_others(self, wait: bool) -> None:
-        """Kill the ranks of this machine that cannot end themselves. wait: kill the others too if they do not end."""
+        """Kill the ranks of this machine that cannot end themselves.
+
+        Args:
+            wait: Whether to wait `ENDING_S` for the others, and to kill those that have not ended by then.
+        """
         others = [heart for rank, heart in self.machines.local.items() if rank != self.rank]
         for heart in others:
-            if state(heart) in ("stopped", "silent"):
+            if rank_state(heart) in ("stopped", "silent"):
                 kill(heart)
         if wait and not self._wait_until(lambda: all(map(has_exited, others)), ENDING_S):
             for heart in others:
                 kill(heart)
 
     def _run_briefly(self, work: Callable[[], Any]) -> None:
-        """Run work that writes to a disk, but do not wait for it for long."""
+        """Run work that writes to a disk, and wait for it for at most `DISK_S`."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         self._wait_until(lambda: not thread.is_alive(), DISK_S)
 
     def local_statuses(self) -> list[RankStatus]:
-        """The ranks of this machine."""
+        """Return the statuses of this machine's ranks."""
         return [self._status(rank, heart) for rank, heart in self.machines.local.items()]
 
     def _status(self, rank: int, heart: Heartbeat) -> RankStatus:
         numbers = heart.numbers
         idle = time.monotonic() - heart.last_progress
         status = RankStatus(
-            rank, self.machines.names[self.machines.number], numbers[heartbeat.PID], state(heart), round(idle, 1)
+            rank, self.machines.names[self.machines.number], numbers[heartbeat.PID], rank_state(heart), round(idle, 1)
         )
         status.step, status.phase, status.position = (
             numbers[heartbeat.STEP],
@@ -321,15 +357,16 @@ class Watchdog(threading.Thread):
             heart.position,
         )
         with contextlib.suppress(ValueError):
-            answer = json.loads(heart.answer() or b"{}")
-            status.stack, status.threads = answer.get("stack", []), answer.get("threads", {})
-            status.note, status.step = answer.get("note", ""), answer.get("step", status.step)
-            if "recorded" in answer:
-                status.recorded = FlightRecord.from_json(answer["recorded"])
-            status.connections = Connections(**answer.get("connections", {}))
+            reply = json.loads(heart.reply() or b"{}")
+            status.stack, status.threads = reply.get("stack", []), reply.get("threads", {})
+            status.note, status.step = reply.get("note", ""), reply.get("step", status.step)
+            if "recorded" in reply:
+                status.recorded = FlightRecord.from_json(reply["recorded"])
+            status.connections = Connections(**reply.get("connections", {}))
         return status
 
     def _wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until a condition holds, for at most so many seconds; return whether it does."""
         end = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > end:
@@ -340,19 +377,21 @@ class Watchdog(threading.Thread):
 
 
 def ignore(number: int, frame: Any) -> None:
-    """The handler of SIGTERM, if there is no other: the watchdog ends the process, and may report first."""
+    """Do nothing. This handles SIGTERM where nothing else does: the watchdog then reports, and ends the process."""
 
 
-def ends_by(number: int) -> bool:
+def is_ended_by_watchdog(number: int) -> bool:
+    """Return whether a signal is left to the watchdog, which then ends the process."""
     return signal.getsignal(number) is ignore
 
 
 def seconds_since(nanoseconds: int) -> float:
+    """Return the seconds since a time of `time.monotonic_ns`."""
     return time.monotonic() - nanoseconds / 1e9
 
 
 def _kernel_state(pid: int) -> str:
-    """One letter; "" if the system has no /proc."""
+    """Return the letter of a process's state, such as T for stopped; "" if the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -361,6 +400,7 @@ def _kernel_state(pid: int) -> str:
 
 
 def has_exited(heart: Heartbeat) -> bool:
+    """Return whether a rank's process is gone, or is a zombie."""
     pid = heart.numbers[heartbeat.PID]
     try:
         os.kill(pid, 0)
@@ -368,20 +408,19 @@ def has_exited(heart: Heartbeat) -> bool:
         return True
     except PermissionError:
         return False
-    return (
-        seconds_since(heart.numbers[heartbeat.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"
-    )  # such a process does not tick
+    # A zombie does not tick, so /proc is read only for a rank that does not.
+    return seconds_since(heart.numbers[heartbeat.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"
 
 
-def state(heart: Heartbeat) -> str:
-    """As in `RankStatus`."""
+def rank_state(heart: Heartbeat) -> str:
+    """Return the state of a rank of this machine, as `RankStatus.state` has it."""
     if heart.numbers[heartbeat.STATE] != heartbeat.RUNNING:
         return "ended" if heart.numbers[heartbeat.STATE] == heartbeat.ENDED else "failed"
     if has_exited(heart):
         return "gone"
     if _kernel_state(heart.numbers[heartbeat.PID]) in ("T", "t"):
         return "stopped"
-    return "answers" if seconds_since(heart.numbers[heartbeat.TICK]) < SILENT_S else "silent"
+    return "alive" if seconds_since(heart.numbers[heartbeat.TICK]) < SILENT_S else "silent"
 
 
 def kill(heart: Heartbeat) -> None:
