@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.watch import connections
-from titanmoe.watch.connections import Connections, probe_connections, reach, read_connections
+from titanmoe.watch.connections import Connections, probe_connections, reachable_addresses, read_connections
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
 HEADER = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n"
@@ -58,5 +58,5 @@ def test_a_host_that_refuses_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(connections, "PORT", server.getsockname()[1])
         monkeypatch.setattr(connections, "PROBE_S", 0.2)
         before = len(os.listdir("/proc/self/fd"))
-        assert reach({"127.0.0.1", "127.0.0.2"}) == {"127.0.0.1"}
+        assert reachable_addresses({"127.0.0.1", "127.0.0.2"}) == {"127.0.0.1"}
         assert len(os.listdir("/proc/self/fd")) == before

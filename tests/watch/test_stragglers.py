@@ -70,7 +70,7 @@ def test_on_one_host_nobody_is_sent_to_look_at_cables() -> None:
     told = Told(Cluster(2, 16, 16, 0))
     assert told.go(2, Fault(), 8) == []
     (event,) = told.go(2, Fault(link_s=0.01, rank=17, other=18), 8)
-    assert event["text"].startswith("the link between rank 17 on node2 and rank 18 on node2: 20 ms there")
+    assert event["text"].startswith("the link between rank 17 on node2 and rank 18 on node2: 20 ms for a")
     assert event["text"].endswith("of a step: " + ON_ONE_HOST["link"])
 
 
@@ -143,9 +143,9 @@ def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
 
 
 class Counter:
-    """Timer that are told what time it is."""
+    """A timer that is told what time it is."""
 
-    every, behind, now = 1, 0, 0.0
+    every, unreadable_steps, now = 1, 0, 0.0
 
     def mark(self) -> float:
         return self.now

@@ -278,7 +278,8 @@ class Stragglers:
             )
         else:
             activity = "reading data" if straggler.cause == "data" else "computing"
-            text = f"{name(straggler.rank)} takes {excess_s:.3g} s ({fraction:.0%}) of a step longer than its peers, {activity}"
+            cost = f"{excess_s:.3g} s ({fraction:.0%})"
+            text = f"{name(straggler.rank)} takes {cost} of a step longer than its peers, {activity}"
         ranks = [straggler.rank] if straggler.other_end is None else [straggler.rank, straggler.other_end]
         details = {"ranks": ranks, "cause": straggler.cause, "excess_s": round(excess_s, 6)}
         if straggler.cause == "link":

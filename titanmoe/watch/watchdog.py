@@ -1,7 +1,7 @@
 """A thread in every rank that notices when a rank is late, and ends the run with one report.
 
-It reads the heartbeats of its machine. The first watchdog that sees something wrong raises an alarm. Then each live rank
-writes a reply with the stacks of its threads into its heartbeat. The leader of each machine, its first live rank,
+It reads the heartbeats of its machine. The first watchdog that sees something wrong raises an alarm. Then each live
+rank writes a reply with the stacks of its threads into its heartbeat. The leader of each machine, its first live rank,
 publishes the replies of its machine; the leader of the first machine finds the late ranks and reports. Stopped ranks
 are killed by others on their machine, because SIGTERM would not reach them.
 """
@@ -156,7 +156,7 @@ class Watchdog(threading.Thread):
     def sees_trouble(self) -> bool:
         """Return whether this rank or the next one of its machine makes no progress, is silent or has exited.
 
-        So every rank is watched by another; and if several are in trouble, one of them is watched by a rank that is not.
+        So every rank is watched by another. If several are in trouble, one of them is watched by a rank that is not.
         """
         ranks = list(self.machines.local)
         following = self.machines.local[ranks[(ranks.index(self.rank) + 1) % len(ranks)]]
