@@ -22,7 +22,7 @@ from tests import reference, world
 from tests.support import blame, emulated_deep_ep, unwritten_rows  # noqa: F401 (what importing them changes)
 from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, WEIGHT, Batch
+from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.moe.balance_losses.balance_spec import switched_on
@@ -132,10 +132,10 @@ def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
         position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
         begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
         tokens = tokens.where(~begins, tokens[:, :1])
-    further = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
+    extra_fields = {WEIGHT: torch.stack([weight(config, n) for n in numbers])} if config.data.label_weights else {}
     if config.training.objective == "dpo":
-        further |= pairs(numbers, document, labels)
-    return Batch(tokens, labels, torch.stack(valid), document, position, further=further)
+        extra_fields |= pairs(numbers, document, labels)
+    return Batch(tokens, labels, torch.stack(valid), document, position, extra_fields=extra_fields)
 
 
 def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -144,7 +144,7 @@ def pairs(numbers: list[int], document: torch.Tensor, labels: torch.Tensor) -> d
     count, length = (document.max(1).values + 1) // 2, document.shape[1]
     labels[document >= 2 * count.unsqueeze(1)] = IGNORE
     reference = torch.stack([-(torch.arange(length) * (3 + n) % 7).double() for n in numbers])
-    return {ANSWER: document.where(labels != IGNORE, 0), PAIRS: count, REFERENCE: reference}
+    return {COMPLETION: document.where(labels != IGNORE, 0), PAIRS: count, REFERENCE: reference}
 
 
 def weight(config: Config, number: int) -> torch.Tensor:

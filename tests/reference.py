@@ -468,7 +468,7 @@ class Tokens:
     document_GS: Tensor | None
     place_GS: Tensor | None
     """Position of each token for RoPE, if it is not its place in the sequence."""
-    further: dict[str, Tensor] = field(default_factory=dict)
+    extra_fields: dict[str, Tensor] = field(default_factory=dict)
     """What batches have besides, by name."""
 
     @staticmethod
@@ -478,7 +478,7 @@ class Tokens:
         )
         documents = [batch.document_BS for row in step_batches for batch in row if len(batch) > 3]
         places = [batch.position_BS for row in step_batches for batch in row if len(batch) > 4]
-        further = [getattr(batch, "further", {}) for row in step_batches for batch in row]
+        extra_fields = [getattr(batch, "extra_fields", {}) for row in step_batches for batch in row]
         samples, positions = tokens.shape
         where = [(m, d) for m, row in enumerate(step_batches) for d, batch in enumerate(row) for _ in batch[0]]
         microbatch, data_rank = torch.tensor(where).repeat_interleave(positions, dim=0).unbind(1)
@@ -494,7 +494,7 @@ class Tokens:
             step_batches[0][0][0].shape[0],
             torch.cat(documents) if documents and documents[0] is not None else None,
             torch.cat(places) if places and places[0] is not None else None,
-            {name: torch.cat([one[name] for one in further]) for name in further[0]},
+            {name: torch.cat([one[name] for one in extra_fields]) for name in extra_fields[0]},
         )
 
 
@@ -843,7 +843,7 @@ Objective = Callable[[Scores, Tokens], Tensor]
 
 
 def weighted_cross_entropy(scores: Scores, tokens: Tokens) -> Tensor:
-    weight_GS = tokens.further["weight"] * (tokens.labels_GS != IGNORE)
+    weight_GS = tokens.extra_fields["weight"] * (tokens.labels_GS != IGNORE)
     return (scores.loss_GS * weight_GS).sum() / weight_GS.sum()
 
 
@@ -851,9 +851,9 @@ def dpo(beta: float) -> Objective:
     """Each pair of answers by itself."""
 
     def mean(scores: Scores, tokens: Tokens) -> Tensor:
-        answer_GS, losses = tokens.further["answer"], []
-        gain_GS = (-scores.loss_GS - tokens.further["reference"]) * (tokens.labels_GS != IGNORE)
-        for sample, pairs in enumerate(tokens.further["pairs"].tolist()):
+        answer_GS, losses = tokens.extra_fields["completion"], []
+        gain_GS = (-scores.loss_GS - tokens.extra_fields["reference"]) * (tokens.labels_GS != IGNORE)
+        for sample, pairs in enumerate(tokens.extra_fields["pairs"].tolist()):
             for pair in range(pairs):
                 chosen, rejected = (gain_GS[sample, answer_GS[sample] == 2 * pair + side].sum() for side in (0, 1))
                 losses.append(torch.log1p(torch.exp(-beta * (chosen - rejected))))

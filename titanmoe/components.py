@@ -8,7 +8,7 @@ from typing import Any
 
 from titanmoe.config.component_kinds import Components
 from titanmoe.config.model_file import ModelFile
-from titanmoe.data import data_laws
+from titanmoe.data import data_constraints
 from titanmoe.data.formats import FORMATS
 from titanmoe.models import tensors
 from titanmoe.models.families import FAMILIES
@@ -30,6 +30,6 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
 
 COMPONENTS = Components(
     (FORMATS, FAMILIES, SCORE_FUNCTIONS, DISPATCHERS, BALANCE_LOSSES, OBJECTIVES, OPTIMIZERS),
-    (data_laws.contradictions, balance_spec.contradictions, tensors.contradictions),
+    (data_constraints.contradictions, balance_spec.contradictions, tensors.contradictions),
     read_model_file,
 )

@@ -16,9 +16,9 @@ import argparse
 import numpy as np
 
 from titanmoe.config.schema import Model
-from titanmoe.data.balanced_work import DocumentWork, assign
+from titanmoe.data.balanced_work import DocumentWork, assign_samples
 from titanmoe.data.documents import MemoryDocuments
-from titanmoe.data.pack import BestFit, Stream
+from titanmoe.data.pack import BestFitPacker, StreamPacker
 from titanmoe.models.families import preset
 
 STEPS = 20
@@ -49,17 +49,20 @@ def main() -> None:
         f"{asked.family} {asked.size}, {asked.seq_len} positions: one document of them costs {most / mean:.2f} times 16"
     )
     print(f"documents: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens")
-    for packer in (Stream(documents, asked.seq_len, 0, separate_documents=True), BestFit(documents, asked.seq_len, 0)):
-        name = {Stream: "documents", BestFit: "best_fit"}[type(packer)]
-        used = np.array([pieces.pairs_P.sum() for pieces in packer.take(2000)])
+    for packer in (
+        StreamPacker(documents, asked.seq_len, 0, separate_documents=True),
+        BestFitPacker(documents, asked.seq_len, 0),
+    ):
+        name = {StreamPacker: "documents", BestFitPacker: "best_fit"}[type(packer)]
+        used = np.array([segments.pairs_G.sum() for segments in packer.take(2000)])
         print(f"\n{name}: {1 - used.mean() / asked.seq_len:.2%} of the positions are padding")
         print("microbatches  data ranks  samples   rank: in turn  by work   microbatch: in turn  by work")
         for microbatches, ranks, size in SHARES:
             count, found = microbatches * ranks * size, np.zeros((2, 2))
             for _ in range(steps):
-                work_N = np.array([work(length_P) for length_P in packer.lengths(packer.take(count))])
+                work_N = np.array([work(length_G) for length_G in packer.lengths(packer.take(count))])
                 found[0] += uneven(work_N.reshape(microbatches, ranks, size)) / steps
-                found[1] += uneven(work_N[assign(work_N, microbatches, ranks, size)]) / steps
+                found[1] += uneven(work_N[assign_samples(work_N, microbatches, ranks, size)]) / steps
             (rank, microbatch), (rank_even, microbatch_even) = found
             print(
                 f"{microbatches:>12}  {ranks:>10}  {size:>7}   {rank:>13.3f}  {rank_even:>7.3f}"

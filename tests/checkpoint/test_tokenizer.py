@@ -16,7 +16,7 @@ from tests.support.byte_pairs import CHATML
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Data
-from titanmoe.data.open import open_documents
+from titanmoe.data.open_documents import open_documents
 from titanmoe.data.tokenizer import open_tokenizer
 
 TEXT = "the quick brown fox jumps over the lazy dog; " * 20

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titanmoe.data.shards import DTYPES, FORMAT, MANIFEST, VERSION, WORK
-from titanmoe.data.write_shards import ShardWriter, write_json
+from titanmoe.data.token_shards import DTYPES, FORMAT, MANIFEST, VERSION, WORK
+from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 
 def manifest(shards, **changes):

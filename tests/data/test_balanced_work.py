@@ -5,7 +5,7 @@ import pytest
 
 from tests.support.case_features import MODELS
 from titanmoe.config.schema import Model, Own
-from titanmoe.data.balanced_work import DocumentWork, assign
+from titanmoe.data.balanced_work import DocumentWork, assign_samples
 from titanmoe.models.count import forward_flops_per_token
 from titanmoe.models.families import family_of
 
@@ -47,7 +47,7 @@ def test_every_sample_has_one_place_and_work_is_more_even(microbatches, ranks, s
     for _ in range(5):
         # A sequence of seq_len tokens costs at most that many times the cheapest.
         work_N = np.minimum(draw.pareto(1.0, microbatches * ranks * size) + 1, 6)
-        out_MRB = assign(work_N, microbatches, ranks, size)
+        out_MRB = assign_samples(work_N, microbatches, ranks, size)
         assert out_MRB.shape == (microbatches, ranks, size)
         assert sorted(out_MRB.ravel().tolist()) == list(range(len(work_N)))
         before = spread(work_N.reshape(microbatches, ranks, size).sum(2))
@@ -58,5 +58,5 @@ def test_every_sample_has_one_place_and_work_is_more_even(microbatches, ranks, s
 
 
 def test_equal_work_is_left_in_turn():
-    assert assign(np.ones(12), 2, 3, 2).shape == (2, 3, 2)
-    assert assign(np.arange(4.0), 1, 4, 1).ravel().tolist() == [3, 2, 1, 0]
+    assert assign_samples(np.ones(12), 2, 3, 2).shape == (2, 3, 2)
+    assert assign_samples(np.arange(4.0), 1, 4, 1).ravel().tolist() == [3, 2, 1, 0]

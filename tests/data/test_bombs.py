@@ -13,9 +13,9 @@ from titanmoe.config import Config, ConfigError
 from titanmoe.data import decompress
 from titanmoe.data.decompress import open_decompressed
 from titanmoe.data.formats import jsonl
-from titanmoe.data.open import open_documents
-from titanmoe.data.read_files import documents, find_files, spans
-from titanmoe.data.reader import Bad, Reader
+from titanmoe.data.open_documents import open_documents
+from titanmoe.data.read_files import find_files, read_records, split_spans
+from titanmoe.data.record_reader import BadRecord, RecordReader
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}
 LINE = json.dumps({"text": "one"}).encode() + b"\n"
@@ -24,8 +24,8 @@ LINE = json.dumps({"text": "one"}).encode() + b"\n"
 def read(file, most_mb=1, size=1 << 30):
     records = []
     for source in find_files([str(file)], "auto"):
-        for span in spans(source, size):
-            records += documents(Reader(span, "text", most_mb))
+        for span in split_spans(source, size):
+            records += read_records(RecordReader(span, "text", most_mb))
     return records
 
 
@@ -57,9 +57,9 @@ def test_a_cut_into_a_long_line_is_refused_by_its_number(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(LINE + long_line(3))
     (source,) = find_files([str(file)], "auto")
-    last = list(spans(source, 1 << 20))[1]
+    last = list(split_spans(source, 1 << 20))[1]
     with pytest.raises(ConfigError, match=r"a.jsonl:2: the line has more than 1 MiB"):
-        list(documents(Reader(last, "text", 1)))
+        list(read_records(RecordReader(last, "text", 1)))
 
 
 @pytest.mark.parametrize("packed", PACK)
@@ -75,7 +75,7 @@ def test_a_text_is_refused_as_a_whole(tmp_path, packed):
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_memory_follows_the_limit_and_not_the_file(tmp_path, kind, packed, monkeypatch):
     file = tmp_path / f"a.{kind}{packed}"
-    monkeypatch.setattr(decompress, "PIECE", 64)
+    monkeypatch.setattr(decompress, "CHUNK", 64)
     file.write_bytes(PACK[packed](long_line(16)))
     assert file.stat().st_size < 1 << 17
     tracemalloc.start()
@@ -105,7 +105,7 @@ def test_zst_is_unpacked_in_small_pieces_of_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(decompress, "_zstd_class", lambda file: lambda: Watched(make(file)()))
     with open_decompressed(str(file)) as (stream, _):
         assert len(stream.read()) == sum(len(json.dumps({"text": str(n)})) + 1 for n in range(5000))
-    assert max(block_sizes) == decompress.PIECE and sum(block_sizes) == file.stat().st_size
+    assert max(block_sizes) == decompress.CHUNK and sum(block_sizes) == file.stat().st_size
 
 
 def test_what_is_too_long_is_not_skipped(tmp_path):
@@ -124,15 +124,15 @@ def test_what_is_too_long_is_not_skipped(tmp_path):
 
 
 def test_values_of_a_line_are_counted_before_they_are_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl, "MOST_VALUES", 100)
+    monkeypatch.setattr(jsonl, "MAX_VALUES", 100)
     monkeypatch.setattr(jsonl, "MIB", 7)
     file = tmp_path / "a.jsonl"
     talk = json.dumps({"text": '[{,"\\\\' * 60})  # brackets and commas in a text are just text
     file.write_text(talk + "\n" + json.dumps({"text": "a", "n": [[]] * 60}) + "\n" + '{"text": ' + '"",' * 90 + "\n")
     fine, many, texts = read(file, most_mb=1000)
     assert fine.value == json.loads(talk)["text"]
-    assert many == Bad(f"{file}:2: has more than 100 values, the limit for a line")
-    assert texts == Bad(f"{file}:3: has more than 100 values, the limit for a line")
+    assert many == BadRecord(f"{file}:2: has more than 100 values, the limit for a line")
+    assert texts == BadRecord(f"{file}:3: has more than 100 values, the limit for a line")
 
 
 @pytest.mark.parametrize("depth", [900, 990, 1010, 50_000])
@@ -142,8 +142,8 @@ def test_nesting_near_what_python_bears(tmp_path, depth):
     (tmp_path / "b.jsonl").write_text('{"text": ' + "[" * depth + '"\\u00e9"' + "]" * depth + "}\n")
     for name in "a.jsonl", "b.jsonl":
         (entry,) = read(tmp_path / name)
-        assert not isinstance(entry, Bad) or f"{name}:1: JSON nested too deeply" in entry.why
-    assert depth < 50_000 or isinstance(entry, Bad)
+        assert not isinstance(entry, BadRecord) or f"{name}:1: JSON nested too deeply" in entry.why
+    assert depth < 50_000 or isinstance(entry, BadRecord)
 
 
 def test_a_value_that_can_be_read_and_not_written_again(tmp_path, monkeypatch):
@@ -182,8 +182,8 @@ def test_a_long_value_many_times_over_is_held_few_times(tmp_path):
     parquet(file, ["a" * (1 << 19)] * 64, compression="none", use_dictionary=True, dictionary_pagesize_limit=8 << 20)
     assert file.stat().st_size < 1 << 20
     before = pyarrow.default_memory_pool().max_memory()
-    reader = Reader(next(spans(find_files([str(file)], "auto")[0], 1 << 30)), "text", 1)
-    for record in documents(reader):
+    reader = RecordReader(next(split_spans(find_files([str(file)], "auto")[0], 1 << 30)), "text", 1)
+    for record in read_records(reader):
         assert len(record.value) == 1 << 19
         assert pyarrow.total_allocated_bytes() < 12 << 20
     assert pyarrow.default_memory_pool().max_memory() <= max(before, 12 << 20)

@@ -10,9 +10,9 @@ import pytest
 from tests.support.byte_pairs import CHATML, MARKED
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.chat import ChatEncoder, ChatError, open_chat_encoder
 from titanmoe.data.formats import FORMATS
-from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.data.tokenize import plan_shards
 from titanmoe.data.tokenize_unit import TokenizeJob
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
@@ -48,7 +48,7 @@ def answers_of(chat, messages) -> tuple[str, list[str]]:
 @pytest.mark.parametrize(("template", "after"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
 def test_the_assistants_part_counts(kind, template, after, bpe):
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
-    text, runs = answers_of(Chat(template, "t", tokenizer), TALK)
+    text, runs = answers_of(ChatEncoder(template, "t", tokenizer), TALK)
     assert runs == [TALK[2]["content"] + after, TALK[4]["content"] + after]
     assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?")
     assert "\ufdd0" not in text and text.count("<|im_end|>") == 5
@@ -63,7 +63,7 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
     for template in MARKED, CHATML:
         options = dict(chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         expected = transformers_tokenizer.apply_chat_template(TALK, **options)
-        tokens, weights = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        tokens, weights = ChatEncoder(template, "t", open_tokenizer(str(bpe))).encode(TALK)
         assistant_mask = weights > 0
         assert tokens.tolist() == expected["input_ids"]
         if template == MARKED:  # theirs cannot otherwise know what the assistant said
@@ -73,7 +73,9 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
 def test_a_token_on_both_sides_of_the_border_counts(bpe):
     """Byte-level BPE joins a space with the word after it."""
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    _, runs = answers_of(Chat(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}])
+    _, runs = answers_of(
+        ChatEncoder(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}]
+    )
     assert runs == [" the fox"]
 
 
@@ -84,7 +86,7 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
         "%}%{", "%}{% if loop.last or m.role != 'assistant' %}{{ m.role }} {{ m.content }};{% endif %}{"
     )
     with pytest.raises(ConfigError) as error:
-        Chat(forgets, "templates/t", tokenizer).encode(TALK)
+        ChatEncoder(forgets, "templates/t", tokenizer).encode(TALK)
     (answers_of,) = error.value.problems
     assert (
         "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in answers_of
@@ -94,7 +96,7 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
         each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
     )
     with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered differently up to where it begins"):
-        Chat(other, "t", tokenizer).encode(TALK)
+        ChatEncoder(other, "t", tokenizer).encode(TALK)
 
 
 THINKS = """\
@@ -119,22 +121,22 @@ REASONED = [
 
 def test_the_refusal_says_where_the_marks_go():
     with pytest.raises(ConfigError) as error:
-        Chat(THINKS, "t", ByteTokenizer()).encode(REASONED)
+        ChatEncoder(THINKS, "t", ByteTokenizer()).encode(REASONED)
     (why,) = error.value.problems
     head, tail = r"{{ '<|im_start|>assistant\n' }}{% generation %}", r"{{ '<|im_end|>\n' }}{% endgeneration %}"
     assert f"{head}...{tail}, where ... is what writes the answer (from line 2 of the template on)" in why
     marked = THINKS.replace('{{- "<|im_start|>assistant\\n" + (', "{{- '' }}" + head + "{{- (")
     marked = marked.replace('m.content + "<|im_end|>\\n" }}\n    {%- else', "m.content }}" + tail + "\n    {%- else")
-    text, runs = answers_of(Chat(marked, "t", ByteTokenizer()), REASONED)
+    text, runs = answers_of(ChatEncoder(marked, "t", ByteTokenizer()), REASONED)
     assert runs == ["Because.<|im_end|>\n", "<think>so</think>\nThus.<|im_end|>\n"]
-    assert text == Chat(THINKS, "t", ByteTokenizer())._render(REASONED)
+    assert text == ChatEncoder(THINKS, "t", ByteTokenizer())._render(REASONED)
 
 
 def test_an_assistant_that_begins_has_no_header_counted():
     greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
-    assert answers_of(Chat(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
+    assert answers_of(ChatEncoder(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
     with pytest.raises(ChatError, match="its first message is the assistant's, and the chat template t cannot be ren"):
-        Chat("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
+        ChatEncoder("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": None, "b": [1]}}}
@@ -160,13 +162,13 @@ def test_null_and_parts_as_transformers_renders_them(bpe):
     transformers_tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
     expected = transformers_tokenizer.apply_chat_template(CALLED, chat_template=ANY_CONTENT, tokenize=False)
     assert expected.startswith('<user>What is None?;<assistant>I addadd{"a": null, "b": [1]};<tool>4;')
-    text, runs = answers_of(Chat(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
+    text, runs = answers_of(ChatEncoder(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
     assert text == expected and runs == ['I addadd{"a": null, "b": [1]};', "four;"]
 
 
 @pytest.mark.parametrize("write", ["{{ m.content }}", "{{ 'It: ' ~ m.content }}", "{{ m.content | trim }}"])
 def test_null_and_parts_are_not_written_as_python_writes_them(write):
-    chat = Chat("{% for m in messages %}" + write + "{% endfor %}", "t", ByteTokenizer())
+    chat = ChatEncoder("{% for m in messages %}" + write + "{% endfor %}", "t", ByteTokenizer())
     with pytest.raises(ChatError, match="writes message 2's content, which is null, as the word None: leave it out"):
         chat.encode([{"role": "user", "content": "None"}, *CALLED[1:]])
     with pytest.raises(ChatError, match="writes message 1's content, a list, as Python writes it: make it text"):
@@ -175,12 +177,16 @@ def test_null_and_parts_are_not_written_as_python_writes_them(write):
 
 
 def test_contents_that_a_template_cannot_take_are_named():
-    chat = Chat("{% for m in messages %}{{ m.role + m.content.split('x')[0] }}{% endfor %}", "t", ByteTokenizer())
+    chat = ChatEncoder(
+        "{% for m in messages %}{{ m.role + m.content.split('x')[0] }}{% endfor %}", "t", ByteTokenizer()
+    )
     for n, messages in (2, CALLED[2:0:-1]), (1, CALLED):
         what = "null" if n == 2 else "a list"
         with pytest.raises(ChatError, match=f"refuses it: it takes text, and message {n}'s content is {what}"):
             chat.encode(messages)
-    nested = Chat("{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}", "t", ByteTokenizer())
+    nested = ChatEncoder(
+        "{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}", "t", ByteTokenizer()
+    )
     with pytest.raises(ChatError, match=r"writes message 1's tool_calls\[0\].function.arguments, an object, as Python"):
         nested.encode([CALLED[1]])
 
@@ -204,7 +210,7 @@ def test_contents_that_a_template_cannot_take_are_named():
 def test_conversations_that_cannot_be_used(messages, says):
     template = "{% for m in messages %}{% if not m.content %}{{ raise_exception('no content') }}{% endif %}{% endfor %}"
     with pytest.raises(ChatError) as error:
-        Chat(template, "t", ByteTokenizer()).encode(messages)
+        ChatEncoder(template, "t", ByteTokenizer()).encode(messages)
     assert says in str(error.value)
 
 
@@ -218,36 +224,36 @@ def test_what_published_templates_use():
         "{{ m | tojson }}{% endfor %}{% if strftime_now is defined %}today{% endif %}"
     )
     messages = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "<é>"}]
-    text, _ = answers_of(Chat(template, "t", ByteTokenizer()), messages)
+    text, _ = answers_of(ChatEncoder(template, "t", ByteTokenizer()), messages)
     assert text == '{"role": "assistant", "content": "<é>"}'
     tokenizer = ByteTokenizer()
-    tokenizer.marks = {"bos_token": "<s>"}
-    assert answers_of(Chat(template, "t", tokenizer), messages)[0] == f"<s>{text}"
+    tokenizer.special_tokens = {"bos_token": "<s>"}
+    assert answers_of(ChatEncoder(template, "t", tokenizer), messages)[0] == f"<s>{text}"
 
 
 def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     def why(template, name):
         with pytest.raises(ConfigError) as error:
-            open_chat(template, open_tokenizer(name))
+            open_chat_encoder(template, open_tokenizer(name))
         return error.value.problems[0]
 
     (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
     file = tmp_path / "mine.jinja"
     file.write_text(MARKED)
-    assert open_chat(str(file), ByteTokenizer()).template == MARKED
-    assert open_chat("", open_tokenizer(str(bpe))).template == CHATML
+    assert open_chat_encoder(str(file), ByteTokenizer()).template == MARKED
+    assert open_chat_encoder("", open_tokenizer(str(bpe))).template == CHATML
     assert "the byte tokenizer has no chat template of its own" in why("", "bytes")
     refusal = why("", str(tmp_path))
     assert (
         "has no chat template (chat_template.jinja, or in tokenizer_config.json): copy one there, or name " in refusal
     )
     shipped = re.search(r"with data\.chat_template .* such as (.*), which is ChatML", refusal)[1]
-    assert open_chat(shipped, ByteTokenizer()).marks_generation
+    assert open_chat_encoder(shipped, ByteTokenizer()).has_generation_tags
     settings = '{"chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]}'
     (tmp_path / "tokenizer_config.json").write_text(settings)
-    assert open_chat("", open_tokenizer(str(tmp_path))).template == "b"
+    assert open_chat_encoder("", open_tokenizer(str(tmp_path))).template == "b"
     (tmp_path / "chat_template.jinja").write_text("c")
-    assert open_chat("", open_tokenizer(str(tmp_path))).template == "c"
+    assert open_chat_encoder("", open_tokenizer(str(tmp_path))).template == "c"
     assert "No such file" in why("gone.jinja", "bytes")
     file.write_text("\n{% for %}")
     assert f"{file}:2: the chat template is not Jinja" in why(str(file), "bytes")
@@ -260,11 +266,11 @@ def test_weights_need_a_mark_for_each_answer():
         "{{ message.content }}<|im_end|>", "{{ message.content }}{% endgeneration %}{% generation %}!"
     )
     weighted = [*TALK[:2], TALK[2] | {"weight": 0.5}, *TALK[3:]]
-    chat = Chat(twice, "t", ByteTokenizer())
+    chat = ChatEncoder(twice, "t", ByteTokenizer())
     assert chat.encode(TALK)[1].max() == 1
     with pytest.raises(ChatError, match="marks 4 parts of 2 answers: mark each answer once"):
         chat.encode(weighted)
-    assert sorted({*Chat(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]
+    assert sorted({*ChatEncoder(MARKED, "t", ByteTokenizer()).encode(weighted)[1].tolist()}) == [0, 0.5, 1]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +286,7 @@ def test_weights_need_a_mark_for_each_answer():
 )
 def test_a_template_that_leaves_no_token_to_learn_is_refused(template, says, bpe):
     with pytest.raises(ChatError, match=f"the chat template t .*{says}"):
-        Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        ChatEncoder(template, "t", open_tokenizer(str(bpe))).encode(TALK)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -290,7 +296,7 @@ def test_a_prompt_has_the_ids_of_transformers(template, bpe):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
     options = {"chat_template": template, "add_generation_prompt": True, "return_dict": True}
     talk = [*TALK, {"role": "user", "content": "And <|im_end|>?"}]
-    ids = Chat(template, "t", open_tokenizer(str(bpe))).encode_prompt(talk).tolist()
+    ids = ChatEncoder(template, "t", open_tokenizer(str(bpe))).encode_prompt(talk).tolist()
     assert ids == theirs.apply_chat_template(talk, **options)["input_ids"]
 
 
@@ -310,7 +316,7 @@ def test_tools_of_a_record_are_written_as_transformers_does(bpe, marked):
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
     options = dict(chat_template=template, tokenize=True, return_dict=True, tools=TOOLS)
     expected = theirs.apply_chat_template(CALLS, **options)["input_ids"]
-    chat = Chat(template, "t", open_tokenizer(str(bpe)))
+    chat = ChatEncoder(template, "t", open_tokenizer(str(bpe)))
     for tools in (TOOLS, json.dumps(TOOLS)):
         tokens, weights = chat.encode(CALLS, tools)
         assert tokens.tolist() == expected and 0 < (weights > 0).sum() < 12
@@ -329,7 +335,7 @@ def test_tools_of_a_record_are_written_as_transformers_does(bpe, marked):
 )
 def test_tools_that_would_be_lost_are_refused(template, tools, said):
     with pytest.raises(ChatError, match=re.escape(said)):
-        Chat(template, "t", ByteTokenizer()).encode(CALLS, tools)
+        ChatEncoder(template, "t", ByteTokenizer()).encode(CALLS, tools)
 
 
 @pytest.mark.parametrize("format", ["chat", "preference"])
@@ -355,7 +361,7 @@ def test_shards_from_before_tools_were_read_are_not_taken_for_those_with_tools(t
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": CALLS, "tools": TOOLS}) + "\n")
     job = TokenizeJob([str(tmp_path / "one.jsonl")], "", format="chat", chat_template=str(tmp_path / "t.jinja"))
     with pytest.MonkeyPatch.context() as before:
-        before.setattr(FORMATS.look_up("chat"), "beside", ())
+        before.setattr(FORMATS.look_up("chat"), "optional_fields", ())
         old = plan_shards(job).identity
     assert plan_shards(job).identity != old
 

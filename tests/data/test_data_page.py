@@ -8,7 +8,7 @@ from tests.data.test_read_files import lines
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
-from titanmoe.data.open import open_documents
+from titanmoe.data.open_documents import open_documents
 from titanmoe.launcher.train_command import parse_words
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from titanmoe.data.documents import MemoryDocuments, document_of
-from titanmoe.data.held_out import split
+from titanmoe.data.documents import MemoryDocuments, find_documents
+from titanmoe.data.held_out import split_held_out
 
 LENGTHS = [3, 0, 5, 1, 0, 0, 7, 2, 4, 6, 0]
 
@@ -34,7 +34,7 @@ def documents(with_label_mask: bool = False, elsewhere: bool = False) -> MemoryD
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_document_of_each_token(elsewhere):
     expected = [i for i, length in enumerate(LENGTHS) for _ in range(length)]
-    assert document_of(documents(elsewhere=elsewhere), np.arange(sum(LENGTHS))).tolist() == expected
+    assert find_documents(documents(elsewhere=elsewhere), np.arange(sum(LENGTHS))).tolist() == expected
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -42,7 +42,7 @@ def test_the_document_of_each_token(elsewhere):
 def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
     whole = documents(with_label_mask=True, elsewhere=elsewhere)
     tokens_of = [range(*whole.starts[i : i + 2].astype(int).tolist()) for i in range(len(LENGTHS))]
-    parts = split(whole, every, 99)
+    parts = split_held_out(whole, every, 99)
     for is_held_out, part in enumerate(parts):
         expected = [list(tokens_of[i]) for i in range(len(LENGTHS)) if (i % every == every - 1) == bool(is_held_out)]
         assert len(part) == len(expected)
@@ -56,7 +56,7 @@ def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
                 assert part.read(a, b).tolist() == row[a:b]
                 assert part.label_mask(a, b).tolist() == [token % 3 == 0 for token in row[a:b]]
         number = [i for i, document in enumerate(expected) for _ in document]
-        assert document_of(part, np.arange(total)).tolist() == number
+        assert find_documents(part, np.arange(total)).tolist() == number
     assert parts[0].fingerprint != parts[1].fingerprint != whole.fingerprint
 
 
@@ -64,7 +64,7 @@ def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
 def test_of_few_documents_the_last_tokens_are_held_out(lengths, every):
     starts, tokens = np.append(0, np.cumsum(lengths)), np.arange(31, dtype=np.uint16)
     whole = MemoryDocuments("some", tokens, starts, tokens % 3 == 0)
-    rest, held_out = split(whole, every, 1)
+    rest, held_out = split_held_out(whole, every, 1)
     tail = 31 // every
     for part, expected in (rest, range(31 - tail)), (held_out, range(31 - tail, 31)):
         assert part.read(0, int(part.starts[len(part)])).tolist() == list(expected)
@@ -76,4 +76,4 @@ def test_of_few_documents_the_last_tokens_are_held_out(lengths, every):
             *(int(at) for at in starts if expected[0] <= at <= expected[-1]),
         }
     assert len({rest.fingerprint, held_out.fingerprint, whole.fingerprint}) == 3
-    assert [len(part) for part in split(whole, every, tail + 1)] == [len(lengths), 0]
+    assert [len(part) for part in split_held_out(whole, every, tail + 1)] == [len(lengths), 0]

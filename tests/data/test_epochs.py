@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data import epochs as module
 from titanmoe.data import pack
 from titanmoe.data.loader import Loader
-from titanmoe.data.sources import steps_of_epochs, training_sources
+from titanmoe.data.sources import count_steps_of_epochs, open_training_sources
 from titanmoe.train.launch import read, resolve
 
 S, EPOCHS = 24, 2
@@ -84,8 +84,8 @@ def test_every_sequence_comes_once_an_epoch_over_a_resume_on_other_ranks(config,
     config.data.packing = packing
     config.data.balance_work = balance and packing != "stream"
     whole = whole_run(config, 1)
-    mix, _ = training_sources(config)
-    assert len(whole) == mix.epochs_to_take.total
+    mix, _ = open_training_sources(config)
+    assert len(whole) == mix.epoch_order.total
     if packing == "best_fit":
         pairs = sum(size - 1 for sizes in SIZES for size in sizes)
         seen = Counter(token for sample in whole for token in sample)
@@ -104,28 +104,28 @@ def test_every_sequence_comes_once_an_epoch_over_a_resume_on_other_ranks(config,
     config.training.global_batch_size = 12
     after = whole_run(config, 3, state)
     assert Counter(before + after) == Counter(whole)
-    assert steps_of_epochs(config, 3, state["consumed"]) == 3 + -(-len(after) // 12)
+    assert count_steps_of_epochs(config, 3, state["consumed"]) == 3 + -(-len(after) // 12)
 
 
 @pytest.mark.parametrize("packing", ["documents", "best_fit"])
 def test_the_first_epoch_is_over_before_the_second_begins(config, packing):
     config.data.packing, config.training.global_batch_size, config.training.local_batch_size = packing, 1, 1
-    mix, _ = training_sources(config)
+    mix, _ = open_training_sources(config)
     samples = whole_run(config, 1)
-    size = int(mix.epochs_to_take.count_EK[0].sum())
+    size = int(mix.epoch_order.count_EK[0].sum())
     for epoch in (samples[:size], samples[size:]):
         assert set(Counter(token for sample in epoch for token in sample).values()) == {1}
-    names = ["abc"[source] for source in mix.epochs_to_take.turns(0, size)]
+    names = ["abc"[source] for source in mix.epoch_order.source_indices(0, size)]
     assert len(set(names[: size // 2])) == 3, "sources are mixed within an epoch"
-    assert mix.epochs_to_take.turns(0, size).tolist() != mix.epochs_to_take.turns(size, size).tolist()
+    assert mix.epoch_order.source_indices(0, size).tolist() != mix.epoch_order.source_indices(size, size).tolist()
 
 
 def test_after_the_last_epoch_there_is_only_padding(config):
     config.data.packing, config.training.global_batch_size = "best_fit", 14
-    mix, _ = training_sources(config)
-    total = mix.epochs_to_take.total
+    mix, _ = open_training_sources(config)
+    total = mix.epoch_order.total
     assert total % 14, "the last batch is not full"
-    steps = steps_of_epochs(config, 0, 0)
+    steps = count_steps_of_epochs(config, 0, 0)
     config.training.steps = steps
     (loader,) = loaders(config, 1)
     messages = []
@@ -145,40 +145,40 @@ def test_after_the_last_epoch_there_is_only_padding(config):
 def test_a_run_that_is_over_goes_on_with_another_epoch(config):
     config.data.packing, config.training.global_batch_size, config.training.local_batch_size = "best_fit", 10, 1
     two, made = whole_run(config, 1), loaders(config, 1)
-    steps = steps_of_epochs(config, 0, 0)
+    steps = count_steps_of_epochs(config, 0, 0)
     for _ in range(steps):
         made[0].next_step()
     state = made[0].state_dict()
     config.training.epochs = 3
     third = whole_run(config, 2, state)
     assert set(Counter(token for sample in two + third for token in sample).values()) == {3}
-    assert steps_of_epochs(config, steps, state["consumed"]) == steps + -(-len(third) // 10)
+    assert count_steps_of_epochs(config, steps, state["consumed"]) == steps + -(-len(third) // 10)
 
 
 def test_the_number_of_sequences_is_kept_beside_the_shards(config, monkeypatch, tmp_path):
     folder = make(tmp_path / "kept", [[list(range(n, n + 10)) for n in range(0, 200, 10)]])
     config.data.packing, config.data.paths, config.training.seed = "best_fit", [str(folder)], 5
     config.training.global_batch_size = 2
-    counted = training_sources(config)[0].epochs_to_take.count_EK.tolist()
+    counted = open_training_sources(config)[0].epoch_order.count_EK.tolist()
     (kept,) = json.loads((folder / module.FILE).read_text()).values()
     assert [[n] for n in kept] == counted
     packed = []
-    whole = pack.BestFit._pack
-    monkeypatch.setattr(pack.BestFit, "_pack", lambda self: packed.append(self.epoch) or whole(self))
-    assert training_sources(config)[0].epochs_to_take.count_EK.tolist() == counted and not packed
+    whole = pack.BestFitPacker._pack
+    monkeypatch.setattr(pack.BestFitPacker, "_pack", lambda self: packed.append(self.epoch) or whole(self))
+    assert open_training_sources(config)[0].epoch_order.count_EK.tolist() == counted and not packed
     config.training.epochs = 3
-    assert training_sources(config)[0].epochs_to_take.count_EK[:2].tolist() == counted and set(packed) == {2}
+    assert open_training_sources(config)[0].epoch_order.count_EK[:2].tolist() == counted and set(packed) == {2}
     for field, value in (("seq_len", 30), ("seed", 6)):
         packed.clear()
         setattr(config.training, field, value)
-        training_sources(config)
+        open_training_sources(config)
         assert packed, "another order"
     config.validation.held_out = 4
     packed.clear()
-    training_sources(config)
+    open_training_sources(config)
     assert packed, "other documents"
     (folder / module.FILE).write_text('{"broken": ["many"]')
-    assert training_sources(config)[0].epochs_to_take.total > 0
+    assert open_training_sources(config)[0].epoch_order.total > 0
 
 
 def test_a_folder_that_cannot_be_written_to_is_counted_each_time(config, monkeypatch, tmp_path):
@@ -188,8 +188,8 @@ def test_a_folder_that_cannot_be_written_to_is_counted_each_time(config, monkeyp
     folder = make(tmp_path / "read_only", [[list(range(9))] * 9])
     config.data.packing, config.data.paths, config.training.global_batch_size = "best_fit", [str(folder)], 2
     monkeypatch.setattr(module, "write_json", refuse)
-    assert training_sources(config)[0].epochs_to_take.total == 2 * sum(
-        training_sources(config)[0].sources[0].packer.count(1)
+    assert open_training_sources(config)[0].epoch_order.total == 2 * sum(
+        open_training_sources(config)[0].sources[0].packer.count(1)
     )
     assert not (folder / module.FILE).exists()
 

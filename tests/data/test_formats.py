@@ -13,16 +13,16 @@ from tests.data.test_read_files import read
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
-from titanmoe.data.formats import FORMATS, format_of, format_option
+from titanmoe.data.formats import FORMATS, format_of_extension, format_option
 from titanmoe.data.read_files import find_files
-from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.data.tokenize import plan_shards
 from titanmoe.data.tokenize_unit import TokenizeJob
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = """
 from titanmoe.data.formats.format import Format
-from titanmoe.data.reader import Record, decode
+from titanmoe.data.record_reader import Record, decode_line
 
 
 class Talks(Format):
@@ -32,7 +32,7 @@ class Talks(Format):
 
     def read(self, reader):
         for where, line in reader.lines():
-            question, answer = decode(line, where).split(" = ")
+            question, answer = decode_line(line, where).split(" = ")
             yield Record(where, [dict(role="user", content=question), dict(role="assistant", content=answer)])
 
 
@@ -94,8 +94,8 @@ def test_shards_of_earlier_versions_are_found_again(own, format, field, kind, te
 def test_every_extension_has_one_format_and_others_are_text():
     extensions = [extension for name in FORMATS.table for extension in FORMATS.look_up(name).extensions]
     assert len(extensions) == len(set(extensions)) > 3
-    assert all(extension in FORMATS.look_up(format_of(extension)).extensions for extension in extensions)
-    assert format_of(".md") == format_of("") == "text"
+    assert all(extension in FORMATS.look_up(format_of_extension(extension)).extensions for extension in extensions)
+    assert format_of_extension(".md") == format_of_extension("") == "text"
 
 
 def test_commands_offer_what_they_can_read(capsys):

@@ -18,8 +18,8 @@ from titanmoe.config.schema import Config
 from titanmoe.data import loader as module
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.data.pack import Stream, empty
-from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.pack import StreamPacker, empty_arrays
+from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.tokens import IGNORE
 
@@ -154,9 +154,9 @@ def test_an_epoch_has_every_pair_once(config, packing):
     for epoch in range(2):
         times_read = Counter()
         while (packer.state[0] if packing == "best_fit" else packer.sequences_taken // packer.per_epoch) == epoch:
-            (pieces,) = packer.take(1)
-            assert pieces.pairs_P.sum() <= 32
-            for start, pairs in zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True):
+            (segments,) = packer.take(1)
+            assert segments.pairs_G.sum() <= 32
+            for start, pairs in zip(segments.start_G.tolist(), segments.pairs_G.tolist(), strict=True):
                 times_read.update(range(start, start + pairs))
         assert set(times_read.values()) == {1}
         if packing == "best_fit":
@@ -166,10 +166,12 @@ def test_an_epoch_has_every_pair_once(config, packing):
 
 
 def test_windows_begin_elsewhere_in_other_epochs():
-    stream = Stream(MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, separate_documents=False)
+    stream = StreamPacker(
+        MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, separate_documents=False
+    )
     offsets = set()
     for _ in range(40):
-        (offset,) = {int(pieces.start_P[0]) % 32 for pieces in stream.take(stream.per_epoch)}
+        (offset,) = {int(segments.start_G[0]) % 32 for segments in stream.take(stream.per_epoch)}
         offsets.add(offset)
     assert offsets == set(range(999 % 32 + 1)), "anywhere in the rest of the row, which an epoch leaves out"
 
@@ -180,10 +182,10 @@ def test_lengths_are_those_of_the_documents_in_a_sequence(config, packing):
     config.data.packing = packing
     packer = Loader(config, 0, 1).mix.sources[0].packer
     sequences = list(packer.first_epoch())
-    for pieces, length_P in zip(sequences, packer.lengths(sequences), strict=True):
-        out = empty(1, 32, separate_documents=True)
-        packer.fill(pieces, out, 0)
-        assert length_P.tolist() == np.bincount(out.document_NS[out.valid_NS]).tolist()
+    for segments, length_G in zip(sequences, packer.lengths(sequences), strict=True):
+        out = empty_arrays(1, 32, separate_documents=True)
+        packer.fill(segments, out, 0)
+        assert length_G.tolist() == np.bincount(out.document_NS[out.valid_NS]).tolist()
 
 
 def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
@@ -270,11 +272,11 @@ def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
     config.data.packing = "best_fit"
     source = Loader(config, 0, 1).mix.sources[1]
     sequences = list(source.packer.first_epoch())
-    used = sum(int(pieces.pairs_P.sum()) for pieces in sequences)
+    used = sum(int(segments.pairs_G.sum()) for segments in sequences)
     assert used / (32 * len(sequences)) > 0.95
     whole = {(a, b - a - 1) for a, b in bounds(source)}
-    pieces = {(s, n) for p in sequences for s, n in zip(p.start_P.tolist(), p.pairs_P.tolist(), strict=True)}
-    assert {(s, n) for s, n in whole if n <= 32} <= pieces
+    segments = {(s, n) for p in sequences for s, n in zip(p.start_G.tolist(), p.pairs_G.tolist(), strict=True)}
+    assert {(s, n) for s, n in whole if n <= 32} <= segments
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -18,8 +18,8 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader
-from titanmoe.data.pack import BestFit, empty
-from titanmoe.data.pack_chats import ChatFit
+from titanmoe.data.pack import BestFitPacker, empty_arrays
+from titanmoe.data.pack_chats import ChatPacker
 from titanmoe.report.page import write_page
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
@@ -45,13 +45,13 @@ SOME = chats((3, 4), (5, 6, 5, 4), (5, 6, 5, 5), (19, 3), (4, 2, 6, 5, 2, 9))
 """Their positions: 7, 20, 21, 22 and 28, of which 11 and 17 come before the end of an answer in the two long ones."""
 
 
-def trained(packer: BestFit) -> dict[int, tuple[int, int]]:
+def trained(packer: BestFitPacker) -> dict[int, tuple[int, int]]:
     """Return for each chat how many positions and how many labels an epoch has of it."""
     out: dict[int, tuple[int, int]] = {}
-    for pieces in packer.first_epoch():
-        row = empty(1, SEQ_LEN, True)
-        packer.fill(pieces, row, 0)
-        for document in range(len(pieces.pairs_P)):
+    for segments in packer.first_epoch():
+        row = empty_arrays(1, SEQ_LEN, True)
+        packer.fill(segments, row, 0)
+        for document in range(len(segments.pairs_G)):
             own = row.document_NS[0] == document
             number = int(row.tokens_NS[0][own][0]) // 100
             assert number not in out and row.tokens_NS[0][own][0] % 100 == 0  # from its beginning, once
@@ -60,45 +60,47 @@ def trained(packer: BestFit) -> dict[int, tuple[int, int]]:
 
 
 def test_long_chats_are_left_out() -> None:
-    packer = ChatFit(SOME, SEQ_LEN, 0, "drop")
+    packer = ChatPacker(SOME, SEQ_LEN, 0, "drop")
     assert trained(packer) == {0: (7, 4), 1: (20, 10)} and packer.per_epoch == 2
     assert packer.note == (
         "chats: 3 of 5 chats are longer than seq_len = 20: 3 left out (data.long_chats), 72.4% of all tokens are lost; "
         "the longest needs seq_len = 28"
     )
-    assert packer.name != BestFit.name and not packer.refusal()  # counts of sequences are kept by this name
+    assert packer.name != BestFitPacker.name and not packer.refusal()  # counts of sequences are kept by this name
 
 
 def test_long_chats_are_cut_after_the_last_answer_that_fits() -> None:
-    packer = ChatFit(SOME, SEQ_LEN, 0, "cut")
+    packer = ChatPacker(SOME, SEQ_LEN, 0, "cut")
     assert trained(packer) == {0: (7, 4), 1: (20, 10), 2: (11, 6), 4: (17, 7)}
     assert ": 1 left out, 2 cut after an answer (data.long_chats), " in packer.note
-    assert packer.lost == 21 - 11 + 22 + 28 - 17
-    edge = ChatFit(chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut")  # an answer ends with the sample, or after
+    assert packer.num_lost_positions == 21 - 11 + 22 + 28 - 17
+    edge = ChatPacker(
+        chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut"
+    )  # an answer ends with the sample, or after
     assert edge.kept_L.tolist() == [20, 0]
 
 
 def test_chats_that_fit_are_packed_as_ever() -> None:
     fitting = chats((3, 4), (5, 6, 5, 4), (2, 2))
-    packers = [ChatFit(fitting, SEQ_LEN, 7, "drop"), BestFit(fitting, SEQ_LEN, 7)]
-    ours, plain = ([(p.start_P.tolist(), p.pairs_P.tolist()) for p in packer.take(9)] for packer in packers)
-    assert ours == plain and packers[0].note == "" and packers[0].name == BestFit.name
+    packers = [ChatPacker(fitting, SEQ_LEN, 7, "drop"), BestFitPacker(fitting, SEQ_LEN, 7)]
+    ours, plain = ([(p.start_G.tolist(), p.pairs_G.tolist()) for p in packer.take(9)] for packer in packers)
+    assert ours == plain and packers[0].note == "" and packers[0].name == BestFitPacker.name
 
 
 def test_many_chats_of_which_most_are_long_still_give_endless_sequences() -> None:
     many = chats(*[(30, 3)] * 3000, (3, 4))
-    packer = ChatFit(many, SEQ_LEN, 0, "drop")
-    assert [pieces.pairs_P.tolist() for pieces in packer.take(5)] == [[7]] * 5 and packer.count(3) == [1, 1, 1]
+    packer = ChatPacker(many, SEQ_LEN, 0, "drop")
+    assert [segments.pairs_G.tolist() for segments in packer.take(5)] == [[7]] * 5 and packer.count(3) == [1, 1, 1]
 
 
 def test_what_leaves_nothing_is_refused() -> None:
-    assert ChatFit(SOME, SEQ_LEN, 0, "refuse").refusal() == (
+    assert ChatPacker(SOME, SEQ_LEN, 0, "refuse").refusal() == (
         '3 of 5 chats are longer than training.seq_len = 20, and data.long_chats = "refuse": the longest needs '
         'seq_len = 28; or set long_chats = "drop" or "cut"'
     )
     too_long = chats((30, 4), (40, 2))
-    assert "none fits training.seq_len = 20" in ChatFit(too_long, SEQ_LEN, 0, "drop").refusal()
-    assert "not one has an answer that fits" in ChatFit(too_long, SEQ_LEN, 0, "cut").refusal()
+    assert "none fits training.seq_len = 20" in ChatPacker(too_long, SEQ_LEN, 0, "drop").refusal()
+    assert "not one has an answer that fits" in ChatPacker(too_long, SEQ_LEN, 0, "cut").refusal()
 
 
 def recipe(folder: Path, words: Sequence[int], **changes: Any) -> Config:

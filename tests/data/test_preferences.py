@@ -12,13 +12,13 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
-from titanmoe.data.batch import ANSWER, PAIRS
+from titanmoe.data.batch import COMPLETION, PAIRS
 from titanmoe.data.documents import MemoryDocuments
-from titanmoe.data.held_out import split
+from titanmoe.data.held_out import split_held_out
 from titanmoe.data.loader import Loader
-from titanmoe.data.pack import empty, further_of
-from titanmoe.data.pack_answers import AnswerFit
-from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.pack import empty_arrays, extra_field_specs
+from titanmoe.data.pack_preferences import PreferencePacker
+from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.data.tokenizer import open_tokenizer
 from titanmoe.tokens import IGNORE
 
@@ -66,7 +66,7 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
     ends = pairwise(documents.starts[:].tolist())
     both = [(documents.read(*these).tolist(), documents.label_mask(*these).tolist()) for these in ends]
     made = [both[n : n + 2] for n in range(0, len(both), 2)]
-    assert documents.answers == 2 and made == made[:1] * len(records)
+    assert documents.completions_per_prompt == 2 and made == made[:1] * len(records)
 
     def text(tokens: list[int]) -> str:
         return tokenizer._plain.decode(tokens, skip_special_tokens=False)
@@ -103,7 +103,7 @@ def test_bad_pairs_are_refused_all_at_once_or_counted(tmp_path: Path, capsys: py
 
 
 class Pairs(MemoryDocuments):
-    answers = 2
+    completions_per_prompt = 2
 
 
 def pairs(*lengths: tuple[int, int, int], alike: int = 0) -> Pairs:
@@ -119,14 +119,14 @@ def pairs(*lengths: tuple[int, int, int], alike: int = 0) -> Pairs:
 
 def test_both_answers_of_a_pair_are_in_one_sequence() -> None:
     documents = pairs(*[(2 + n % 3, 1 + n % 5, 1 + n % 4) for n in range(100)])
-    packer = AnswerFit(documents, 32, seed=0)
+    packer = PreferencePacker(documents, 32, seed=0)
     sequences = list(packer.first_epoch())
-    out, seen = empty(len(sequences), 32, True, further_of(documents)), []
-    for n, pieces in enumerate(sequences):
-        packer.fill(pieces, out, n)
-        answer, labelled = out.further[ANSWER][n], out.labels_NS[n] != IGNORE
-        assert answer[labelled].max() + 1 == 2 * out.further[PAIRS][n]
-        for number in range(2 * out.further[PAIRS][n]):
+    out, seen = empty_arrays(len(sequences), 32, True, extra_field_specs(documents)), []
+    for n, segments in enumerate(sequences):
+        packer.fill(segments, out, n)
+        answer, labelled = out.extra_fields[COMPLETION][n], out.labels_NS[n] != IGNORE
+        assert answer[labelled].max() + 1 == 2 * out.extra_fields[PAIRS][n]
+        for number in range(2 * out.extra_fields[PAIRS][n]):
             (prompt,) = {*out.tokens_NS[n][(answer == number) & out.valid_NS[n]].tolist()} - {100, 110}
             assert {*out.labels_NS[n][(answer == number) & labelled].tolist()} == {100 + 10 * (number % 2)}
             seen.append((prompt, number % 2))
@@ -136,20 +136,20 @@ def test_both_answers_of_a_pair_are_in_one_sequence() -> None:
 
 def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
     documents = pairs((4, 3, 3), (4, 20, 3), (4, 20, 20), (20, 3, 3), (9, 2, 30))
-    packer = AnswerFit(documents, 20, seed=0)
+    packer = PreferencePacker(documents, 20, seed=0)
     assert packer.length_P2.tolist() == [[6, 6], [14, 6], [10, 10], [0, 0], [10, 10]]
     assert packer.note == (
         "pairs: of 5, 1 left out, whose prompt leaves no room for an answer, 3 with an answer cut (seq_len 20)"
     )
-    assert sum(len(pieces.pairs_P) for pieces in packer.first_epoch()) == 8
-    assert AnswerFit(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same
-    assert AnswerFit(pairs((20, 3, 3)), 20, seed=0).per_epoch == 0
+    assert sum(len(segments.pairs_G) for segments in packer.first_epoch()) == 8
+    assert PreferencePacker(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same
+    assert PreferencePacker(pairs((20, 3, 3)), 20, seed=0).per_epoch == 0
 
 
 def test_pairs_are_held_out_whole() -> None:
     documents = pairs(*[(2, 1, 1)] * 10)
-    rest, held_out = split(documents, 3, 5)
-    assert (len(rest), len(held_out), rest.answers) == (14, 6, 2)
+    rest, held_out = split_held_out(documents, 3, 5)
+    assert (len(rest), len(held_out), rest.completions_per_prompt) == (14, 6, 2)
     assert held_out.read(0, 18).tolist() == [t for n in (2, 5, 8) for side in (100, 110) for t in (n, n, side)]
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import ConfigError
-from titanmoe.data.read_files import documents, find_files, spans
-from titanmoe.data.reader import Bad, Reader
+from titanmoe.data.read_files import find_files, read_records, split_spans
+from titanmoe.data.record_reader import BadRecord, RecordReader
 
 TEXTS = ["one", "zwei\nlines", "", "drei 日本", "vier " * 50]
 
@@ -39,9 +39,9 @@ def write(file, kind, texts):
 def read(paths, format="auto", field="text", size=1 << 20):
     entries = []
     for source in find_files([str(path) for path in paths], format):
-        for span in spans(source, size):
-            reader = Reader(span, field)
-            entries += documents(reader)
+        for span in split_spans(source, size):
+            reader = RecordReader(span, field)
+            entries += read_records(reader)
             assert 0 <= reader.at <= span.bytes
     return entries
 
@@ -125,7 +125,7 @@ def test_a_bad_line_is_reported_by_file_and_number(tmp_path, line, says):
     for size in (1 << 20, 7 + len(line) // 20):
         first, second, bad, three = read([file], size=size)
         assert (first.value, second.value, three.value) == ("one", "two", "three")
-        assert isinstance(bad, Bad)
+        assert isinstance(bad, BadRecord)
         assert re.search(f"^{re.escape(str(file))}:4: .*{says}", bad.why), bad.why
 
 

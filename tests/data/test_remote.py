@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from tests.data.test_open import config  # noqa: F401 - a fixture
+from tests.data.test_open_documents import config  # noqa: F401 - a fixture
 from tests.data.test_read_files import TEXTS, lines, read, values, write
 from titanmoe.config import ConfigError
 from titanmoe.data import remote
-from titanmoe.data.open import open_documents
+from titanmoe.data.open_documents import open_documents
 from titanmoe.data.read_files import find_files
 
 fsspec = pytest.importorskip("fsspec")
@@ -101,7 +101,7 @@ def test_a_web_page_is_a_file_unless_its_name_ends_in_a_slash(monkeypatch):
 
     monkeypatch.setattr(remote, "file_system", lambda url: (Web(), url))
     for url in ("https://host/a.jsonl?download=true", "https://host/folder"):
-        assert [file.url for file in remote.find_remote(url)] == [url]
+        assert [file.url for file in remote.find_remote_files(url)] == [url]
     (source,) = find_files(["https://host/folder/"], "jsonl")
     assert (source.file, source.bytes) == ("https://host/folder/a.jsonl", 7)
 
@@ -125,12 +125,12 @@ def test_a_store_that_fails_while_it_is_read_is_one_line(store, monkeypatch):
         def __getattr__(self, name):
             raise Lost("the connection\nwent away")
 
-    from titanmoe.data.read_files import documents
-    from titanmoe.data.reader import Reader
+    from titanmoe.data.read_files import read_records
+    from titanmoe.data.record_reader import RecordReader
 
     monkeypatch.setattr(remote.file_system(url)[0], "open", lambda *args: Failing(), raising=False)
     with pytest.raises(ConfigError) as caught:
-        list(documents(Reader(source.span(0, source.bytes, source.bytes), "text")))
+        list(read_records(RecordReader(source.span(0, source.bytes, source.bytes), "text")))
     assert caught.value.problems == [f"{url} cannot be read: Lost: the connection went away"]
 
 

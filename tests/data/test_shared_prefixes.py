@@ -12,11 +12,11 @@ import torch
 from tests import parity
 from tests.support.masks import dense
 from titanmoe.config import ConfigError
-from titanmoe.data.batch import ANSWER, PAIRS
+from titanmoe.data.batch import COMPLETION, PAIRS
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader
-from titanmoe.data.pack import Arrays, empty, further_of
-from titanmoe.data.pack_answers import AnswerFit
+from titanmoe.data.pack import BatchArrays, empty_arrays, extra_field_specs
+from titanmoe.data.pack_preferences import PreferencePacker
 from titanmoe.mask import spans
 from titanmoe.tokens import IGNORE
 
@@ -31,30 +31,30 @@ def documents(sizes: list[tuple[int, int, int]]) -> MemoryDocuments:
             counted += [False] * prompt + [True] * answer
             starts.append(len(tokens))
     out = MemoryDocuments("pairs", np.array(tokens), np.array(starts), np.array(counted))
-    out.answers = 2
+    out.completions_per_prompt = 2
     return out
 
 
-def packed(corpus: MemoryDocuments, seq_len: int, share: bool) -> tuple[AnswerFit, Arrays]:
-    packer = AnswerFit(corpus, seq_len, 0, share)
+def packed(corpus: MemoryDocuments, seq_len: int, share: bool) -> tuple[PreferencePacker, BatchArrays]:
+    packer = PreferencePacker(corpus, seq_len, 0, share)
     count = packer.count(1)[0]
-    out = empty(count, seq_len, True, further_of(corpus), share)
-    for n, pieces in enumerate(packer.take(count)):
-        packer.fill(pieces, out, n)
+    out = empty_arrays(count, seq_len, True, extra_field_specs(corpus), share)
+    for n, segments in enumerate(packer.take(count)):
+        packer.fill(segments, out, n)
     return packer, out
 
 
 SIZES = [(9, 3, 4), (5, 6, 2), (1, 4, 3), (12, 2, 2), (7, 5, 5)]
 
 
-def answers_of(out: Arrays, share: bool) -> list[tuple[list[int], ...]]:
+def answers_of(out: BatchArrays, share: bool) -> list[tuple[list[int], ...]]:
     """Tokens, labels and positions of what the last position of each answer sees, in the order of the answers."""
     found = []
     for n in range(len(out.tokens_NS)):
-        answer, length = out.further[ANSWER][n], out.tokens_NS.shape[1]
+        answer, length = out.extra_fields[COMPLETION][n], out.tokens_NS.shape[1]
         until = torch.from_numpy(out.until_NS[n : n + 1]) if share else None
         seen = dense(spans(until), length)[0].numpy() if share else None
-        for one in range(2 * out.further[PAIRS][n]):
+        for one in range(2 * out.extra_fields[PAIRS][n]):
             own = np.flatnonzero((answer == one) & out.valid_NS[n])
             if share:
                 own = np.flatnonzero(seen[own[-1]])
@@ -78,7 +78,7 @@ def test_a_pair_is_cut_where_what_it_shares_does_not_fit() -> None:
     packer, out = packed(documents([(9, 3, 12)]), 16, share=True)
     assert packer.note == "pairs: of 1, 1 with an answer cut (seq_len 16)"
     assert out.valid_NS.all() and packer.pairs == 16
-    answer = out.further[ANSWER][0]
+    answer = out.extra_fields[COMPLETION][0]
     assert [int((out.labels_NS[0][answer == n] != IGNORE).sum()) for n in (0, 1)] == [3, 5]
     packer, _ = packed(documents([(9, 3, 3), (20, 3, 3)]), 16, share=True)
     assert packer.num_left_out == 1
@@ -107,6 +107,6 @@ def test_a_run_does_not_go_on_with_other_sequences(tmp_path: Path) -> None:
     assert shared.notes()["packing"] == "best_fit, prefixes shared"
     (batch,), (other,) = shared.next_step(), apart.next_step()
     assert batch.until_BS is not None and other.until_BS is None
-    assert batch.further[PAIRS] > other.further[PAIRS]
+    assert batch.extra_fields[PAIRS] > other.extra_fields[PAIRS]
     with pytest.raises(ConfigError, match="'best_fit' when the state was saved and is 'best_fit, prefixes shared' now"):
         shared.load_state_dict(apart.state_dict())

@@ -19,10 +19,10 @@ from tests.data.test_read_files import lines
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
-from titanmoe.data.chat import open_chat
-from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
+from titanmoe.data.chat import open_chat_encoder
+from titanmoe.data.token_shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan_shards, tokenize
-from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob, dtype_name
+from titanmoe.data.tokenize_unit import TokenizeJob, UnitTokenizer, dtype_name
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ TEXTS = [f"{n}: the quick brown fox jumps over the lazy dog number {n}, " * (1 +
 
 @pytest.fixture
 def small_units(monkeypatch):
-    monkeypatch.setattr(tokenize_module, "LEAST_UNIT", 2500)
+    monkeypatch.setattr(tokenize_module, "MIN_UNIT_BYTES", 2500)
 
 
 @pytest.fixture
@@ -40,10 +40,10 @@ def here(monkeypatch):
 
     def in_process(job, todo, workers, meter):
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = open_chat(job.chat_template, tokenizer) if job.conversations else None
+        chat = open_chat_encoder(job.chat_template, tokenizer) if job.conversations else None
         for number, spans, records in todo:
             items = records[-1]["items"] if records else 0
-            ShardUnit(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
+            UnitTokenizer(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
 
     monkeypatch.setattr(tokenize_module, "_run_workers", in_process)
 
@@ -117,7 +117,7 @@ if worker == (who == "worker"):
 VICTIM = """
 import sys
 from titanmoe.data import tokenize
-tokenize.LEAST_UNIT = 2500
+tokenize.MIN_UNIT_BYTES = 2500
 import argparse
 from titanmoe.data.tokenize_command import add_tokenize
 parser = argparse.ArgumentParser()
@@ -275,9 +275,9 @@ def test_mistakes_are_reported_before_any_work(tmp_path, here):
         assert "another process is writing to" in problems(tmp_path, "x", source)
 
 
-QUESTION, ANSWER = "why", "the fox"
-ALPACA = {"instruction": QUESTION, "input": "", "output": ANSWER}
-SHARE_GPT = {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]}
+QUESTION, COMPLETION = "why", "the fox"
+ALPACA = {"instruction": QUESTION, "input": "", "output": COMPLETION}
+SHARE_GPT = {"conversations": [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": COMPLETION}]}
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_other_forms_of_chats_are_known_and_become_chats(record, name, says, tmp
     lines: dict[str, Any] = {}
     exec(re.search(r"## Other forms of chats\n.*?```python\n(.*?)```", page, re.DOTALL)[1], lines)
     lines["convert"](source, target, lines[name])
-    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    chat = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": COMPLETION}]
     assert [json.loads(line) for line in target.open()] == 25 * [{"messages": chat}]
 
 
@@ -378,7 +378,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):
-    from titanmoe.data.reader import InputFile
+    from titanmoe.data.record_reader import InputFile
 
     def shape(sizes, shard_tokens=1 << 27):
         sources = [InputFile(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]
@@ -398,7 +398,7 @@ def test_units_depend_on_sizes_alone(monkeypatch):
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
     clock, logged = [0.0], []
     monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
-    with tokenize_module.Meter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
+    with tokenize_module.ProgressMeter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
         for _ in range(8):
             clock[0] += 10
             meter.add(5 * 10**7, 10**8)

@@ -58,7 +58,7 @@ def test_long_texts_are_cut_between_tokens(bpe, monkeypatch):
     text = "the fox\n\n  said the\nlazy dog\n" * 20 + "no line ends here at all" * 3
     whole = tokenizer.encode_all([text])[0]
     assert text == "".join(tokenizer_module._split_long_text(text))
-    monkeypatch.setattr(tokenizer_module, "PIECE", 50)
+    monkeypatch.setattr(tokenizer_module, "CHUNK", 50)
     assert len(list(tokenizer_module._split_long_text(text))) > 10
     assert "".join(tokenizer_module._split_long_text(text)) == text
     cut = tokenizer.encode_all([text[:580], text])

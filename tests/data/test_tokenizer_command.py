@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.cli import main
-from titanmoe.data.chat import open_chat
+from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.tokenizer import open_tokenizer
 
 TEXT = "".join(f"def half_{n}(value):\n    return value / 2  # ½ of {n}\n" for n in range(60))
@@ -53,7 +53,7 @@ def test_transformers_reads_it_and_renders_its_chats_alike(trained):
         transformers_tokenizer.encode(TEXT) == tokenizer.encode_all([TEXT])[0].tolist()
         and transformers_tokenizer.eos_token_id == tokenizer.eos
     )
-    tokens, weights = open_chat("", tokenizer).encode(CHAT)
+    tokens, weights = open_chat_encoder("", tokenizer).encode(CHAT)
     assistant_mask = weights > 0
     rendered = transformers_tokenizer.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
     assert (

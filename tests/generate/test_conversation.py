@@ -15,7 +15,7 @@ from tests import world
 from tests.checkpoint import runs
 from tests.generate.test_generate_command import FOLDED, TEXT, ask, command, lines
 from tests.support.byte_pairs import CHATML, MARKED
-from titanmoe.data.chat import Chat
+from titanmoe.data.chat import ChatEncoder
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 from titanmoe.generate import conversation as module
 from titanmoe.replace import replaced
@@ -130,8 +130,8 @@ def test_an_answer_ends_at_the_mark_of_the_template_or_of_documents(run: Path, b
     ],
 )
 def test_the_end_mark_of_a_template(template: str, mark: int | None, bpe: Path) -> None:
-    assert Chat(template, "t", open_tokenizer(str(bpe))).end_mark() == mark
-    assert Chat(template, "t", ByteTokenizer()).end_mark() is None
+    assert ChatEncoder(template, "t", open_tokenizer(str(bpe))).end_of_turn_token() == mark
+    assert ChatEncoder(template, "t", ByteTokenizer()).end_of_turn_token() is None
 
 
 class SlowSpeaker:

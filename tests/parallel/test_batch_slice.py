@@ -62,18 +62,20 @@ def test_a_token_has_its_samples_number_in_the_step_and_its_place() -> None:
 
 
 def test_further_numbers_are_cut_like_labels_if_they_are_per_position() -> None:
-    whole = batch([11, 12, 13, 14])._replace(further={"weight": torch.arange(4.0).view(1, 4), "reward": torch.ones(1)})
+    whole = batch([11, 12, 13, 14])._replace(
+        extra_fields={"weight": torch.arange(4.0).view(1, 4), "reward": torch.ones(1)}
+    )
     alone = SimpleNamespace(size=1, rank=0)
     meshes = SimpleNamespace(data=alone, cp=SimpleNamespace(size=2, rank=1), tp=alone)
     part = take_slice(whole, 0, meshes, Placement(2, False), torch.device("cpu"))
-    assert part.further["weight"].tolist() == [[2, 3]] and part.further["reward"].tolist() == [1]
+    assert part.extra_fields["weight"].tolist() == [[2, 3]] and part.extra_fields["reward"].tolist() == [1]
 
 
 def test_a_batch_is_chunked_with_all_that_it_has() -> None:
     two = batch([11, 12, 13, 14, 15])
     both = Batch(*(x if x is None else torch.cat((x, x + 1)) for x in two[:-1]))._replace(
-        further={"reward": torch.tensor([3.0, 4.0])}
+        extra_fields={"reward": torch.tensor([3.0, 4.0])}
     )
     first, second = both.chunk(2)
     assert first.tokens_BS.tolist() == two.tokens_BS.tolist() and first.document_BS is None
-    assert (first.further["reward"].tolist(), second.further["reward"].tolist()) == ([3], [4])
+    assert (first.extra_fields["reward"].tolist(), second.extra_fields["reward"].tolist()) == ([3], [4])

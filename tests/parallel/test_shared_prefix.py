@@ -17,7 +17,7 @@ from tests.support.case_features import CP_KINDS, MODELS
 from tests.support.masks import dense
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, Batch
+from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, Batch
 from titanmoe.mask import branches
 from titanmoe.models.count import TrainingWork
 from titanmoe.observe import Observer, listening
@@ -59,13 +59,13 @@ def shared(config: Config, number: int) -> Batch:
     until[count : count + 3], depth[count : count + 3] = count + 3, range(3)
     answer = np.repeat([0, 0, 1, 2], [shared, *map(len, answers), length - count])
     fields = tokens, labels, np.arange(length) < count + 3, None, depth, until
-    return Batch(*(x if x is None else torch.from_numpy(x).unsqueeze(0) for x in fields), further=numbered(answer))
+    return Batch(*(x if x is None else torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(answer))
 
 
 def numbered(answer: np.ndarray) -> dict[str, torch.Tensor]:
     """What DPO reads; the document that follows counts as an answer without another."""
     places = torch.from_numpy(answer).unsqueeze(0)
-    return {ANSWER: places, PAIRS: torch.tensor([1]), REFERENCE: -places.double()}
+    return {COMPLETION: places, PAIRS: torch.tensor([1]), REFERENCE: -places.double()}
 
 
 def unshared(config: Config, number: int) -> Batch:
@@ -82,7 +82,7 @@ def unshared(config: Config, number: int) -> Batch:
         first = at.stop
     fields = tokens, labels, np.arange(length) < first, document, depth
     answer = np.where(document < 0, 2, document)
-    return Batch(*(torch.from_numpy(x).unsqueeze(0) for x in fields), further=numbered(answer))
+    return Batch(*(torch.from_numpy(x).unsqueeze(0) for x in fields), extra_fields=numbered(answer))
 
 
 class Pairs(parity.Samples):

@@ -15,7 +15,7 @@ from tests import parity, reference, world
 from tests.train.test_validation import MAPPINGS, recipe, trained
 from titanmoe.config import ConfigError
 from titanmoe.data.batch import Batch
-from titanmoe.data.quiz import AnswerSet, Question, encode
+from titanmoe.data.quiz import Question, QuizSet, encode_choices
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_plain_model_under_every_mapping(asked: dict[st
     changes = asked | layers
     report, log_p = world.run(4, answered, changes | MAPPINGS[mapping])[0]
     config = parity.read(changes, 1)
-    rows = len(AnswerSet(config, 0, 1, None).rows)
+    rows = len(QuizSet(config, 0, 1, None).rows)
     assert rows > 4 and rows % 4
     want = by_plain_model(config)
     assert log_p == pytest.approx(np.concatenate(want).tolist(), rel=1e-10)
@@ -146,7 +146,7 @@ def test_length_decides_between_choices_where_the_harness_says_so() -> None:
 
 
 def test_spaces_at_the_end_of_a_question_belong_to_the_choice() -> None:
-    (one,) = encode(ByteTokenizer(), [("ab  ", " c")])
+    (one,) = encode_choices(ByteTokenizer(), [("ab  ", " c")])
     assert one.tokens.tolist() == [256, *b"ab   c"] and one.labels == 4
 
 
@@ -163,7 +163,7 @@ def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: 
     paths = [str(tmp_path / name) for name in ("bad.jsonl", "missing.jsonl", "long.jsonl", "none.jsonl")]
     config = parity.read(asked | {"validation.answers.paths": paths}, 1)
     with pytest.raises(ConfigError) as refused:
-        AnswerSet(config, 0, 1, None)
+        QuizSet(config, 0, 1, None)
     ends = [
         'bad.jsonl:1: has choices but no "answer": give the number of the right one, counted from 0',
         'bad.jsonl:2: "answer" is 2, and the 2 choices have the numbers 0 to 1',

@@ -14,7 +14,7 @@ import pytest
 from tests import parity, world
 from tests.train.test_dpo import PREFERENCES
 from titanmoe.config import ConfigError
-from titanmoe.data.scores import EXTENSION, SCORES
+from titanmoe.data.token_scores import EXTENSION, SCORES
 
 LN2 = 0.6931471805599453
 assert math.log(2) == LN2

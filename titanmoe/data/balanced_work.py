@@ -1,10 +1,11 @@
-"""Balanced work: which data rank and microbatch takes which samples of a step.
+"""Assignment of a step's samples to data ranks and microbatches by their FLOPs (data.balance_work).
 
 A microbatch takes as long as its busiest data rank, since experts are shared, and a pipeline waits for its longest
-microbatch. Attention's share of a sample's work grows with the squares of its documents' lengths, so one of two samples
-with the same number of tokens may cost many times the other.
+microbatch. Attention costs the square of a document's length, so one of two samples with the same number of tokens may
+cost many times the other.
 
-Shapes: N samples of a step, M microbatches, R data ranks, B samples of a microbatch on a data rank; N = M * R * B.
+Shapes: N samples of a step, M microbatches, R data ranks, B samples of a microbatch on a data rank; N = M * R * B; G
+documents of a sample.
 """
 
 from __future__ import annotations
@@ -20,31 +21,36 @@ from titanmoe.models.families import mixers
 
 
 class DocumentWork:
-    """Forward FLOPs of documents, with the arithmetic of titanmoe.models.count."""
+    """Callable that returns the forward FLOPs of documents of the given lengths, counted by titanmoe.models.count."""
 
     def __init__(self, model: Model):
         self.per_pair: dict[int, int] = {}
         for i, mixer in enumerate(mixers(model)):
             width = window(model, i)
             self.per_pair[width] = self.per_pair.get(width, 0) + mixer.pair_flops(model)
-        layers, rest = layer_flops(model, 1)  # where a token sees half a pair
+        layers, rest = layer_flops(model, 1)  # at sequence length 1, which counts half a pair per token
         self.per_token = sum(layers) + rest - sum(self.per_pair.values()) // 2
 
-    def __call__(self, length_P: np.ndarray) -> float:
-        n = length_P.astype(np.float64)
+    def __call__(self, length_G: np.ndarray) -> float:
+        n = length_G.astype(np.float64)
         total = self.per_token * n.sum()
         for width, cost in self.per_pair.items():
-            visible_P = np.minimum(n, width) if width else n
-            # A token sees itself and those before it, at most `seen`: a triangle, then a band.
-            total += cost * (visible_P * (visible_P + 1) / 2 + (n - visible_P) * visible_P).sum()
+            visible_G = np.minimum(n, width) if width else n
+            # Causal pairs of a document: a triangle over the window, then a band of its width.
+            total += cost * (visible_G * (visible_G + 1) / 2 + (n - visible_G) * visible_G).sum()
         return float(total)
 
 
-def assign(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
-    """(M, R, B): the samples of each microbatch of each data rank.
+def assign_samples(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
+    """Return the samples of each microbatch of each data rank, (M, R, B), so that their work is even.
 
-    Heaviest first into the lightest of M * R groups that has room; R groups of similar weight form a microbatch; in it,
-    the rank that has done least so far takes the heaviest. Ties are broken by number, so that all ranks agree.
+    The heaviest sample goes first, into the lightest of M * R groups that has room. R groups of similar work form a
+    microbatch; in it the rank with the least work so far takes the heaviest group. Ties are broken by number, so that
+    all ranks agree without communicating.
+
+    Args:
+        work_N: work of each sample, in any unit.
+        size: samples of a microbatch on a data rank.
     """
     groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
     weight = np.zeros(len(groups))
@@ -57,8 +63,8 @@ def assign(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.n
             heapq.heappush(heap, (float(weight[g]), g))
     out_MRB = np.empty((microbatches, ranks, size), np.int64)
     done_R = np.zeros(ranks)
-    for m, like in enumerate(np.argsort(-weight, kind="stable").reshape(microbatches, ranks)):
-        for rank, g in zip(np.argsort(done_R, kind="stable").tolist(), like.tolist(), strict=True):
+    for m, similar_R in enumerate(np.argsort(-weight, kind="stable").reshape(microbatches, ranks)):
+        for rank, g in zip(np.argsort(done_R, kind="stable").tolist(), similar_R.tolist(), strict=True):
             out_MRB[m, rank] = sorted(groups[g])
             done_R[rank] += weight[g]
     return out_MRB

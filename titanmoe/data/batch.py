@@ -1,6 +1,8 @@
-"""What a data rank works on at one time.
+"""The tensors that one data rank trains on at a time, and the names of the extra fields that objectives read.
 
-Shapes: B samples, S positions.
+The loader yields a `Batch` per microbatch; titanmoe.parallel.batch_slice takes each rank's slice of it.
+
+Shapes: B samples, S positions, K ids that a teacher's distribution is stored for.
 """
 
 from __future__ import annotations
@@ -12,45 +14,46 @@ from typing import NamedTuple
 from torch import Tensor
 
 WEIGHT = "weight"
-"""Of each label, in Batch.further: float32; 0 where there is no label."""
+"""Extra field: weight of each label in the loss, float32 (B, S); 0 where there is no label."""
 REFERENCE = "reference"
-"""Its log-probability by the reference; there once it is known."""
-ANSWER, PAIRS = "answer", "pairs"
-"""Of pairs of answers: the number of each position's answer in its sample, 2 i for the chosen and 2 i + 1 for the
-rejected one; and how many pairs a sample has. int64."""
+"""Extra field: log-probability of each label under the reference model (B, S)."""
+COMPLETION, PAIRS = "completion", "pairs"
+"""Extra fields of preference data, int64. COMPLETION (B, S): number of the completion that a position belongs to, 2 i
+for the chosen and 2 i + 1 for the rejected one of pair i of the sample. PAIRS (B,): pairs in the sample."""
 
-KEPT, KEPT_LOG_P = "kept", "kept_log_p"
-"""Of a teacher's distribution, in Batch.further: K ids of each position, int64 (B, S, K), and the log-probabilities of
-these and of all others together, float32 at least (B, S, K + 1)."""
+TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"
+"""Extra fields of a teacher's distribution. TEACHER_IDS (B, S, K): the K ids of each position, int64. TEACHER_LOG_P
+(B, S, K + 1): the log-probabilities of these ids and of all others together, float32 or wider."""
 
 
 class Batch(NamedTuple):
+    """Samples of one data rank: a microbatch, or all microbatches of a step concatenated."""
+
     tokens_BS: Tensor
-    """int64."""
+    """Input token ids, int64."""
     labels_BS: Tensor
-    """int64: the next token, or titanmoe.tokens.IGNORE."""
+    """Next token of each position, int64; titanmoe.tokens.IGNORE where there is no label."""
     valid_BS: Tensor
-    """bool: False for padding, which visits no expert and is not counted anywhere."""
+    """False for padding, which is routed to no expert and counted nowhere; bool."""
     document_BS: Tensor | None = None
-    """int64: document of each position, one run of positions each; None when a sample is one document."""
+    """Document id of each position, int64; a document is one contiguous segment. None if each sample is one
+    document."""
     position_BS: Tensor | None = None
-    """int64: each position's place in its document, for RoPE; None when a sample is one document."""
+    """Position of each token in its document, for RoPE, int64. None if each sample is one document."""
     until_BS: Tensor | None = None
-    """int64, where documents branch (titanmoe.mask): the place after the last position that sees this one. position_BS
-    is then its depth."""
+    """Where documents branch (titanmoe.mask): one past the last position that attends to this one, int64. position_BS
+    is then the depth in the tree. None if documents do not branch."""
     number_B: Tensor | None = None
-    """int64: number of each sample within the step; None: microbatch by microbatch, and within each, data rank by data
-    rank."""
-    further: Mapping[str, Tensor] = MappingProxyType({})
-    """What an objective reads besides, by name: a number per position (B, S), such as WEIGHT, K of them (B, S, K), or
-    one per sample (B,)."""
+    """Number of each sample within the step, int64. None: numbered by microbatch, then by data rank."""
+    extra_fields: Mapping[str, Tensor] = MappingProxyType({})
+    """Fields that only some objectives read, by name: per position (B, S) or (B, S, K), or per sample (B,)."""
 
     def chunk(self, count: int) -> list[Batch]:
-        """Split into as many batches."""
+        """Split the samples into `count` batches of equal size."""
 
-        def parts(x: Tensor | None) -> Sequence[Tensor | None]:
+        def split(x: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * count if x is None else x.chunk(count)
 
-        fields = zip(*map(parts, self[:-1]), strict=True)
-        further = {name: parts(x) for name, x in self.further.items()}
-        return [Batch(*row, {name: x[m] for name, x in further.items()}) for m, row in enumerate(fields)]
+        fields = zip(*map(split, self[:-1]), strict=True)
+        extra_fields = {name: split(x) for name, x in self.extra_fields.items()}
+        return [Batch(*row, {name: x[m] for name, x in extra_fields.items()}) for m, row in enumerate(fields)]

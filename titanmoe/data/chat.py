@@ -17,8 +17,8 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.recipe import SHIPPED
-from titanmoe.data.reader import RENAME, json_type_name
-from titanmoe.data.template import NotText, OverBudget, Template
+from titanmoe.data.chat_template import ChatTemplate, NotText, OverBudget
+from titanmoe.data.record_reader import RENAME, json_type_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -30,11 +30,11 @@ NAME_ONE = (
     f"{SHIPPED / 'chatml.jinja'}, which is ChatML"
 )
 """What to do without a chat template."""
-ANSWER = "zebra"
+PROBE = "zebra"
 """Looked for in what a template writes, to see what comes after an answer."""
-MOST_TEMPLATE = 1 << 17
+MAX_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
-WEIGHT, MOST_WEIGHT = "weight", 1e6
+WEIGHT, MAX_WEIGHT = "weight", 1e6
 TOOLS = "tools"
 """The field of a record beside its messages with the tools that the assistant may call: a list of JSON schemas."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -45,21 +45,21 @@ class ChatError(ValueError):
     """A conversation that cannot be rendered."""
 
 
-class Chat:
+class ChatEncoder:
     def __init__(self, template: str, origin: str, tokenizer: Tokenizer):
         self.template, self.origin, self.tokenizer = template, origin, tokenizer
         try:
             import jinja2
         except ImportError:
             raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
-        if len(template) > MOST_TEMPLATE:
+        if len(template) > MAX_TEMPLATE:
             raise ConfigError(
-                [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
+                [f"{origin}: the chat template has more than {MAX_TEMPLATE:,} characters, the limit for a template"]
             )
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         self._type_errors = (TypeError, jinja2.UndefinedError)
         try:
-            self._compiled = Template(template, OPEN, CLOSE)
+            self._compiled = ChatTemplate(template, OPEN, CLOSE)
         except OverBudget as error:
             raise ConfigError([f"{origin}: compiling the chat template {error}"]) from None
         except jinja2.TemplateSyntaxError as error:
@@ -67,7 +67,7 @@ class Chat:
         except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
             text = _shorten(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
-        self.marks_generation = self._compiled.marks_generation
+        self.has_generation_tags = self._compiled.has_generation_tags
         self._tools: list[dict[str, Any]] | None = None
         """Those of the conversation that is being encoded."""
 
@@ -107,7 +107,9 @@ class Chat:
         return tools
 
     def _encode(self, messages: list[Any]) -> tuple[np.ndarray, np.ndarray]:
-        text, spans = self._render_with_marks(messages) if self.marks_generation else self._render_by_prefixes(messages)
+        text, spans = (
+            self._render_with_marks(messages) if self.has_generation_tags else self._render_by_prefixes(messages)
+        )
         tokens_T, begin_T, end_T = self.tokenizer.encode_with_offsets(text)
         weight_T = np.zeros(len(tokens_T), np.float32)
         for (begin, end), weight in zip(spans, self._weights(messages, len(spans)), strict=True):
@@ -116,7 +118,7 @@ class Chat:
             raise ChatError(
                 f"the chat template {self.origin} leaves no token of it to learn from: what the assistant says, with "
                 "what ends it, has to stand between {% generation %} and {% endgeneration %}"
-                if self.marks_generation
+                if self.has_generation_tags
                 else f"the chat template {self.origin} writes nothing that the assistant says: use another template"
             )
         return tokens_T, weight_T
@@ -135,16 +137,16 @@ class Chat:
         """A conversation, up to where the assistant's answer begins: the ids of transformers' apply_chat_template."""
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
-    def end_mark(self) -> int | None:
+    def end_of_turn_token(self) -> int | None:
         """The token with which the template ends an answer, such as ChatML's <|im_end|>; None if it is no mark."""
         try:
             text = self._render_without_marks(
-                [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
             )
         except ChatError:  # it takes no such conversation
             return None
-        tail = text[text.rfind(ANSWER) + len(ANSWER) :].lstrip() if ANSWER in text else ""
-        return self.tokenizer.mark_before(tail)
+        tail = text[text.rfind(PROBE) + len(PROBE) :].lstrip() if PROBE in text else ""
+        return self.tokenizer.leading_special_token(tail)
 
     def _render_without_marks(self, messages: list[Any], prompt: bool = False) -> str:
         return self._render(messages, prompt).replace(OPEN, "").replace(CLOSE, "")
@@ -168,7 +170,7 @@ class Chat:
     def _render_unchecked(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
         def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
             variables = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
-            return variables | {TOOLS: self._tools, "documents": None} | self.tokenizer.marks
+            return variables | {TOOLS: self._tools, "documents": None} | self.tokenizer.special_tokens
 
         try:
             return self._compiled.render(*(names(*request) for request in requests))
@@ -297,12 +299,12 @@ def _describe_content_not_text(messages: list[Any]) -> str:
     return ""
 
 
-def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
+def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
     """The template in a file, or the tokenizer's own."""
     if template:
         file = Path(template).expanduser()
         try:
-            return Chat(_read(file), str(file), tokenizer)
+            return ChatEncoder(_read(file), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
@@ -313,19 +315,19 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
         raise ConfigError([f"the byte tokenizer has no chat template of its own: {NAME_ONE}"])
     own, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
     if own.is_file():
-        return Chat(_read(own), str(own), tokenizer)
+        return ChatEncoder(_read(own), str(own), tokenizer)
     template_text = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
     if isinstance(template_text, list):  # several, by name
         template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
     if not template_text:
         lacks = f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS})"
         raise ConfigError([f"{lacks}: copy one there, or {NAME_ONE}"])
-    return Chat(template_text, str(settings), tokenizer)
+    return ChatEncoder(template_text, str(settings), tokenizer)
 
 
 def _read(file: Path) -> str:
     with file.open(encoding="utf-8") as stream:
-        return stream.read(MOST_TEMPLATE + 1)
+        return stream.read(MAX_TEMPLATE + 1)
 
 
 def _shorten(text: str) -> str:
@@ -342,8 +344,8 @@ def _check_messages(messages: Any) -> None:
             why = f", but ShareGPT's: {RENAME}" if share_gpt else ""
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}{why}')
         weight = message.get(WEIGHT, 1)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
-            raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MOST_WEIGHT:g}")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+            raise ChatError(f"message {n} has the weight {weight!r}: use a number from 0 to {MAX_WEIGHT:g}")
     try:
         text = json.dumps(messages, ensure_ascii=False, default=str)
     except RecursionError:

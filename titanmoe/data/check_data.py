@@ -1,7 +1,7 @@
-"""What can be refused of a run's data before there are ranks: files, fields, first records, tokenizers, templates.
+"""Checks of a run's data before any rank is started: files, fields, first records, tokenizers, chat templates.
 
-Data that is tokenized already, or lies in the cache, is opened as a rank would open it. Of other data the first records
-are read, as tokenizing all of it may take hours.
+The launcher calls `check_data`. Token shards, also those in the cache, are opened as a rank opens them. Of other data
+only the first records are read, since tokenizing all of it may take hours.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.data.open import open_documents, plan_to_tokenize
+from titanmoe.data.open_documents import open_documents, plan_to_tokenize
 from titanmoe.data.quiz import read_task
 from titanmoe.data.sources import STDLIB
 from titanmoe.data.tokenize import check_first_records
@@ -23,8 +23,8 @@ def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
     """Raise a ConfigError with everything that is wrong with the run's data.
 
     Args:
-        config: its batch size and steps need not be derived.
-        state: the loader's, in the record of a checkpoint that the run goes on from.
+        config: the recipe; derived values, such as the batch size and the steps, may still be missing.
+        state: the loader's state in the checkpoint that the run resumes from; None for a new run.
     """
     data, validation = config.data, config.validation
     problems, are_shards = [], True
@@ -46,21 +46,22 @@ def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    if data.source != STDLIB and are_shards:  # that takes seconds to tokenize, and nothing can be wrong with it
-        _open(config, state)
+    if data.source != STDLIB and are_shards:  # the standard library takes seconds to tokenize, and is always sound
+        _open_as_rank(config, state)
 
 
-def _open(config: Config, state: Mapping[str, Any] | None) -> None:
-    """Open token shards, or random tokens, as a rank does, without counting all sequences of epochs."""
+def _open_as_rank(config: Config, state: Mapping[str, Any] | None) -> None:
+    """Build rank 0's loader and validation set and compare them with the state; raise a ConfigError on any problem."""
+    # Without epochs, of which all sequences would be counted.
     loader = Loader(replace(config, training=replace(config.training, epochs=0)), 0, 1)
     if config.validation.interval and (config.validation.paths or config.validation.held_out):
         ValidationSet(config, 0, 1, loader.held_out)
     if state is None:
         return
-    loader.epochs_to_train = config.training.epochs  # a run of epochs takes turns in another order
+    loader.epochs_to_train = config.training.epochs  # it decides the order of the sources
     try:
-        problems = loader.why_not_from(dict(state))
-    except (KeyError, IndexError, TypeError, ValueError):  # what is not a state is refused where it is loaded
+        problems = loader.find_state_mismatches(dict(state))
+    except (KeyError, IndexError, TypeError, ValueError):  # a malformed state is refused where it is loaded
         return
     if problems:
         raise ConfigError(problems)

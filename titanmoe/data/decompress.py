@@ -1,4 +1,4 @@
-"""Files compressed as .gz or .zst, as the original bytes: in pieces, however much a piece expands to."""
+"""Streaming decompression of .gz and .zst files, on disk or at a URL, in bounded memory however much they expand."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from titanmoe.config import ConfigError
 from titanmoe.data.remote import is_url, open_url
 
 COMPRESSED = (".gz", ".zst")
-PIECE = 1 << 11
+CHUNK = 1 << 11
 """Bytes of .zst to decompress at one time: at most 64 MiB come out, at 32,768 to 1."""
 
 
 class open_decompressed:
-    """A file's bytes, decompressed, and the file as it is on the disk."""
+    """Context manager that opens a file for reading; yields its decompressed stream, and the raw file beneath it.
+
+    The raw file's position tells how much of the compressed input has been read.
+    """
 
     def __init__(self, file: str):
         self.file = file
@@ -38,7 +41,10 @@ class open_decompressed:
 
 
 class _Zstd(io.RawIOBase):
-    """Frame after frame. The packages' own readers take a truncated file for one that ended."""
+    """A reader of .zst files that decompresses frame after frame. A truncated file raises an EOFError.
+
+    The packages' own readers end silently there.
+    """
 
     def __init__(self, raw: io.BufferedIOBase, file: str):
         self.raw, self.new = raw, _zstd_class(file)
@@ -51,7 +57,7 @@ class _Zstd(io.RawIOBase):
 
     def readinto(self, into: Any) -> int:
         while not self.ready:
-            block = self.rest or self.raw.read(PIECE)
+            block = self.rest or self.raw.read(CHUNK)
             if not block:
                 if self.frame is not None:
                     raise EOFError

@@ -1,9 +1,9 @@
-"""What training reads, whatever the source: documents, concatenated into one long sequence of tokens.
+"""The interface of a data source: tokenized documents, concatenated into one long sequence of tokens.
 
-A document's tokens include its end mark, and its begin mark if the tokenizer has one. Where the tokens are stored, in
-memory or in shards on a disk, is up to the source: no caller asks for more than a few thousand of them at a time.
+Packers (titanmoe.data.pack) read sources through it. A document's tokens include its EOS token, and a BOS token if the
+tokenizer has one. Tokens may lie in memory or in shards on disk: callers read a few thousand of them at a time.
 
-Shapes: N positions asked for.
+Shapes: N token positions in the concatenated sequence.
 """
 
 from __future__ import annotations
@@ -15,55 +15,64 @@ import numpy as np
 
 
 class Documents(Protocol):
+    """Interface of a source of tokenized documents. Ranges [start, stop) count tokens of the concatenated sequence."""
+
     name: str
-    """As shown in logs and metrics."""
+    """Name of the source in logs and metrics."""
     fingerprint: str
-    """Of the content; a resumed run compares it."""
+    """Digest of the contents; a resumed run compares it."""
     description: str
-    """Where it comes from and how much it is, for a person."""
+    """One line for people: where the documents come from, and how many documents and tokens there are."""
     vocab_size: int
     """One above the largest token id that may occur."""
-    answers: int
-    """2: documents 2 i and 2 i + 1 are a prompt with the chosen answer and with the rejected one; else 1."""
+    completions_per_prompt: int
+    """2 for preference data: documents 2 i and 2 i + 1 are a prompt with its chosen and its rejected completion. Else
+    1."""
 
     def __len__(self) -> int:
-        """Number of documents."""
+        """Return the number of documents."""
 
     @property
     def starts(self) -> Any:
-        """len + 1 integers: document i is tokens starts[i]:starts[i + 1]. An array, possibly memory-mapped, or anything
-        that has a length and can be indexed by an integer, a slice or an array of integers."""
+        """First token of each document and the total, len + 1 integers: document i is tokens starts[i]:starts[i + 1].
+
+        An array, possibly memory-mapped, or anything that has a length and can be indexed by an integer, a slice or an
+        array of integers.
+        """
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the whole sequence, as int64 or narrower."""
+        """Return the token ids of [start, stop), as int64 or narrower."""
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        """bool: which of these tokens count towards the loss as labels, such as only the answers in a chat; None:
-        all."""
+        """Return which tokens of [start, stop) count towards the loss as labels (bool); None if all do."""
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        """float32: how much each of these tokens counts as a label; None: all alike."""
+        """Return the weight in the loss of each token of [start, stop) as a label (float32); None if all are equal."""
 
-    def scores(self, start: int, stop: int) -> np.ndarray | None:
-        """The log-probability of each of these tokens as a label, by the reference (titanmoe.data.scores); None: not
-        known."""
+    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+        """Return the reference model's log-probability of each token of [start, stop); None if it is not stored."""
 
-    def kept(self, start: int, stop: int) -> np.ndarray | None:
-        """A record for each of these tokens: which ids a teacher finds likeliest in its place (titanmoe.data.scores);
-        None: not known."""
+    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+        """Return a teacher's top-k ids and log-probabilities in place of each token of [start, stop), or None.
+
+        One record per token, whose dtype `titanmoe.data.token_scores.TopK.record` gives. None: no teacher is read.
+        """
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where these tokens are in what `whole_of` returns."""
+        """Return the ranges of tokens of `stored_documents(self)` that [start, stop) consists of, in order."""
 
 
 class TokenScores(Protocol):
-    """What a model says of all tokens (titanmoe.data.scores)."""
+    """A model's log-probabilities of all tokens of a source (titanmoe.data.token_scores)."""
 
-    def read(self, start: int, stop: int) -> np.ndarray: ...
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Return the scores of tokens [start, stop)."""
 
 
 class MemoryDocuments:
-    answers = 1
+    """Documents whose tokens are in memory. Implements `Documents`."""
+
+    completions_per_prompt = 1
 
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
@@ -87,20 +96,20 @@ class MemoryDocuments:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
-    def scores(self, start: int, stop: int) -> np.ndarray | None:
+    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
-    def kept(self, start: int, stop: int) -> np.ndarray | None:
+    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
         return None
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]
 
 
-def whole_of(documents: Any) -> Any:
-    """What these are a part of: the documents as they are stored."""
-    while hasattr(documents, "whole"):
-        documents = documents.whole
+def stored_documents(documents: Any) -> Any:
+    """Return the documents as they are stored, of which these may be a subset (titanmoe.data.held_out)."""
+    while hasattr(documents, "parent"):
+        documents = documents.parent
     return documents
 
 
@@ -109,8 +118,8 @@ def is_masked(documents: Documents) -> bool:
     return len(documents) > 0 and documents.label_mask(0, 1) is not None
 
 
-def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:
-    """The document that each token of the sequence is in; an empty document has none."""
+def find_documents(documents: Documents, token_N: np.ndarray) -> np.ndarray:
+    """Return the number of the document that contains each of these tokens. Empty documents contain none."""
     starts = documents.starts
     if isinstance(starts, np.ndarray):
         # Of the array's own type, or numpy would first convert all of it.

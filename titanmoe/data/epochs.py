@@ -1,11 +1,11 @@
-"""A run of epochs: how many sequences each source has in each epoch, and in which order they come.
+"""The order of a run of whole epochs (training.epochs): how many sequences each source has, and which source is next.
 
-The run is its epochs, one after the other. In an epoch, every sequence of every source comes once; the sources are
-shuffled together by a counted permutation, and a source's own sequences come in its packer's order. After the last
-epoch there is only padding, which fills the last batch.
+Epochs follow one another. In an epoch every sequence of every source comes once: the sources are interleaved by a
+counted permutation, and each source gives its sequences in its packer's order. After the last epoch there is only
+padding, which fills the last batch. Nothing depends on ranks or batch sizes.
 
-Nothing here depends on ranks or batches. Best fit has to pack an epoch to know its number of sequences, for which it
-reads lengths only; the numbers are kept in a file beside the shards.
+Best fit must pack an epoch to know its number of sequences. That reads lengths only; the numbers are stored in
+`sequences.json` beside the shards.
 
 Shapes: E epochs, K sources, N samples.
 """
@@ -20,27 +20,33 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.documents import whole_of
-from titanmoe.data.pack import BUFFER, ORDER, BestFit, Stream
+from titanmoe.data.documents import stored_documents
+from titanmoe.data.pack import BUFFER, ORDER, BestFitPacker, StreamPacker
 from titanmoe.data.shuffle import permute
-from titanmoe.data.write_shards import write_json
+from titanmoe.data.write_token_shards import write_json
 from titanmoe.ops.counter_rng import key
 
 FILE = "sequences.json"
 
 
-class Epochs:
+class EpochOrder:
+    """The order of the sources over a run of epochs.
+
+    Args:
+        count_EK: number of sequences of each source in each epoch.
+    """
+
     def __init__(self, count_EK: Sequence[Sequence[int]], seed: int):
         self.count_EK, self.seed = np.array(count_EK, np.int64), seed
         self.end_E = np.cumsum(self.count_EK.sum(1))
 
     @property
     def total(self) -> int:
-        """Sequences of the run."""
+        """Number of sequences of the run."""
         return int(self.end_E[-1])
 
-    def turns(self, first: int, count: int) -> np.ndarray:
-        """(N,): the source of samples first, first + 1, ... of the run; -1 after the last."""
+    def source_indices(self, first: int, count: int) -> np.ndarray:
+        """Return the source of samples first, first + 1, ... of the run, (N,); -1 after the last sample."""
         number_N = np.arange(first, first + count)
         epoch_N, turn_N = np.searchsorted(self.end_E, number_N, side="right"), np.full(count, -1)
         for epoch in np.unique(epoch_N[epoch_N < len(self.end_E)]).tolist():
@@ -52,9 +58,9 @@ class Epochs:
         return turn_N
 
 
-def count_sequences(packer: Stream | BestFit, epochs: int) -> list[int]:
-    """Of each epoch: from the file beside the shards, or counted and written there."""
-    if isinstance(packer, Stream):
+def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
+    """Return the number of sequences of each epoch, from `sequences.json` or by packing; writes the file if it can."""
+    if isinstance(packer, StreamPacker):
         return packer.count(epochs)
     file = _file(packer.documents)
     way = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
@@ -68,13 +74,13 @@ def count_sequences(packer: Stream | BestFit, epochs: int) -> list[int]:
 
 
 def _file(documents: Any) -> Path | None:
-    """None: not made of shards."""
-    whole = whole_of(documents)
+    """Return the path of `sequences.json` beside the shards; None if the documents are not token shards."""
+    whole = stored_documents(documents)
     return whole.folder / FILE if hasattr(whole, "folder") else None
 
 
 def _read(file: Path | None) -> dict[str, list[int]]:
-    """Whatever is not what was written is counted again."""
+    """Return the stored numbers by packing and shards. Anything malformed is dropped, and so counted again."""
     try:
         kept = parse_json(file.read_bytes()) if file else {}
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Some documents of a source as a source of their own: what is trained on, and what is kept for validation.
+"""The split of a source into training and validation documents (validation.held_out).
 
-Neither tokens nor starts are copied; it stores three integers per run of neighbouring documents.
+Each side is a view of the source: no tokens are copied, and each range of consecutive documents costs three integers.
 
-Shapes: R runs, N documents asked for.
+Shapes: R ranges of consecutive documents, N documents that are looked up.
 """
 
 from __future__ import annotations
@@ -15,33 +15,37 @@ import numpy as np
 from titanmoe.data.documents import Documents
 
 
-def split(documents: Documents, every: int, least: int) -> tuple[DocumentRange, DocumentRange]:
-    """All but every n-th document, or pair of answers, and every n-th.
+def split_held_out(documents: Documents, every: int, least: int) -> tuple[DocumentSubset, DocumentSubset]:
+    """Split into training documents and every `every`-th document (or preference pair), which is held out.
 
-    Of fewer than n documents, such as a single file of text: all but the last n-th of the tokens, and that, if it has
-    `least` tokens.
+    A source of fewer than `every` documents, such as one text file, holds out the last 1 / `every` of its tokens
+    instead, provided that these are at least `least`; otherwise nothing.
+
+    Returns:
+        The training documents, and the held-out ones.
     """
-    total, size = int(documents.starts[len(documents)]), documents.answers
+    total, size = int(documents.starts[len(documents)]), documents.completions_per_prompt
     if size == 1 and len(documents) < every and total // every >= least:
-        cut = Cut(documents, total - total // every)
+        cut = DocumentsWithSplit(documents, total - total // every)
         first, border, end = np.array([[0], [cut.document], [len(cut)]])
         which = f"the last {every}th of the tokens"
-        return DocumentRange(cut, first, border, f"without {which}"), DocumentRange(cut, border, end, which)
+        return DocumentSubset(cut, first, border, f"without {which}"), DocumentSubset(cut, border, end, which)
     held_out = np.arange(every - 1, len(documents) // size, every) * size
     first, end = np.append(0, held_out + size), np.append(held_out, len(documents))
     nonempty = end > first
-    return DocumentRange(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentRange(
+    return DocumentSubset(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentSubset(
         documents, held_out, held_out + size, f"every {every}th"
     )
 
 
-class Cut:
-    """The same tokens with one document more: a new one begins at token `at`. For few documents."""
+class DocumentsWithSplit:
+    """A source in which one document is split in two at token `at`. Copies all starts, so it is for few documents."""
 
-    def __init__(self, whole: Documents, at: int):
-        self.whole, self.name, self.vocab_size, self.answers = whole, whole.name, whole.vocab_size, whole.answers
-        self.fingerprint, self.description = whole.fingerprint, whole.description
-        starts = np.asarray(whole.starts[np.arange(len(whole) + 1)]).astype(np.int64)
+    def __init__(self, parent: Documents, at: int):
+        self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
+        self.completions_per_prompt = parent.completions_per_prompt
+        self.fingerprint, self.description = parent.fingerprint, parent.description
+        starts = np.asarray(parent.starts[np.arange(len(parent) + 1)]).astype(np.int64)
         self.document = int(np.searchsorted(starts, at))
         self.starts = np.insert(starts, self.document, at)
 
@@ -49,36 +53,43 @@ class Cut:
         return len(self.starts) - 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.whole.read(start, stop)
+        return self.parent.read(start, stop)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.label_mask(start, stop)
+        return self.parent.label_mask(start, stop)
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.label_weights(start, stop)
+        return self.parent.label_weights(start, stop)
 
-    def scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.scores(start, stop)
+    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.parent.reference_scores(start, stop)
 
-    def kept(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.kept(start, stop)
+    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.parent.teacher_scores(start, stop)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return self.whole.ranges(start, stop)
+        return self.parent.ranges(start, stop)
 
 
-class DocumentRange:
-    """Documents [first, end) of each run."""
+class DocumentSubset:
+    """Ranges of a source's documents as a source of their own. Implements `Documents`.
 
-    def __init__(self, whole: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
-        if not len(first_R):  # no documents: one empty run
+    Args:
+        parent: the source.
+        first_R: first document of each range.
+        end_R: one past the last document of each range.
+        which: which documents these are, for the fingerprint and the description.
+    """
+
+    def __init__(self, parent: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
+        if not len(first_R):  # no documents: one empty range
             first_R = end_R = np.zeros(1, np.int64)
-        self.whole, self.first_R = whole, first_R
-        self.name, self.vocab_size, self.answers = whole.name, whole.vocab_size, whole.answers
-        self.fingerprint, self.description = f"{whole.fingerprint} {which}", f"{whole.description}, {which}"
+        self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
+        self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
+        self.fingerprint, self.description = f"{parent.fingerprint} {which}", f"{parent.description}, {which}"
         self.document_R = _cumulative(end_R - first_R)
-        self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)
-        self.token_R = _cumulative(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
+        self.start_R = np.asarray(parent.starts[first_R]).astype(np.int64)
+        self.token_R = _cumulative(np.asarray(parent.starts[end_R]).astype(np.int64) - self.start_R)
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -88,59 +99,62 @@ class DocumentRange:
         return _Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self.whole.read(a, b) for a, b in self._ranges(start, stop)]
+        parts = [self.parent.read(a, b) for a, b in self._ranges(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.whole.label_mask, start, stop)
+        return self._joined(self.parent.label_mask, start, stop)
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.whole.label_weights, start, stop)
+        return self._joined(self.parent.label_weights, start, stop)
 
-    def scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.whole.scores, start, stop)
+    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self._joined(self.parent.reference_scores, start, stop)
 
-    def kept(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.whole.kept, start, stop)
+    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self._joined(self.parent.teacher_scores, start, stop)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [ends for a, b in self._ranges(start, stop) for ends in self.whole.ranges(a, b)]
+        return [ends for a, b in self._ranges(start, stop) for ends in self.parent.ranges(a, b)]
 
     def _joined(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
         parts = [read(a, b) for a, b in self._ranges(start, stop)]
         return None if parts[0] is None else np.concatenate(parts)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where these tokens are in the whole sequence."""
-        run = int(np.searchsorted(self.token_R, start, side="right")) - 1
+        """Return the token ranges of the parent that tokens [start, stop) of this subset consist of."""
+        r = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:
-            run_start, run_end = int(self.token_R[run]), int(self.token_R[run + 1])
-            if start < run_end:
-                first, count = int(self.start_R[run]) + start - run_start, min(stop, run_end) - start
+            range_start, range_end = int(self.token_R[r]), int(self.token_R[r + 1])
+            if start < range_end:
+                first, count = int(self.start_R[r]) + start - range_start, min(stop, range_end) - start
                 out.append((first, first + count))
                 start += count
-            run += 1
+            r += 1
         return out or [(0, 0)]
 
 
 class _Starts:
-    def __init__(self, part: DocumentRange):
-        self.part = part
+    """`Documents.starts` of a subset, computed when it is indexed."""
+
+    def __init__(self, subset: DocumentSubset):
+        self.subset = subset
 
     def __len__(self) -> int:
-        return len(self.part) + 1
+        return len(self.subset) + 1
 
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, slice):
             which = np.arange(*which.indices(len(self)))
-        part = self.part
+        subset = self.subset
         document_N = np.atleast_1d(np.asarray(which, dtype=np.int64))
         document_N = np.where(document_N < 0, document_N + len(self), document_N)
-        # The end of the last document belongs to the last run.
-        run_N = np.searchsorted(part.document_R[:-1], document_N, side="right") - 1
-        inner_N = part.first_R[run_N] + document_N - part.document_R[run_N]
-        start_N = np.asarray(part.whole.starts[inner_N]).astype(np.int64) - part.start_R[run_N] + part.token_R[run_N]
+        # The end of the last document belongs to the last range.
+        range_N = np.searchsorted(subset.document_R[:-1], document_N, side="right") - 1
+        inner_N = subset.first_R[range_N] + document_N - subset.document_R[range_N]
+        start_N = np.asarray(subset.parent.starts[inner_N]).astype(np.int64)
+        start_N += subset.token_R[range_N] - subset.start_R[range_N]
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
 
 

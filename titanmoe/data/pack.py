@@ -1,16 +1,16 @@
-"""From documents to sequences of S positions, in a shuffled order that needs no index.
+"""Packing of documents into sequences of S positions, in a shuffled order that needs no index.
 
-stream      the sequence of all tokens is cut every S tokens, wherever that is, and the windows come in a counted order.
-            In an epoch every token but the remainder is a label once; every epoch cuts at other places.
-documents   the same windows, with the documents in them kept apart.
-best_fit    documents come in a counted order, BUFFER at a time; those of one buffer are packed into as few sequences as
-            greedy best fit finds, longest first, and these come in a counted order. The buffer bounds the memory.
+stream      The concatenation of all tokens is split every S tokens into windows, which come in shuffled order. In an
+            epoch every token but the remainder is a label once; each epoch splits at other places.
+documents   The same windows, with an attention mask that separates the documents in them.
+best_fit    Documents come in shuffled order, BUFFER at a time. Greedy best-fit bin packing, longest first, puts those
+            of one buffer into as few sequences as it can, and these are shuffled. The buffer bounds the memory.
 
-A packer hands out pieces without reading anything; `fill` reads those of one sequence. What a packer hands out next is
-a function of the seed and of its state, a few integers. A document of n tokens gives n - 1 pairs of a token and its
-label: its end mark is a label and, where documents are packed whole, never an input.
+`take` plans sequences as lists of segments without reading any token; `fill` reads the tokens of one sequence. The next
+sequence is a function of the seed and the packer's state, a few integers. A document of n tokens gives n - 1 pairs of
+an input token and its label: its EOS is a label and, under best_fit, never an input.
 
-Shapes: P pieces of one sequence, Q sequences of one buffer, S positions.
+Shapes: G segments of one sequence, Q sequences of one buffer, S positions, N sequences.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT
-from titanmoe.data.documents import Documents, document_of, is_masked, whole_of
+from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, TEACHER_IDS, TEACHER_LOG_P, WEIGHT
+from titanmoe.data.documents import Documents, find_documents, is_masked, stored_documents
 from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
 
 BUFFER = 1024
-"""Documents that best fit packs together."""
+"""Number of documents that best fit packs together."""
 ORDER = 1
-"""Another number when documents of the same lengths are packed in another way: how many sequences they make is kept
-beside them (titanmoe.data.epochs)."""
+"""Version of the packing algorithm. Raise it when documents of the same lengths are packed differently: the number of
+sequences is stored beside the shards (titanmoe.data.epochs)."""
 
 
-class Pieces(NamedTuple):
-    """One sequence: where its pieces begin in the sequence of all tokens, and how many pairs each has."""
+class Segments(NamedTuple):
+    """The plan of one sequence: contiguous token ranges of the source that fill it in order."""
 
-    start_P: np.ndarray
-    pairs_P: np.ndarray
+    start_G: np.ndarray
+    """First token of each segment in the concatenation of all documents."""
+    pairs_G: np.ndarray
+    """Positions of each segment: each is an input token, with the token after it as its label."""
 
 
-class Arrays(NamedTuple):
-    """N sequences on their way to a Batch."""
+class BatchArrays(NamedTuple):
+    """N sequences as NumPy arrays, with the fields of titanmoe.data.batch.Batch."""
 
     tokens_NS: np.ndarray
     labels_NS: np.ndarray
@@ -51,65 +53,77 @@ class Arrays(NamedTuple):
     document_NS: np.ndarray | None
     position_NS: np.ndarray | None
     until_NS: np.ndarray | None
-    """Where documents branch."""
-    further: dict[str, np.ndarray]
-    """As in Batch."""
+    extra_fields: dict[str, np.ndarray]
 
 
-def empty(
+def empty_arrays(
     count: int,
     seq_len: int,
     separate_documents: bool,
-    further: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
+    extra_fields: Mapping[str, tuple[np.dtype, int]] = MappingProxyType({}),
     branches: bool = False,
-) -> Arrays:
-    """All padding: its document id is -1, and it sees itself alone where documents branch.
+) -> BatchArrays:
+    """Return `count` sequences of padding, for packers to fill. Padding has document id -1.
 
-    further: of what else there is, its dtype, and whether it is a number per position (2) or per sequence (1).
+    Args:
+        separate_documents: allocate document ids and positions.
+        extra_fields: dtype of each extra field, and 2 if it has a value per position or 1 if it has one per
+            sequence.
+        branches: allocate `until_NS`, by which padding attends to itself alone.
     """
     shape = (count, seq_len)
-    return Arrays(
+    return BatchArrays(
         np.zeros(shape, np.int64),
         np.full(shape, IGNORE, np.int64),
         np.zeros(shape, bool),
         np.full(shape, -1, np.int64) if separate_documents else None,
         np.zeros(shape, np.int64) if separate_documents else None,
         np.tile(np.arange(1, seq_len + 1), (count, 1)) if branches else None,
-        {name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in further.items()},
+        {name: np.zeros(shape[:dims], dtype) for name, (dtype, dims) in extra_fields.items()},
     )
 
 
-def _fill_labels(documents: Documents, start: int, stop: int, out: Arrays, n: int, places: slice) -> None:
-    """Tokens [start, stop) as pairs of a token and its label, what each label counts, and its score."""
+def _fill_labels(documents: Documents, start: int, stop: int, out: BatchArrays, n: int, places: slice) -> None:
+    """Read tokens [start, stop) into positions `places` of sequence n: inputs, labels and extra fields."""
     tokens, label_mask = documents.read(start, stop), documents.label_mask(start, stop)
     out.tokens_NS[n, places], out.labels_NS[n, places], out.valid_NS[n, places] = tokens[:-1], tokens[1:], True
     if label_mask is not None:
         out.labels_NS[n, places][~label_mask[1:]] = IGNORE
-    if WEIGHT in out.further:
+    if WEIGHT in out.extra_fields:
         weights = documents.label_weights(start, stop)
-        out.further[WEIGHT][n, places] = 1 if weights is None else weights[1:]
-    if REFERENCE in out.further:
-        out.further[REFERENCE][n, places] = documents.scores(start, stop)[1:]
-    if KEPT in out.further:
-        kept = documents.kept(start + 1, stop)
-        out.further[KEPT][n, places] = kept["ids"]
-        # Every sequence of a first epoch was scored. Where documents are cut elsewhere a few labels were not: of these
-        # the teacher says nothing.
-        out.further[KEPT_LOG_P][n, places] = np.where(np.isnan(kept["log_p"]), -np.inf, kept["log_p"])
+        out.extra_fields[WEIGHT][n, places] = 1 if weights is None else weights[1:]
+    if REFERENCE in out.extra_fields:
+        out.extra_fields[REFERENCE][n, places] = documents.reference_scores(start, stop)[1:]
+    if TEACHER_IDS in out.extra_fields:
+        teacher = documents.teacher_scores(start + 1, stop)
+        out.extra_fields[TEACHER_IDS][n, places] = teacher["ids"]
+        # Only the sequences of a first epoch were scored. Epochs that split documents elsewhere have a few labels
+        # without scores (NaN), which get a log-probability of -inf.
+        out.extra_fields[TEACHER_LOG_P][n, places] = np.where(np.isnan(teacher["log_p"]), -np.inf, teacher["log_p"])
 
 
-def further_of(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
-    """What else there is of their tokens, as `empty` takes it."""
-    whole = whole_of(documents)
-    scores, kept = (getattr(whole, name, None) for name in ("stored_scores", "kept_scores"))
-    fields = {REFERENCE: (scores.dtype, 2)} if scores else {}
-    if kept:
-        ids, log_p = kept.dtype["ids"], kept.dtype["log_p"]
-        fields |= {KEPT: (np.dtype((np.int64, ids.shape)), 2), KEPT_LOG_P: (log_p, 2)}
-    return fields | ({ANSWER: (np.dtype(np.int64), 2), PAIRS: (np.dtype(np.int64), 1)} if documents.answers > 1 else {})
+def extra_field_specs(documents: Documents) -> dict[str, tuple[np.dtype, int]]:
+    """Return the extra fields that these documents give, with dtype and dims as `empty_arrays` takes them."""
+    stored = stored_documents(documents)
+    reference, teacher = (getattr(stored, name, None) for name in ("stored_reference_scores", "stored_teacher_scores"))
+    fields = {REFERENCE: (reference.dtype, 2)} if reference else {}
+    if teacher:
+        ids, log_p = teacher.dtype["ids"], teacher.dtype["log_p"]
+        fields |= {TEACHER_IDS: (np.dtype((np.int64, ids.shape)), 2), TEACHER_LOG_P: (log_p, 2)}
+    return fields | (
+        {COMPLETION: (np.dtype(np.int64), 2), PAIRS: (np.dtype(np.int64), 1)}
+        if documents.completions_per_prompt > 1
+        else {}
+    )
 
 
-class Stream:
+class StreamPacker:
+    """Packer of windows of S tokens over the concatenated documents (data.packing = "stream" or "documents").
+
+    Args:
+        separate_documents: fill document ids and positions, so that documents do not attend to each other.
+    """
+
     note_row = "cut chats"
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, separate_documents: bool):
@@ -120,7 +134,7 @@ class Stream:
 
     @property
     def note(self) -> str:
-        """A line for the header on chats, which windows cut anywhere; "" if every token is a label."""
+        """Line of the run's header about chats that windows truncate; "" if every token is a label."""
         if not is_masked(self.documents):
             return ""
         return (
@@ -129,10 +143,11 @@ class Stream:
         )
 
     def count(self, epochs: int) -> list[int]:
-        """How many sequences each of the first epochs has."""
+        """Return the number of sequences of each of the first epochs."""
         return [self.per_epoch] * epochs
 
-    def take(self, count: int) -> list[Pieces]:
+    def take(self, count: int) -> list[Segments]:
+        """Return the plans of the next `count` sequences and advance the state."""
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
         start_N = np.empty_like(number_N)
@@ -140,21 +155,23 @@ class Stream:
             in_epoch_N = number_N // self.per_epoch == epoch
             start_N[in_epoch_N] = self._starts(epoch, number_N[in_epoch_N] % self.per_epoch)
         whole_1 = np.array([self.seq_len])
-        return [Pieces(start_N[i : i + 1], whole_1) for i in range(count)]
+        return [Segments(start_N[i : i + 1], whole_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
+        """Return the first tokens of these windows of an epoch. Each epoch shifts all windows by a random offset."""
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
         return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
-    def first_epoch(self) -> Iterator[Pieces]:
-        """The whole first epoch."""
+    def first_epoch(self) -> Iterator[Segments]:
+        """Yield the plans of all sequences of the first epoch. Resets the state."""
         self.sequences_taken = 0
         while self.sequences_taken < self.per_epoch:
             yield from self.take(min(BUFFER, self.per_epoch - self.sequences_taken))
 
     @property
     def epochs(self) -> float:
+        """Number of epochs read so far, with the fraction of the current one."""
         return self.sequences_taken / self.per_epoch
 
     @property
@@ -166,25 +183,26 @@ class Stream:
         (self.sequences_taken,) = state
 
     def _document_begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Where other documents begin in the windows that start there, up to the last label."""
-        first_N, last_N = (document_of(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
+        """Yield, for each window, the offsets at which a new document begins, up to the last label."""
+        first_N, last_N = (find_documents(self.documents, start_N + offset) + 1 for offset in (0, self.seq_len))
         starts = self.documents.starts
         for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
             yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
-    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
-        """Of whatever attends within itself."""
+    def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
+        """Return the lengths of the documents of each sequence; one length each if documents attend to each other."""
         if not self.separate_documents:
-            return [pieces.pairs_P for pieces in sequences]
-        windows = self._document_begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
+            return [segments.pairs_G for segments in sequences]
+        windows = self._document_begins(np.array([segments.start_G[0] for segments in sequences], np.int64))
         return [np.diff(begins[begins < self.seq_len], prepend=0, append=self.seq_len) for begins in windows]
 
-    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
-        start = int(pieces.start_P[0])
+    def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
+        """Read the tokens of a planned sequence into sequence n of `out`."""
+        start = int(segments.start_G[0])
         stop = start + self.seq_len + 1
         _fill_labels(self.documents, start, stop, out, n, slice(None))
         if self.separate_documents:
-            (begins,) = self._document_begins(pieces.start_P)
+            (begins,) = self._document_begins(segments.start_G)
             out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end belongs to the next
             begins = np.append(0, begins[begins < self.seq_len])
             document_S = np.searchsorted(begins, np.arange(self.seq_len), side="right") - 1
@@ -192,23 +210,32 @@ class Stream:
 
 
 class PackedBuffer:
-    """The sequences of one buffer, in order. Full pieces, of which long documents make many, are stored as numbers."""
+    """The packed sequences of one buffer of documents, in shuffled order; indexed by a slice.
 
-    def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
+    Sequences that one segment of a long document fills are stored as its first token alone (`begin_Q`), the others as
+    Segments.
+    """
+
+    def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Segments], order_Q: np.ndarray):
         self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
 
     def __len__(self) -> int:
         return len(self.order_Q)
 
-    def __getitem__(self, which: slice) -> list[Pieces]:
+    def __getitem__(self, which: slice) -> list[Segments]:
         return [self._sequence(i) for i in self.order_Q[which].tolist()]
 
-    def _sequence(self, i: int) -> Pieces:
+    def _sequence(self, i: int) -> Segments:
         full = len(self.begin_Q)
-        return Pieces(self.begin_Q[i : i + 1], self.whole_1) if i < full else self.bins[i - full]
+        return Segments(self.begin_Q[i : i + 1], self.whole_1) if i < full else self.bins[i - full]
 
 
-class BestFit:
+class BestFitPacker:
+    """Packer of unsplit documents into few sequences by best fit (data.packing = "best_fit").
+
+    Documents longer than S are split into full sequences and a rest, which is packed.
+    """
+
     name = "best_fit"
 
     def __init__(self, documents: Documents, seq_len: int, seed: int):
@@ -219,12 +246,12 @@ class BestFit:
 
     @property
     def per_epoch(self) -> int:
-        """At least this many sequences: the number without padding."""
+        """Lower bound of the sequences of an epoch: their number if there were no padding."""
         return -(-self.pairs // self.seq_len)
 
     @property
     def state(self) -> list[int]:
-        """Epoch, buffer, and sequences taken from it."""
+        """Epoch, buffer of the epoch, and sequences taken from the buffer."""
         return [self.epoch, self.buffer, self.sequences_taken]
 
     @state.setter
@@ -234,11 +261,16 @@ class BestFit:
 
     @property
     def epochs(self) -> float:
+        """Number of epochs read so far, with the fraction of the current one."""
         share = self.sequences_taken / len(self._packed) if self._packed else 0.0
         return self.epoch + (self.buffer + share) / self.buffers
 
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
-        """How many sequences each of the first epochs has. known: of the first ones."""
+        """Return the number of sequences of each of the first epochs, by packing them. Reads lengths only.
+
+        Args:
+            known: the numbers of the first of these epochs, which are not packed again.
+        """
         state, counts = self.state, list(known[:epochs])
         for epoch in range(len(counts), epochs):
             counts.append(0)
@@ -248,8 +280,9 @@ class BestFit:
         self.state = state
         return counts
 
-    def take(self, count: int) -> list[Pieces]:
-        out: list[Pieces] = []
+    def take(self, count: int) -> list[Segments]:
+        """Return the plans of the next `count` sequences and advance the state."""
+        out: list[Segments] = []
         while len(out) < count:
             if self._packed is None:
                 self._packed = self._pack()
@@ -261,14 +294,14 @@ class BestFit:
                 self.state = [*divmod(onward, self.buffers), 0]
         return out
 
-    def first_epoch(self) -> Iterator[Pieces]:
-        """The whole first epoch."""
+    def first_epoch(self) -> Iterator[Segments]:
+        """Yield the plans of all sequences of the first epoch. Changes the state."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
             yield from self._pack()[:]
 
     def _pack(self) -> PackedBuffer:
-        """The sequences of this buffer."""
+        """Pack the documents of the current buffer. Reads their lengths only."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
@@ -280,29 +313,39 @@ class BestFit:
         short = np.flatnonzero(rest)
         short = short[np.argsort(-rest[short], kind="stable")]
         start, rest = (start + whole * self.seq_len)[short], rest[short]
-        bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
+        bins = [Segments(start[bin], rest[bin]) for bin in pack_best_fit(rest.tolist(), self.seq_len)]
         count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
         return PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
 
     def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
-        """Return how many positions each of these documents takes."""
+        """Return how many positions each of these documents fills; 0 leaves it out."""
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
-    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
-        return [pieces.pairs_P for pieces in sequences]
+    def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
+        """Return the lengths of the documents of each sequence."""
+        return [segments.pairs_G for segments in sequences]
 
-    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
+    def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
+        """Read the tokens of a planned sequence into sequence n of `out`."""
         first = 0
-        for i, (start, pairs) in enumerate(zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True)):
+        for i, (start, pairs) in enumerate(zip(segments.start_G.tolist(), segments.pairs_G.tolist(), strict=True)):
             piece, stop = slice(first, first + pairs), start + pairs + 1
             _fill_labels(self.documents, start, stop, out, n, piece)
             out.document_NS[n, piece], out.position_NS[n, piece] = i, np.arange(pairs)
             first += pairs
 
 
-def best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Bins of the numbers of these sizes, with each size in the fullest bin that still has room for it."""
+def pack_best_fit(sizes: list[int], room: int) -> list[list[int]]:
+    """Pack items into bins by best fit: each goes into the fullest bin that still has room for it.
+
+    Args:
+        sizes: size of each item, at most `room`; sort them longest first for few bins.
+        room: capacity of a bin.
+
+    Returns:
+        The indices of the items of each bin.
+    """
     bins: list[list[int]] = []
     bins_with_room: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
     for i, size in enumerate(sizes):

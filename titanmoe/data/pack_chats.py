@@ -1,11 +1,10 @@
-"""Best fit of chats: none is cut where an answer would lose its question.
+"""Best-fit packing of chats, none of which is split: an assistant's message is never without the turns before it.
 
-A chat of more than seq_len positions is refused, left out, or cut after its last answer that fits (data.long_chats). A
-cut chat is the beginning of the whole one: its system prompt and first turns, each answer with all that came before it.
-Where not even the first answer fits, the chat is left out. Lengths are read when the run starts, and label masks of the
-long chats alone.
+A chat of more than seq_len positions is refused, left out, or truncated after the last assistant message that fits, as
+data.long_chats says. A truncated chat keeps its system prompt and first turns. A chat of which not even the first
+assistant message fits is left out. Lengths are read when the run starts; label masks only of the long chats.
 
-Shapes: D documents asked for, L long chats.
+Shapes: D documents that are looked up, L long chats.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from __future__ import annotations
 import numpy as np
 
 from titanmoe.data.documents import Documents
-from titanmoe.data.pack import BestFit
+from titanmoe.data.pack import BestFitPacker
 
 SCANNED = 1 << 20
-"""Documents whose lengths are read together."""
+"""Number of documents whose lengths are read at a time."""
 
 
-class ChatFit(BestFit):
-    """Best fit of documents of which only some tokens are labels.
+class ChatPacker(BestFitPacker):
+    """Packer of chats by best fit: documents of which only some tokens are labels, and which are never split.
 
     Args:
-        long_chats: data.long_chats.
+        long_chats: what happens to chats longer than seq_len: "refuse", "drop" or "cut" (data.long_chats).
     """
 
     note_row = "long chats"
@@ -36,28 +35,28 @@ class ChatFit(BestFit):
         """Positions that remain of each long chat; 0 if it is left out."""
         if long_chats == "cut":
             self.kept_L = np.array([self._until_last_answer(number) for number in self.long_L.tolist()], np.int64)
-        self.lost = int((self.length_L - self.kept_L).sum())
+        self.num_lost_positions = int((self.length_L - self.kept_L).sum())
         """Positions of the source that are never trained on."""
         self.all_pairs = self.pairs
-        self.pairs -= self.lost
+        self.pairs -= self.num_lost_positions
         if len(self.long_L):
             self.name = f'best_fit, long_chats = "{long_chats}"'
 
     @property
     def note(self) -> str:
-        """A line for the header on chats that are too long; "" if there are none."""
+        """Line of the run's header about chats longer than seq_len; "" if there are none."""
         if not (long := len(self.long_L)):
             return ""
-        out = int((self.kept_L == 0).sum())
+        out, lost = int((self.kept_L == 0).sum()), self.num_lost_positions / self.all_pairs
         parts = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} cut after an answer"] * (long > out)
         return (
             f"{self.documents.name}: {long:,} of {len(self.documents):,} chats are longer than seq_len = "
-            f"{self.seq_len:,}: {', '.join(parts)} (data.long_chats), {self.lost / self.all_pairs:.1%} of all tokens "
-            f"are lost; the longest needs seq_len = {int(self.length_L.max()):,}"
+            f"{self.seq_len:,}: {', '.join(parts)} (data.long_chats), {lost:.1%} of all tokens are lost; "
+            f"the longest needs seq_len = {int(self.length_L.max()):,}"
         )
 
     def refusal(self) -> str:
-        """What is wrong with the chats under this data.long_chats; "" if nothing is."""
+        """Return the message that refuses these chats under data.long_chats; "" if they can be used."""
         long, total, longest = len(self.long_L), len(self.documents), int(self.length_L.max(initial=0))
         if long and self.long_chats == "refuse":
             return (
@@ -81,7 +80,7 @@ class ChatFit(BestFit):
         return pairs_D
 
     def _until_last_answer(self, number: int) -> int:
-        """Return how many positions of a long chat come before the end of its last answer that fits; 0 if none."""
+        """Return how many positions of a long chat to keep: up to the end of its last answer that fits, or 0."""
         start = int(self.documents.starts[number])
         mask = self.documents.label_mask(start, start + self.seq_len + 2)
         ends = np.flatnonzero(mask[:-1] & ~mask[1:])
@@ -89,7 +88,7 @@ class ChatFit(BestFit):
 
 
 def _longer_than(documents: Documents, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of documents with more than seq_len positions, in order, and how many each has."""
+    """Return the numbers of the documents with more than seq_len positions, in order, and how many each has."""
     numbers, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for first in range(0, len(documents), SCANNED):
         starts = np.asarray(documents.starts[first : min(first + SCANNED, len(documents)) + 1]).astype(np.int64)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.chat import NAME_ONE, TOOLS, Chat, ChatError
-from titanmoe.data.reader import json_type_name
+from titanmoe.data.chat import NAME_ONE, TOOLS, ChatEncoder, ChatError
+from titanmoe.data.record_reader import json_type_name
 from titanmoe.data.tokenizer import Tokenizer
 
 PROMPT, CHOSEN, REJECTED = FIELDS = "prompt", "chosen", "rejected"
@@ -21,7 +21,7 @@ Document = tuple[np.ndarray, np.ndarray | None]
 """Tokens, and how much each counts as a label; None: all alike."""
 
 
-def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: Chat | None) -> tuple[Document, Document]:
+def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
     """Without the marks of a document. ChatError: the record is at fault. chat: needed for messages."""
     prompt, chosen, rejected = split_pair(record)
     tools = record.get(TOOLS)

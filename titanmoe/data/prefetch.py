@@ -1,6 +1,7 @@
-"""Items read before they are asked for: by a thread of this process, or by worker processes (torchdata).
+"""Prefetching of items, in a thread of this process or in worker processes (torchdata).
 
-torchdata's own state counts per worker, so a run could only resume with the same number; ours travels with each item.
+torchdata counts its state per worker, so a run could only resume with the same number of workers. Here each item
+carries the state of the loader after it instead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,16 @@ from titanmoe.config import ConfigError
 
 
 class Prefetcher:
+    """A queue of items that are made ahead of time, in order.
+
+    Args:
+        reader: `reader[plan]` makes an item.
+        plans: iterable of plans; advanced ahead of the items.
+        workers: number of worker processes; 0 for a thread.
+        depth: items to make ahead, per worker.
+    """
+
     def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
-        """reader[plan] makes an item; depth: how many are read ahead, by each worker."""
         self._items: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(1 if workers else depth)
         self._stop = threading.Event()
@@ -30,6 +39,7 @@ class Prefetcher:
         self._thread.start()
 
     def peek(self) -> Any:
+        """Return the next item without consuming it; raises the reader's error if it has one."""
         if not self._peeked:
             item = self._items.get()
             if isinstance(item, BaseException):
@@ -39,13 +49,14 @@ class Prefetcher:
         return self._peeked[0]
 
     def next(self) -> Any:
+        """Return the next item; waits until it is made."""
         item = self.peek()
         self._peeked.clear()
         self._room.release()
         return item
 
     def close(self) -> None:
-        """Also ends the workers."""
+        """Stop prefetching; ends the thread and the workers."""
         self._stop.set()
         self._room.release()
         self._thread.join()
@@ -71,7 +82,10 @@ def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator
 
 
 class _ErrorsAsItems:
-    """A refusal is an item like any other: torch would make a new one of it, of the text of a traceback."""
+    """A reader that returns a ConfigError as an item.
+
+    torch would raise another error, with the text of a worker's traceback.
+    """
 
     def __init__(self, reader: Any):
         self.reader = reader
@@ -84,8 +98,10 @@ class _ErrorsAsItems:
 
 
 def _ignore_rank_signals(_: int) -> None:
-    """Ctrl-C and torchrun signal the rank's whole process group; the rank saves first, and needs its workers for
-    that."""
+    """Put a worker in a session of its own and ignore SIGINT.
+
+    Ctrl-C and torchrun signal the rank's whole process group, but the rank needs its workers to save before it ends.
+    """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
@@ -96,6 +112,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
+    """Put items into the queue as there is room; put the error if making one raises. Runs in the thread."""
     source = box.pop()  # the only reference: workers end with this function
     try:
         while True:

@@ -21,13 +21,13 @@ from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
-from titanmoe.data.loader import Share
-from titanmoe.data.pack import best_fit, empty
-from titanmoe.data.shards import StoredTokenizer
+from titanmoe.data.loader import BatchLayout
+from titanmoe.data.pack import empty_arrays, pack_best_fit
+from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 
 CHOICE = "choice"
-"""In Batch.further: the number, among all choices, of the one that a position belongs to; -1 for padding."""
+"""In Batch.extra_fields: the number, among all choices, of the one that a position belongs to; -1 for padding."""
 SHOWN = 5
 """Problems of one file that are spelled out."""
 
@@ -46,7 +46,7 @@ class Task:
     questions: list[Question]
 
 
-class Encoded(NamedTuple):
+class EncodedChoice(NamedTuple):
     tokens: np.ndarray
     labels: int
     """How many of the last tokens are the choice's."""
@@ -92,7 +92,7 @@ def _question(record: Any, line: int) -> Question:
     return Question(context, choices, answer, line)
 
 
-def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[Encoded]:
+def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
     """Of contexts and their choices."""
     kept = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(kept)
@@ -101,25 +101,25 @@ def encode(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[Encoded]:
     for context, first, both in zip(kept, alone, whole, strict=True):
         # As the harness does: the begin mark, or else the end mark, stands for an empty context.
         marks = begin if context else begin or [tokenizer.eos]
-        encoded.append(Encoded(np.concatenate((np.array(marks, np.int64), both)), len(both) - len(first)))
+        encoded.append(EncodedChoice(np.concatenate((np.array(marks, np.int64), both)), len(both) - len(first)))
     return encoded
 
 
-def tokenizer_of(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
+def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
     """The one that the run's tokens came from."""
     if stored is not None and FILE in stored.digests:
         return open_tokenizer(str(stored.files()[FILE]))
     return open_tokenizer("bytes" if config.data.source == "stdlib" else config.data.tokenizer)
 
 
-class AnswerSet:
+class QuizSet:
     """The same batches each time: choices packed into rows, apart from each other, the last step filled up with
     padding."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
-        options, self.share, self.tasks = config.validation.answers, Share(config, data_rank, data_ranks), []
-        tokenizer, problems = tokenizer_of(config, stored), []
-        self.encoded: list[Encoded] = []
+        options, self.layout, self.tasks = config.validation.answers, BatchLayout(config, data_rank, data_ranks), []
+        tokenizer, problems = open_run_tokenizer(config, stored), []
+        self.encoded: list[EncodedChoice] = []
         for path in options.paths:
             try:
                 self.tasks.append(read_task(path))
@@ -129,7 +129,7 @@ class AnswerSet:
             questions = self.tasks[-1].questions
             pairs = [(one.context, options.delimiter + choice) for one in questions for choice in one.choices]
             lines = [one.line for one in questions for _ in one.choices]
-            encoded = encode(tokenizer, pairs)
+            encoded = encode_choices(tokenizer, pairs)
             problems += [
                 f"{path}:{line}: the tokenizer adds no token to the question for {choice!r}: end the question elsewhere"
                 for line, (_, choice), one in zip(lines, pairs, encoded, strict=True)
@@ -144,16 +144,16 @@ class AnswerSet:
             self.encoded += encoded
         if problems:
             raise ConfigError(problems)
-        self.rows = best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
+        self.rows = pack_best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        share = self.share
-        for first in range(0, len(self.rows), share.global_batch_size):
-            numbers = (first + share.round_robin_N).tolist()
-            yield self._batch([self.rows[n] if n < len(self.rows) else [] for n in numbers]).chunk(share.microbatches)
+        layout = self.layout
+        for first in range(0, len(self.rows), layout.global_batch_size):
+            numbers = (first + layout.round_robin_N).tolist()
+            yield self._batch([self.rows[n] if n < len(self.rows) else [] for n in numbers]).chunk(layout.microbatches)
 
     def _batch(self, rows: list[list[int]]) -> Batch:
-        out = empty(len(rows), self.share.seq_len, separate_documents=True)
+        out = empty_arrays(len(rows), self.layout.seq_len, separate_documents=True)
         choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
         for n, row in enumerate(rows):
             begin = 0
@@ -166,4 +166,4 @@ class AnswerSet:
                 out.document_NS[n, places], out.position_NS[n, places] = number, np.arange(end - begin)
                 begin = end
         fields = (torch.from_numpy(x) for x in out[:5])
-        return Batch(*fields, further={CHOICE: torch.from_numpy(choice_NS)})
+        return Batch(*fields, extra_fields={CHOICE: torch.from_numpy(choice_NS)})

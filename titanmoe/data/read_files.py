@@ -10,8 +10,8 @@ from pathlib import Path
 from titanmoe.config import ConfigError
 from titanmoe.data.decompress import COMPRESSED
 from titanmoe.data.formats import FORMATS
-from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, file_errors
-from titanmoe.data.remote import find_remote, is_url
+from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span, file_errors
+from titanmoe.data.remote import find_remote_files, is_url
 
 # ---- which files
 
@@ -29,13 +29,13 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if spec.takes(_extension(file))]
+            files = [file for file in _walk(path) if spec.accepts(_extension(file))]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in matches or spec.takes(_extension(file))]
+            files = [file for file in files if file in matches or spec.accepts(_extension(file))]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
@@ -56,11 +56,11 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
 def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
     spec = FORMATS.look_up(format)
     try:
-        by_extension = [(file, _extension(Path(file.url))) for file in find_remote(url)]
+        by_extension = [(file, _extension(Path(file.url))) for file in find_remote_files(url)]
     except ConfigError as error:
         problems += error.problems
         return []
-    taken = [(file, extension) for file, extension in by_extension if file.matched or spec.takes(extension)]
+    taken = [(file, extension) for file, extension in by_extension if file.matched or spec.accepts(extension)]
     if not taken:
         problems.append(f"{url!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
     return [InputFile(f.url, spec.file_format(extension) or format, f.bytes, f.version) for f, extension in taken]
@@ -82,15 +82,15 @@ def _extension(file: Path) -> str:
 # ---- what is in them
 
 
-def spans(source: InputFile, size: int) -> Iterator[Span]:
+def split_spans(source: InputFile, size: int) -> Iterator[Span]:
     """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
     with file_errors(source.file):
         yield from FORMATS.look_up(source.kind).spans(source, size)
 
 
-def documents(reader: Reader) -> Iterator[Record | Bad]:
+def read_records(reader: RecordReader) -> Iterator[Record | BadRecord]:
     """Those of the reader's span."""
     with file_errors(reader.span.file):
         yield from FORMATS.look_up(reader.span.kind).read(reader)
     if reader.empty:
-        yield Bad(f"{reader.span.file} is empty")
+        yield BadRecord(f"{reader.span.file} is empty")

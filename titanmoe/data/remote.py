@@ -1,4 +1,4 @@
-"""Files at URLs, through the package fsspec: s3://, gs://, https:// and whatever else it has a driver for."""
+"""Files at URLs, read through the package fsspec: s3://, gs://, https:// and any scheme that it has a driver for."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from typing import Any, NamedTuple
 from titanmoe.config import ConfigError
 
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "generation", "mtime", "LastModified", "last_modified")
-"""What stores say of a file that changes with its contents; some have `created` alone."""
+"""Keys under which stores report something that changes with a file's contents; some stores have `created` alone."""
 
 
 class RemoteFile(NamedTuple):
+    """A file at a URL."""
+
     url: str
     bytes: int
     version: int
-    """Changes with its contents, as far as the store says."""
+    """Hash of what the store says about the file's version: it changes with the contents if the store reports any
+    version."""
     matched: bool
-    """Whether the URL or its glob names the file itself, and not a folder that it is in."""
+    """Whether the URL or its glob names the file itself rather than a folder that contains it."""
 
 
 def is_url(name: str) -> bool:
@@ -31,7 +34,7 @@ def is_url(name: str) -> bool:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system, and the path in it."""
+    """Return fsspec's file system for a URL, and the path within it. Raises a ConfigError if fsspec is missing."""
     try:
         import fsspec
     except ImportError:
@@ -42,7 +45,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def url_errors(url: str) -> Iterator[None]:
-    """Each driver raises errors of its own; a driver that is not installed is one of them."""
+    """Turn any error raised inside into a ConfigError that names the URL. Each driver raises errors of its own."""
     try:
         yield
     except ConfigError:
@@ -53,13 +56,14 @@ def url_errors(url: str) -> Iterator[None]:
 
 
 def open_url(url: str) -> BufferedIOBase:
+    """Open a file at a URL for reading bytes."""
     system, path = file_system(url)
     with url_errors(url):
         return system.open(path, "rb")
 
 
-def find_remote(url: str) -> list[RemoteFile]:
-    """The file, or every file that is not hidden below the folder or the glob, by name."""
+def find_remote_files(url: str) -> list[RemoteFile]:
+    """Return the file at a URL, or all files below a folder or glob, sorted by path. Hidden files are left out."""
     system, root = file_system(url)
     # A web server does not say what is a folder: fsspec reads the whole page and looks for links. And ? begins a query.
     web = url.startswith(("http://", "https://"))

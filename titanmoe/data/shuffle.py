@@ -1,8 +1,9 @@
-"""Order without an index: a permutation of any size, computed number by number, without memory.
+"""Shuffled order without an index: a permutation of any size, computed element by element in constant memory.
 
-A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function; a number that lands outside the wanted
-range is sent through again until it falls inside, which makes a permutation of that range (Black and Rogaway, "Ciphers
-with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so few go through more than twice.
+A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function. A number that lands outside the wanted
+range goes through the network again until it falls inside, which makes a permutation of that range (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so few numbers go through more than
+twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ROUNDS = 4
 
 
 def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
-    """The positions of these numbers, all below size, in the order given by the key."""
+    """Return where the permutation of 0 ... size - 1 that `key` selects sends these numbers."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()
     outside = torch.arange(len(out_N))

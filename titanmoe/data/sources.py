@@ -1,4 +1,4 @@
-"""The sources of a run, opened, checked and packed into sequences.
+"""The sources of a run: opened, checked, packed into sequences and mixed.
 
 Shapes: L tokens of one sequence, S positions, V vocabulary.
 """
@@ -18,14 +18,14 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import WEIGHT
 from titanmoe.data.documents import Documents, MemoryDocuments, is_masked
-from titanmoe.data.epochs import Epochs, count_sequences
-from titanmoe.data.held_out import split
-from titanmoe.data.mix import Mix, Source
-from titanmoe.data.open import open_documents, read_teacher
-from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
-from titanmoe.data.pack_answers import AnswerFit
-from titanmoe.data.pack_chats import ChatFit
-from titanmoe.data.shards import ShardDocuments, StoredTokenizer
+from titanmoe.data.epochs import EpochOrder, count_sequences
+from titanmoe.data.held_out import split_held_out
+from titanmoe.data.open_documents import attach_teacher_scores, open_documents
+from titanmoe.data.pack import BatchArrays, BestFitPacker, Segments, StreamPacker
+from titanmoe.data.pack_chats import ChatPacker
+from titanmoe.data.pack_preferences import PreferencePacker
+from titanmoe.data.source_mix import Source, SourceMix
+from titanmoe.data.token_shards import ShardDocuments, StoredTokenizer
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counter_rng import bits, key, uniform
 
@@ -34,8 +34,8 @@ STDLIB = "stdlib"
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
 
 
-class Synthetic:
-    """Random tokens, token t about as frequent as 1 / (t + 1), like words in text (Zipf). They never end."""
+class SyntheticPacker:
+    """Packer of endless random tokens with Zipf frequencies, as words have: token t has about 1 / (t + 1)."""
 
     epochs = None
 
@@ -43,13 +43,13 @@ class Synthetic:
         self.vocab_size, self.seq_len, self.sequences_taken = vocab_size, seq_len, 0
         self._key = key("synthetic held out" if held_out else "synthetic", seed)
 
-    def take(self, count: int) -> list[Pieces]:
+    def take(self, count: int) -> list[Segments]:
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
         whole_1 = np.array([self.seq_len])
-        return [Pieces(number_N[i : i + 1], whole_1) for i in range(count)]
+        return [Segments(number_N[i : i + 1], whole_1) for i in range(count)]
 
-    def first_epoch(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Segments]:
         while True:
             yield from self.take(1)
 
@@ -61,63 +61,79 @@ class Synthetic:
     def state(self, state: list[int]) -> None:
         (self.sequences_taken,) = state
 
-    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
-        return [pieces.pairs_P for pieces in sequences]
+    def lengths(self, sequences: list[Segments]) -> list[np.ndarray]:
+        return [segments.pairs_G for segments in sequences]
 
-    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
-        """floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1)."""
-        number_1 = bits(self._key, torch.from_numpy(pieces.start_P))
+    def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
+        """Draw the tokens of a planned sequence into sequence n of `out`.
+
+        floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1).
+        """
+        number_1 = bits(self._key, torch.from_numpy(segments.start_G))
         u_L = uniform(number_1, torch.arange(self.seq_len + 1), torch.float64)
         tokens = (((self.vocab_size + 1.0) ** u_L).to(torch.int64).clamp(max=self.vocab_size) - 1).numpy()
         out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
-        if WEIGHT in out.further:
-            out.further[WEIGHT][n] = 1
+        if WEIGHT in out.extra_fields:
+            out.extra_fields[WEIGHT][n] = 1
 
 
-def keeps_documents_apart(config: Config) -> bool:
-    """Whether the documents of a sequence are kept apart."""
+def separates_documents(config: Config) -> bool:
+    """Return whether documents in one sequence do not attend to each other (any data.packing but "stream")."""
     return config.data.packing != "stream"
 
 
-def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
-    """Returns the documents that are held out of it, too."""
+def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents]]:
+    """Open the training data of a run.
+
+    Returns:
+        The mix of its sources, and of each source the documents that validation.held_out holds out; none without
+        it.
+    """
     data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":
-        packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed)
+        packer = SyntheticPacker(config.model.vocab_size, training.seq_len, training.seed)
         name, vocabulary = "synthetic", config.model.vocab_size
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
-        return Mix([source], training.seed), ()
+        return SourceMix([source], training.seed), ()
     corpora = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
-    read_teacher(config, corpora)
+    attach_teacher_scores(config, corpora)
     where = "data.paths" if data.source == "files" else "data.source"
     shards = [corpus for corpus in corpora if isinstance(corpus, ShardDocuments)]
     shards.sort(key=lambda corpus: not corpus.has_label_mask)  # those of chats have the chat template
     tokenizer = shards[0].stored_tokenizer if shards else StoredTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
-        corpora, held_out = zip(*(split(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True)
+        corpora, held_out = zip(
+            *(split_held_out(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True
+        )
         where = f"{where} minus validation.held_out = {every}"
     sources = _mix(config, corpora, data.weights, where, training.global_batch_size).sources
     epochs = None
     if training.epochs:
         count_KE = [count_sequences(source.packer, training.epochs) for source in sources]
-        epochs = Epochs([*zip(*count_KE, strict=True)], training.seed)
-    return Mix(sources, training.seed, tokenizer, epochs), held_out
+        epochs = EpochOrder([*zip(*count_KE, strict=True)], training.seed)
+    return SourceMix(sources, training.seed, tokenizer, epochs), held_out
 
 
-def steps_of_epochs(config: Config, step: int, consumed: int) -> int:
-    """How many steps the run makes, of which the first `step` have taken `consumed` samples."""
-    mix, _ = training_sources(config)
-    return step + -(-max(0, mix.epochs_to_take.total - consumed) // config.training.global_batch_size)
+def count_steps_of_epochs(config: Config, step: int, consumed: int) -> int:
+    """Return the number of steps of a run of epochs.
+
+    Args:
+        step: steps that are done.
+        consumed: samples that these steps took.
+    """
+    mix, _ = open_training_sources(config)
+    return step + -(-max(0, mix.epoch_order.total - consumed) // config.training.global_batch_size)
 
 
-def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
+def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> SourceMix:
+    """Return the validation data: validation.paths, random tokens, or the held-out documents."""
     training, validation = config.training, config.validation
     if validation.paths:
         return _mix(config, _open(config, validation.paths, []), [], "validation.paths", 1)
     if config.data.source == "synthetic":
-        packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
-        return Mix([Source("synthetic", "", "", 1.0, packer)], training.seed)
+        packer = SyntheticPacker(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
+        return SourceMix([Source("synthetic", "", "", 1.0, packer)], training.seed)
     nonempty = [corpus for corpus in held_out if len(corpus)]
     if not nonempty:
         raise ConfigError(
@@ -130,29 +146,35 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     return _mix(config, nonempty, [], f"validation.held_out = {validation.held_out}", 1)
 
 
-def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
-    """least: how many sequences the sources must have together."""
+def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int) -> SourceMix:
+    """Choose a packer for each source and return their mix; a ConfigError if a source gives no sequence.
+
+    Args:
+        weights: data.weights; empty to weigh sources by their tokens.
+        where: the option that names the sources, for messages.
+        least: number of sequences that the sources must give together.
+    """
     seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
     for k, corpus in enumerate(corpora):
         namesakes = sum(other.name == corpus.name for other in corpora[:k])
         name = f"{corpus.name}-{namesakes + 1}" if namesakes else corpus.name
         # Each source has its own shuffled order.
         packer_seed = seed if k == 0 else key("source", seed, k)
-        packer: Stream | BestFit
-        if corpus.answers > 1:
-            packer = AnswerFit(corpus, seq_len, packer_seed, config.data.share_prefixes)
+        packer: StreamPacker | BestFitPacker
+        if corpus.completions_per_prompt > 1:
+            packer = PreferencePacker(corpus, seq_len, packer_seed, config.data.share_prefixes)
         elif config.data.packing == "best_fit" and is_masked(corpus):
-            packer = ChatFit(corpus, seq_len, packer_seed, config.data.long_chats)
+            packer = ChatPacker(corpus, seq_len, packer_seed, config.data.long_chats)
         elif config.data.packing == "best_fit":
-            packer = BestFit(corpus, seq_len, packer_seed)
+            packer = BestFitPacker(corpus, seq_len, packer_seed)
         else:
-            packer = Stream(corpus, seq_len, packer_seed, keeps_documents_apart(config))
+            packer = StreamPacker(corpus, seq_len, packer_seed, separates_documents(config))
         tokens = int(corpus.starts[len(corpus)])
         if not len(corpus):
             problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
-        elif isinstance(packer, AnswerFit) and not packer.per_epoch:
+        elif isinstance(packer, PreferencePacker) and not packer.per_epoch:
             problems.append(f"{name} ({where}) has no pair that fits training.seq_len = {seq_len}: raise it")
-        elif isinstance(packer, ChatFit) and (refusal := packer.refusal()):
+        elif isinstance(packer, ChatPacker) and (refusal := packer.refusal()):
             problems.append(f"{name} ({where}): {refusal}")
         elif not packer.per_epoch:
             problems.append(
@@ -170,14 +192,18 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
             f"{where} gives {available} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
-        problems += Mix(sources, seed).lost().values()
+        problems += SourceMix(sources, seed).truncation_notes().values()
     if problems:
         raise ConfigError(problems)
-    return Mix(sources, seed)
+    return SourceMix(sources, seed)
 
 
 def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
-    """One source per entry. fields: one for each, or none."""
+    """Open a source per path.
+
+    Args:
+        fields: field of the records that holds the document, one per path; empty for data.field.
+    """
     opened, problems = [], []
     for path, field in zip(paths, fields or [config.data.field] * len(paths), strict=True):
         try:
@@ -218,7 +244,7 @@ def _documents(config: Config, path: str, field: str) -> Documents:
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
+    """Return all regular files below root except hidden ones, sorted by path."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]

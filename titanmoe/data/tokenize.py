@@ -26,31 +26,31 @@ from typing import Any
 import titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.data.formats import FORMATS
-from titanmoe.data.read_files import documents, find_files, spans
-from titanmoe.data.reader import InputFile, Reader, Record, Span
+from titanmoe.data.read_files import find_files, read_records, split_spans
+from titanmoe.data.record_reader import InputFile, Record, RecordReader, Span
 from titanmoe.data.remote import is_url
-from titanmoe.data.shards import (
+from titanmoe.data.token_shards import (
     DTYPES,
     FORMAT,
     MANIFEST,
     VERSION,
     WORK,
+    find_wrong_sizes,
     is_shards,
     read_manifest,
-    wrong_sizes,
 )
-from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob, chat_of, dtype_name, record_name
+from titanmoe.data.tokenize_unit import TokenizeJob, UnitTokenizer, dtype_name, open_job_chat, record_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, Tokenizer, open_tokenizer
-from titanmoe.data.write_shards import store_tokenizer, write_json
+from titanmoe.data.write_token_shards import store_tokenizer, write_json
 
 LOCK, PLAN = ".lock", "plan.json"
 IGNORED_OPTIONS = ("out", "bad_lines", "max_document_mb")
 """Options that change no shard that can have been finished."""
-MOST_LOOKED_INTO = 16
+MAX_LOOKED_INTO = 16
 """Files of which the first record is read to see which fields they have."""
 FIRST_RECORDS = 8
 """How many records of a file are tried before a run starts."""
-LEAST_UNIT, UNITS = 8 << 20, 256
+MIN_UNIT_BYTES, UNITS = 8 << 20, 256
 """Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
 TOKEN_BYTES = 4
 """For English with a usual vocabulary. A unit of a large input fills about one shard."""
@@ -86,14 +86,14 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
     tokenizer = collect_problems(open_tokenizer, job.tokenizer)
     sources = collect_problems(find_files, job.paths, job.format)
-    chat = collect_problems(chat_of, job, tokenizer) if tokenizer else None
+    chat = collect_problems(open_job_chat, job, tokenizer) if tokenizer else None
     if problems:
         raise ConfigError(problems)
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # as in shards from before there were weights
         del settings["label_weights"]
     if _has_fields_beside(job, sources):  # shards from before have none of the records' tools
-        settings["beside"] = FORMATS.look_up(job.format).beside
+        settings["beside"] = FORMATS.look_up(job.format).optional_fields
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([settings, inputs]).encode(), digest_size=16).hexdigest()
@@ -102,12 +102,14 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
 def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
     """Return whether the first record of one of the first files has fields beside its messages, such as tools."""
-    beside = FORMATS.look_up(job.format).beside
-    for source in sources[:MOST_LOOKED_INTO] if beside else ():
+    optional_fields = FORMATS.look_up(job.format).optional_fields
+    for source in sources[:MAX_LOOKED_INTO] if optional_fields else ():
         with suppress(ConfigError):  # said when it is read
-            first = next(spans(source, LEAST_UNIT), None)
-            record = first and next(documents(Reader(first, job.column, job.max_document_mb, (), beside)), None)
-            if isinstance(record, Record) and any(record.value.get(name) for name in beside):
+            first = next(split_spans(source, MIN_UNIT_BYTES), None)
+            record = first and next(
+                read_records(RecordReader(first, job.record_field, job.max_document_mb, (), optional_fields)), None
+            )
+            if isinstance(record, Record) and any(record.value.get(name) for name in optional_fields):
                 return True
     return False
 
@@ -119,21 +121,21 @@ def check_first_records(plan: ShardPlan) -> None:
     """
     if plan.job.bad_lines != "error":
         return
-    unit = ShardUnit(plan.job, plan.tokenizer, chat_of(plan.job, plan.tokenizer), 0, 0, 0)
-    for source in plan.sources[:MOST_LOOKED_INTO]:
-        first = next(spans(source, LEAST_UNIT), None)
-        if first and first.bytes <= LEAST_UNIT:
+    unit = UnitTokenizer(plan.job, plan.tokenizer, open_job_chat(plan.job, plan.tokenizer), 0, 0, 0)
+    for source in plan.sources[:MAX_LOOKED_INTO]:
+        first = next(split_spans(source, MIN_UNIT_BYTES), None)
+        if first and first.bytes <= MIN_UNIT_BYTES:
             unit.check(first, FIRST_RECORDS)
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
     """Units, in the order of the input."""
     total = sum(source.bytes for source in sources)
-    size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
+    size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), MIN_UNIT_BYTES)
     units: list[list[Span]] = []
     unit_bytes = 0
     for source in sources:
-        for span in spans(source, size):
+        for span in split_spans(source, size):
             if not units or unit_bytes + span.bytes > size:
                 units.append([])
                 unit_bytes = 0
@@ -220,7 +222,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
         log(f"resuming: {len(units) - len(todo)} of {len(units)} units are made")
     if todo:
         sizes = [sum(span.bytes for span in unit) for unit in units]
-        with Meter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
+        with ProgressMeter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
             _run_workers(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
         records = [_finished_records(plan, out, number) for number in range(len(units))]
 
@@ -240,7 +242,7 @@ def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, A
     records: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(records))}.json").exists():
         record = json.loads(file.read_bytes())
-        if record["shard"] and any(wrong_sizes(out, record["shard"], DTYPES[dtype_name(plan.tokenizer)])):
+        if record["shard"] and any(find_wrong_sizes(out, record["shard"], DTYPES[dtype_name(plan.tokenizer)])):
             break
         records.append(record)
         if record["last"]:
@@ -259,8 +261,8 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "tokenizer": {"identity": tokenizer.identity, "bos": tokenizer.bos, "eos": tokenizer.eos},
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "counted": sum(record["counted"] for record in records) if plan.job.masked else None,
-        "answers": plan.job.answers,
+        "counted": sum(record["counted"] for record in records) if plan.job.has_label_mask else None,
+        "answers": plan.job.completions_per_prompt,
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),
         "examples": [line for record in records for line in record["examples"]][:10],
@@ -273,7 +275,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 
 
 def _run_workers(
-    job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter
+    job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: ProgressMeter
 ) -> None:
     """A thread per process hands it units until there are none left, or one fails."""
     waiting, processes = deque(todo), []
@@ -362,7 +364,7 @@ def _feed_worker(
         answers.put(None)
 
 
-class Meter:
+class ProgressMeter:
     """Progress: a bar on a terminal, else a line every half minute."""
 
     def __init__(self, total: int, done: int, log: Callable[[str], None]):
@@ -378,7 +380,7 @@ class Meter:
             self._bar = Progress(*columns, console=console)
             self._task = self._bar.add_task("", total=total, completed=done, rate="")
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> ProgressMeter:
         if self._bar:
             self._bar.start()
         return self

@@ -44,7 +44,9 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--label-weights", action="store_true", help="store how much each label counts, as each message's weight says"
     )
-    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", default=count_cores(), help="processes (default: one per core)"
+    )
     parser.add_argument(
         "--shard-tokens",
         type=int,
@@ -66,7 +68,7 @@ def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -93,7 +95,7 @@ def _tokenize(args: argparse.Namespace) -> int:
         problems.append("--out is missing: name the folder to make")
     try:
         format = format_option(conversations=True).look_up(args.format)
-        if args.chat_template and not (format.conversations or format.answers > 1):
+        if args.chat_template and not (format.conversations or format.completions_per_prompt > 1):
             problems.append(
                 f"--chat-template is for --format chat and preference, and the format is {args.format}: leave one out"
             )
@@ -127,7 +129,7 @@ def _tokenize(args: argparse.Namespace) -> int:
     plan = plan_shards(job)
     size = sum(source.bytes for source in plan.sources)
     print(f"{_count(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
-    for line in summary(args.out, tokenize(plan, args.workers)):
+    for line in summarize(args.out, tokenize(plan, args.workers)):
         print(line)
     return 0
 
@@ -136,7 +138,7 @@ def _count(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
 
 
-def summary(out: str, manifest: dict[str, Any]) -> list[str]:
+def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
     if manifest.get("answers", 1) > 1:

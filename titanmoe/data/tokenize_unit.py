@@ -19,21 +19,21 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import TOOLS, Chat, ChatError, open_chat
+from titanmoe.data.chat import TOOLS, ChatEncoder, ChatError, open_chat_encoder
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.preferences import FIELDS, Document, encode_pair
-from titanmoe.data.read_files import documents
-from titanmoe.data.reader import Bad, Reader, Record, Span, json_type_name
-from titanmoe.data.shards import DTYPES, WORK
+from titanmoe.data.read_files import read_records
+from titanmoe.data.record_reader import BadRecord, Record, RecordReader, Span, json_type_name
+from titanmoe.data.token_shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
-from titanmoe.data.write_shards import ShardWriter, write_json
+from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 BATCH = 1 << 20
 """Characters that are tokenized together."""
 EXAMPLES = 3
 """Skipped lines that a record quotes."""
 REFUSED = 20
-"""Bad lines that are named at once."""
+"""Malformed records that are named at once."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TokenizeJob:
     label_weights: bool = False
 
     @property
-    def column(self) -> str:
+    def record_field(self) -> str:
         return FORMATS.look_up(self.format).field if self.field == "text" else self.field
 
     @property
@@ -60,17 +60,17 @@ class TokenizeJob:
         return FORMATS.look_up(self.format).conversations
 
     @property
-    def answers(self) -> int:
-        return FORMATS.look_up(self.format).answers
+    def completions_per_prompt(self) -> int:
+        return FORMATS.look_up(self.format).completions_per_prompt
 
     @property
-    def masked(self) -> bool:
+    def has_label_mask(self) -> bool:
         """Whether some tokens do not count as labels."""
-        return self.conversations or self.answers > 1
+        return self.conversations or self.completions_per_prompt > 1
 
 
 @dataclass
-class Progress:
+class UnitProgress:
     """The shard being made, counted in items of its unit: lines or rows."""
 
     items: int
@@ -82,10 +82,10 @@ def dtype_name(tokenizer: Tokenizer) -> str:
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
-def chat_of(job: TokenizeJob, tokenizer: Tokenizer) -> Chat | None:
+def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
     """Of pairs none if nothing names a template: their answers may be texts."""
     try:
-        return open_chat(job.chat_template, tokenizer) if job.masked else None
+        return open_chat_encoder(job.chat_template, tokenizer) if job.has_label_mask else None
     except ConfigError:
         if job.conversations or job.chat_template:
             raise
@@ -96,10 +96,12 @@ def record_name(unit: int, shard: int) -> str:
     return f"{unit:05d}-{shard:03d}"
 
 
-class ShardUnit:
-    def __init__(self, job: TokenizeJob, tokenizer: Tokenizer, chat: Chat | None, number: int, shard: int, items: int):
+class UnitTokenizer:
+    def __init__(
+        self, job: TokenizeJob, tokenizer: Tokenizer, chat: ChatEncoder | None, number: int, shard: int, items: int
+    ):
         self.job, self.tokenizer, self.chat, self.number, self.shard = job, tokenizer, chat, number, shard
-        self.progress, self.examples = Progress(items), []
+        self.progress, self.examples = UnitProgress(items), []
         self.writer: ShardWriter | None = None
         self.bos_N = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
         self.eos_N = np.array([tokenizer.eos], np.uint32)
@@ -121,22 +123,22 @@ class ShardUnit:
         """Raise a ConfigError if one of the first records of a span is bad. Tokenizes conversations alone."""
         _, entries = self._entries(span)
         first = list(islice(entries, count))
-        if self.job.masked:
+        if self.job.has_label_mask:
             bad = [entry for entry, own_documents in self._encoded(first) if _is_bad(entry, own_documents)]
         else:
-            bad = [entry for entry in first if isinstance(entry, Bad)]
+            bad = [entry for entry in first if isinstance(entry, BadRecord)]
         if bad:
             raise _refusal(bad)
 
-    def _entries(self, span: Span) -> tuple[Reader, Iterator[Record | Bad]]:
+    def _entries(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
         """Return a reader of the span, and what it reads."""
-        further = (*FIELDS, TOOLS) if self.job.answers > 1 else ()
-        beside = FORMATS.look_up(self.job.format).beside
-        reader = Reader(span, self.job.column, self.job.max_document_mb, further, beside)
-        entries = documents(reader)
-        return reader, entries if self.job.masked else texts_only(entries, self.job.column)
+        any_of_fields = (*FIELDS, TOOLS) if self.job.completions_per_prompt > 1 else ()
+        optional_fields = FORMATS.look_up(self.job.format).optional_fields
+        reader = RecordReader(span, self.job.record_field, self.job.max_document_mb, any_of_fields, optional_fields)
+        entries = read_records(reader)
+        return reader, entries if self.job.has_label_mask else texts_only(entries, self.job.record_field)
 
-    def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | Bad], int]]:
+    def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | BadRecord], int]]:
         """Records, and how much of the input they and those passed over make up."""
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
@@ -154,13 +156,13 @@ class ShardUnit:
             done += span.bytes
         yield batch, done - reported
 
-    def _encoded(self, batch: list[Record | Bad]) -> Iterator[tuple[Record | Bad, list[Document]]]:
+    def _encoded(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
         """Each entry, and its documents: none if it is bad or empty."""
-        masked = self.job.masked
+        masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
         rows = iter(self.tokenizer.encode_all(texts) if texts else [])
         for entry in batch:
-            if isinstance(entry, Bad) or (not masked and not _is_text(entry)):
+            if isinstance(entry, BadRecord) or (not masked and not _is_text(entry)):
                 yield entry, []
             elif not masked:
                 yield entry, [(np.concatenate([self.bos_N, next(rows), self.eos_N]), None)]
@@ -168,15 +170,15 @@ class ShardUnit:
                 try:
                     yield entry, self._conversations(entry)
                 except ChatError as error:
-                    yield Bad(f"{entry.where()}: {error}"), []
+                    yield BadRecord(f"{entry.where()}: {error}"), []
                 except ConfigError as error:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
     def _conversations(self, entry: Record) -> list[Document]:
-        if self.job.answers == 1:
+        if self.job.completions_per_prompt == 1:
             messages, tools = entry.value, None
-            if FORMATS.look_up(self.job.format).beside:
-                messages, tools = messages.get(self.job.column), messages.get(TOOLS)
+            if FORMATS.look_up(self.job.format).optional_fields:
+                messages, tools = messages.get(self.job.record_field), messages.get(TOOLS)
             return [self._marked(*self.chat.encode(messages, tools))]
         pair = [self._marked(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
         if np.array_equal(pair[0][0], pair[1][0]):
@@ -196,14 +198,14 @@ class ShardUnit:
             tokens_T, weight_T = np.concatenate([tokens_T, self.eos_N]), np.append(weight_T, np.float32(0))
         return tokens_T, weight_T
 
-    def _add_entry(self, entry: Record | Bad, own_documents: list[Document]) -> int:
+    def _add_entry(self, entry: Record | BadRecord, own_documents: list[Document]) -> int:
         tokens = sum(len(tokens_T) for tokens_T, _ in own_documents)
         if own_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
-                masked = self.job.masked
+                masked = self.job.has_label_mask
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, masked, masked and self.job.label_weights)
             for tokens_T, weight_T in own_documents:
                 self.writer.add(tokens_T, weight_T)
@@ -217,18 +219,18 @@ class ShardUnit:
 
     def _close(self, last: bool) -> None:
         record = {"last": last, **vars(self.progress), "examples": self.examples}
-        record["counted"] = self.writer.num_labels if self.writer and self.job.masked else 0
+        record["counted"] = self.writer.num_labels if self.writer and self.job.has_label_mask else 0
         record["shard"] = self.writer.close() if self.writer else None
         write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", record)
-        self.writer, self.progress, self.examples = None, Progress(self.progress.items), []
+        self.writer, self.progress, self.examples = None, UnitProgress(self.progress.items), []
         self.shard += 1
 
 
-def _is_bad(entry: Record | Bad, own_documents: list[Document]) -> bool:
+def _is_bad(entry: Record | BadRecord, own_documents: list[Document]) -> bool:
     return not own_documents and not (isinstance(entry, Record) and entry.value == "")
 
 
-def _refusal(bad: list[Bad]) -> ConfigError:
+def _refusal(bad: list[BadRecord]) -> ConfigError:
     """bad: the first one, and those that were read with it. What is wrong with several in a row is written once."""
     more, problems, before, written = len(bad) - REFUSED, [], "", ""
     for entry in bad[:REFUSED]:
@@ -241,14 +243,14 @@ def _refusal(bad: list[Bad]) -> ConfigError:
     return ConfigError(problems + [f"and {more:,} more soon after them"] * (more > 0))
 
 
-def _is_text(entry: Record | Bad) -> bool:
+def _is_text(entry: Record | BadRecord) -> bool:
     return isinstance(entry, Record) and isinstance(entry.value, str) and entry.value != ""
 
 
-def texts_only(entries: Iterable[Record | Bad], field: str) -> Iterator[Record | Bad]:
+def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Record | BadRecord]:
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
-            yield Bad(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
+            yield BadRecord(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
         else:
             yield entry
 
@@ -264,10 +266,10 @@ def serve() -> None:
     try:
         job = TokenizeJob(**json.loads(sys.stdin.readline()))
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = chat_of(job, tokenizer)
+        chat = open_job_chat(job, tokenizer)
         for line in sys.stdin:
             request = json.loads(line)
-            unit = ShardUnit(job, tokenizer, chat, request["unit"], request["shard"], request["items"])
+            unit = UnitTokenizer(job, tokenizer, chat, request["unit"], request["shard"], request["items"])
             unit.run([Span(*span) for span in request["spans"]], lambda size, tokens: answer(at=[size, tokens]))
             answer(done=request["unit"])
     except ConfigError as error:

@@ -24,9 +24,9 @@ OTHER_FILES = (
     *(CHAT_TEMPLATE, "chat_template.json", "*.tiktoken", "tokenization_*.py"),
 )
 """Names of what belongs to a tokenizer and lies beside its tokenizer.json."""
-END_MARKS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """Tried if no tokenizer_config.json names one."""
-PIECE = 1 << 20
+CHUNK = 1 << 20
 """Characters encoded at one time: an encoding takes some hundred bytes per token."""
 
 
@@ -44,7 +44,7 @@ class ByteTokenizer:
     bos, eos, pad = 256, 257, 258
     vocab_size = 259
     identity = "bytes"
-    marks: dict[str, str] = {}
+    special_tokens: dict[str, str] = {}
 
     def files(self) -> dict[str, Path]:
         return {}
@@ -60,7 +60,7 @@ class ByteTokenizer:
         begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
         return EncodedWithOffsets(tokens_T, begin_T, begin_T + 1)
 
-    def mark_before(self, text: str) -> int | None:
+    def leading_special_token(self, text: str) -> int | None:
         return None
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -102,13 +102,13 @@ class JsonTokenizer:
         self.vocab_size = max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
         before, after = self._surrounding_tokens()
         self.bos = self._token_of_setting("bos_token") if self._settings.get("add_bos_token") else before
-        self.eos = self._find_end_mark(after)
-        self.marks = {
-            name: text for name in ("bos_token", "eos_token") if (text := _mark_text(self._settings.get(name)))
+        self.eos = self._find_end_token(after)
+        self.special_tokens = {
+            name: text for name in ("bos_token", "eos_token") if (text := _token_text(self._settings.get(name)))
         }
-        self.marks.setdefault("eos_token", self._plain.id_to_token(self.eos))
+        self.special_tokens.setdefault("eos_token", self._plain.id_to_token(self.eos))
         if self.bos is not None:
-            self.marks.setdefault("bos_token", self._plain.id_to_token(self.bos))
+            self.special_tokens.setdefault("bos_token", self._plain.id_to_token(self.bos))
         digest = hashlib.blake2b(self._source.encode(), digest_size=8).hexdigest()
         self.identity = f"{digest} bos {self.bos} eos {self.eos}"
 
@@ -134,7 +134,7 @@ class JsonTokenizer:
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
-    def mark_before(self, text: str) -> int | None:
+    def leading_special_token(self, text: str) -> int | None:
         """The mark that the text begins with, if it does."""
         ids = self._marking.encode(text, add_special_tokens=False).ids
         added = self._plain.get_added_tokens_decoder()
@@ -152,28 +152,28 @@ class JsonTokenizer:
         return ids[0] if at else None, after[0] if after else None
 
     def _token_of_setting(self, name: str) -> int:
-        text = _mark_text(self._settings.get(name))
+        text = _token_text(self._settings.get(name))
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
             where = self.file.parent / SETTINGS
             raise ConfigError([f"{where}: {name} is {text!r}, which is not a token of {self.file}"])
         return token
 
-    def _find_end_mark(self, after: int | None) -> int:
+    def _find_end_token(self, after: int | None) -> int:
         if self._settings.get("eos_token") is not None:
             return self._token_of_setting("eos_token")
         if after is not None:
             return after
-        end_marks = [token for text in END_MARKS if (token := self._plain.token_to_id(text)) is not None]
-        if len(end_marks) != 1:
-            many = "several tokens that could be it" if end_marks else "no token with a usual name"
+        end_tokens = [token for text in END_TOKENS if (token := self._plain.token_to_id(text)) is not None]
+        if len(end_tokens) != 1:
+            many = "several tokens that could be it" if end_tokens else "no token with a usual name"
             raise ConfigError(
                 [
                     f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} next to "
                     'it that does, such as {"eos_token": "</s>"}'
                 ]
             )
-        return end_marks[0]
+        return end_tokens[0]
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer
@@ -202,7 +202,7 @@ def _settings(file: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _mark_text(mark: Any) -> str | None:
+def _token_text(mark: Any) -> str | None:
     """A mark is written as text, or as an object with its content."""
     return mark.get("content") if isinstance(mark, dict) else mark
 
@@ -210,11 +210,11 @@ def _mark_text(mark: Any) -> str | None:
 def _split_long_text(text: str) -> Iterator[str]:
     """Split after line ends that are followed by text, where no usual pre-tokenizer joins the two sides."""
     at = 0
-    while len(text) - at > PIECE:
-        cut = at + PIECE
+    while len(text) - at > CHUNK:
+        cut = at + CHUNK
         while (cut := text.rfind("\n", at, cut)) > at and text[cut + 1].isspace():
             pass
-        cut = cut + 1 if cut > at else at + PIECE
+        cut = cut + 1 if cut > at else at + CHUNK
         yield text[at:cut]
         at = cut
     yield text[at:]

@@ -11,8 +11,8 @@ from pathlib import Path
 from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.formats import format_option
-from titanmoe.data.read_files import documents, find_files, spans
-from titanmoe.data.reader import Bad, Reader
+from titanmoe.data.read_files import find_files, read_records, split_spans
+from titanmoe.data.record_reader import BadRecord, RecordReader
 from titanmoe.data.tokenize_command import add_format
 from titanmoe.data.tokenize_unit import texts_only
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, FILE, SETTINGS
@@ -97,9 +97,9 @@ def _train(args: argparse.Namespace) -> list[str]:
     def texts() -> Iterator[str]:
         nonlocal characters
         for source in sources:
-            for span in spans(source, source.bytes):
-                for entry in texts_only(documents(Reader(span, args.field)), args.field):
-                    if isinstance(entry, Bad):
+            for span in split_spans(source, source.bytes):
+                for entry in texts_only(read_records(RecordReader(span, args.field)), args.field):
+                    if isinstance(entry, BadRecord):
                         raise ConfigError([entry.why])
                     characters += len(entry.value)
                     yield entry.value

@@ -41,8 +41,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> list[str]:
-    from titanmoe.data.scores import all_scores
-    from titanmoe.data.shards import ShardDocuments, verify
+    from titanmoe.data.token_scores import iterate_scores
+    from titanmoe.data.token_shards import ShardDocuments, verify
 
     documents, problems, last_shown = ShardDocuments(folder), [], time.monotonic()
     for number, (_, shard_problems) in enumerate(verify(folder), 1):
@@ -50,7 +50,7 @@ def _verify(folder: Path) -> list[str]:
         if time.monotonic() - last_shown > EVERY_S:
             last_shown = time.monotonic()
             print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
-    for scores in all_scores(documents):
+    for scores in iterate_scores(documents):
         problems += scores.changed()
     try:
         documents.stored_tokenizer.files()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanmoe.config import ConfigError
-from titanmoe.data.chat import Chat, ChatError
+from titanmoe.data.chat import ChatEncoder, ChatError
 from titanmoe.generate.loop import Prompt
 
 SAYS_SO_EVERY_S = 10
@@ -23,7 +23,7 @@ SAYS_SO_EVERY_S = 10
 class Conversation:
     """What has been said so far, as the chat template writes it."""
 
-    def __init__(self, chat: Chat, system: str | None):
+    def __init__(self, chat: ChatEncoder, system: str | None):
         self.chat = chat
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 

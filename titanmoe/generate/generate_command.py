@@ -17,7 +17,7 @@ from titanmoe.config.allowed_code import add_allow_code
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
-    from titanmoe.data.chat import Chat
+    from titanmoe.data.chat import ChatEncoder
     from titanmoe.data.tokenizer import Tokenizer
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.loop import Generated, Prompt
@@ -117,7 +117,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from titanmoe.data.chat import open_chat
+    from titanmoe.data.chat import open_chat_encoder
     from titanmoe.generate.conversation import Conversation
     from titanmoe.generate.model import chat_template_of, config_to_run, find_model, tokenizer_of
     from titanmoe.train.runtime import start, stop, world_size
@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(trained, world_size(), degrees, args.dtype, args.device)
     _check_vocab_size(tokenizer, trained)
-    chat = open_chat(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
+    chat = open_chat_encoder(chat_template_of(trained, tokenizer), tokenizer) if args.chat else None
     ids = _encode(args, texts, tokenizer, chat)
     if chat and not args.json:
         texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own
@@ -203,7 +203,9 @@ def _begin(tokenizer: Tokenizer) -> list[int]:
     return [] if tokenizer.bos is None else [tokenizer.bos]
 
 
-def _encode(args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: Chat | None) -> list[Prompt]:
+def _encode(
+    args: argparse.Namespace, texts: Sequence[str], tokenizer: Tokenizer, chat: ChatEncoder | None
+) -> list[Prompt]:
     """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
     a chat, as in its training data, and where the user says so."""
     from titanmoe.generate.conversation import Conversation
@@ -229,7 +231,7 @@ class _Speaker:
         self,
         args: argparse.Namespace,
         tokenizer: Tokenizer,
-        chat: Chat | None,
+        chat: ChatEncoder | None,
         trained: TrainedModel,
         config: Any,
         runtime: Any,
@@ -243,7 +245,7 @@ class _Speaker:
         self.runtime, self.first = runtime, runtime.rank == 0
         meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
         model = build(config, meshes, trained, runtime.device)
-        ends = {tokenizer.eos, chat.end_mark()} if chat else {tokenizer.eos}
+        ends = {tokenizer.eos, chat.end_of_turn_token()} if chat else {tokenizer.eos}
         self.generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, ends)
         self.sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
         self.longest = 0

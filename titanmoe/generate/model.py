@@ -19,7 +19,7 @@ from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
 from titanmoe.config import ConfigError
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
-from titanmoe.data.shards import is_shards, read_manifest
+from titanmoe.data.token_shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import model_violations

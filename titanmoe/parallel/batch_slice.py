@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather
-from titanmoe.data.batch import KEPT, Batch
+from titanmoe.data.batch import TEACHER_IDS, Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.mask import Mask, ends, spans
 from titanmoe.parallel.context import Placement
@@ -28,13 +28,13 @@ class Slice(NamedTuple):
     ids_BS: Tensor
     tokens: Tokens
     labels_BS: Tensor
-    further: Mapping[str, Tensor]
+    extra_fields: Mapping[str, Tensor]
     """As in Batch: per position (B, S) or (B, S, K), or per sample (B,)."""
 
     @property
     def kept_BSK(self) -> Tensor | None:
         """Ids whose log p the objective reads besides that of the label."""
-        return self.further.get(KEPT)
+        return self.extra_fields.get(TEACHER_IDS)
 
 
 def mask_of(batch: Batch) -> Mask:
@@ -92,9 +92,9 @@ def take_slice(
         next_BS=over_cp(following) if with_mtp else None,
         later_BS=over_cp(later) if with_mtp else None,
     )
-    further = {name: to_device(x, device) for name, x in batch.further.items()}
-    further = {name: over_cp(x) if x.dim() > 1 else x for name, x in further.items()}
-    return Slice(over_cp(ids), tokens, over_cp(labels), further)
+    extra_fields = {name: to_device(x, device) for name, x in batch.extra_fields.items()}
+    extra_fields = {name: over_cp(x) if x.dim() > 1 else x for name, x in extra_fields.items()}
+    return Slice(over_cp(ids), tokens, over_cp(labels), extra_fields)
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:

@@ -23,8 +23,8 @@ from titanmoe.comm.collectives import local
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
-from titanmoe.data.batch import ANSWER, KEPT, KEPT_LOG_P, PAIRS, REFERENCE, WEIGHT, Batch
-from titanmoe.data.loader import Share
+from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, TEACHER_IDS, TEACHER_LOG_P, WEIGHT, Batch
+from titanmoe.data.loader import BatchLayout
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Lanes
 from titanmoe.fold.rank_groups import axes_of
@@ -71,29 +71,29 @@ class Samples:
     """A stand-in for a run's loader: right shapes, without reading any file. Every position has a token and a label."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
-        self.share = Share(config, data_rank, data_ranks)
+        self.layout = BatchLayout(config, data_rank, data_ranks)
         self.objective = OBJECTIVES.look_up(config.training.objective)
         self.kept, _ = self.objective.kept(config)
-        self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
+        self.global_batch_size, self.microbatches = self.layout.global_batch_size, self.layout.microbatches
 
     def next_step(self) -> list[Batch]:
-        share = self.share
-        shape = share.size, share.seq_len
+        layout = self.layout
+        shape = layout.local_batch_size, layout.seq_len
         ids = torch.zeros(shape, dtype=torch.int64)
         document = position = None
-        if share.separate_documents:
-            length = -(-share.seq_len // DOCUMENTS)
-            place = torch.arange(share.seq_len).expand(shape)
+        if layout.separate_documents:
+            length = -(-layout.seq_len // DOCUMENTS)
+            place = torch.arange(layout.seq_len).expand(shape)
             document, position = place // length, place % length
-        further = {WEIGHT: torch.ones(shape)} if share.with_weights else {}
+        extra_fields = {WEIGHT: torch.ones(shape)} if layout.with_weights else {}
         if self.kept:
-            further |= {KEPT: torch.zeros((*shape, self.kept), dtype=torch.int64)}
-            further |= {KEPT_LOG_P: torch.zeros((*shape, self.kept + 1))}
+            extra_fields |= {TEACHER_IDS: torch.zeros((*shape, self.kept), dtype=torch.int64)}
+            extra_fields |= {TEACHER_LOG_P: torch.zeros((*shape, self.kept + 1))}
         if self.objective.reference:
-            further[REFERENCE] = torch.zeros(shape)
-        if self.objective.answers > 1:
-            further |= {ANSWER: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
-        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, further=further)
+            extra_fields[REFERENCE] = torch.zeros(shape)
+        if self.objective.completions_per_prompt > 1:
+            extra_fields |= {COMPLETION: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position, extra_fields=extra_fields)
         return [batch] * self.microbatches
 
     def peek(self) -> list[Batch]:

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from titanmoe.checkpoint.state import about_run, persistent_buffers
 from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
-from titanmoe.data.data_laws import steps_in
+from titanmoe.data.data_constraints import parse_skip_steps
 from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.data.quiz import AnswerSet
+from titanmoe.data.quiz import QuizSet
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
@@ -121,7 +121,7 @@ def build_training(
         set_up_notes["teacher"] = slicer.note
     validation, answers = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
-        set_up_notes |= {f"validation, {row}": line for row, line in validation.samples.mix.lost().items()}
+        set_up_notes |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_notes().items()}
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     clock = Clock(device)
     return Training(
@@ -129,7 +129,7 @@ def build_training(
         slicer=slicer,
         guard=Guard(
             options=config.optimizer,
-            pass_over=steps_in(config.data.skip_steps),
+            pass_over=parse_skip_steps(config.data.skip_steps),
             state=model.state,
             gradients=model.gradients,
             optimizer=model.optimizer,
@@ -269,7 +269,7 @@ def make_evaluations(
     validation = answers = None
     if every := config.validation.interval:
         documents = loader.held_out if config.validation.held_out else ()
-        pairs = OBJECTIVES.look_up(config.training.objective).answers > 1
+        pairs = OBJECTIVES.look_up(config.training.objective).completions_per_prompt > 1
         objective = model.gradients.objective if pairs else CrossEntropy(model.meshes)
         validation = Validation(
             interval=every,
@@ -282,7 +282,7 @@ def make_evaluations(
     if every := config.validation.answers.interval:
         answers = Answers(
             interval=every,
-            questions=AnswerSet(config, data.rank, data.size, loader.mix.tokenizer),
+            questions=QuizSet(config, data.rank, data.size, loader.mix.tokenizer),
             slicer=slicer_for(objective=ChoiceSums(model.meshes)),
             last=last,
             gradients=model.gradients,

@@ -29,7 +29,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
-from titanmoe.data.shards import StoredTokenizer
+from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.train.evaluation import Validation
 from titanmoe.train.learning_rate import LearningRate, changed_rate
 from titanmoe.train.optimizers.optimizer import Optimizer

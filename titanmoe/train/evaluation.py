@@ -23,7 +23,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import ValidationSet
-from titanmoe.data.quiz import CHOICE, AnswerSet, Question
+from titanmoe.data.quiz import CHOICE, Question, QuizSet
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.gradients import Gradients, Slicer
@@ -119,7 +119,7 @@ class ChoiceSums(CrossEntropy):
         """Log-probability of each choice; padding is added to one more entry at the end."""
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        choice_T = piece.further[CHOICE].flatten() % len(self.sums_C)
+        choice_T = piece.extra_fields[CHOICE].flatten() % len(self.sums_C)
         self.sums_C.index_add_(0, choice_T, -scores.loss_BS.flatten().double())
         return scores.loss_BS.new_zeros(())
 
@@ -141,7 +141,7 @@ def judge(question: Question, log_p: np.ndarray) -> dict[str, float]:
 class Answers(Evaluation):
     """Multiple-choice questions, by task. The slicer's objective is ChoiceSums."""
 
-    questions: AnswerSet
+    questions: QuizSet
 
     def after_step(self) -> dict[str, Any]:
         """Return the mean of each metric by task, and the lines for answers.jsonl, if due; else {}.

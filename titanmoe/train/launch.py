@@ -78,9 +78,9 @@ def _steps(config: Config, record: dict[str, Any]) -> int:
         config: the config.
         record: of the checkpoint that the run resumes from; {} if there is none.
     """
-    from titanmoe.data.sources import steps_of_epochs
+    from titanmoe.data.sources import count_steps_of_epochs
 
-    steps = steps_of_epochs(config, record.get("step", 0), record.get("loader", {}).get("consumed", 0))
+    steps = count_steps_of_epochs(config, record.get("step", 0), record.get("loader", {}).get("consumed", 0))
     if late := [step for step in config.profile.steps if step > steps]:
         raise ConfigError(
             [

@@ -2,7 +2,7 @@
 
 Two uses: the reference model of a DPO run, which is the model that the run begins from or the weights under its
 adapters, and the teacher of another run (`titanmoe score`). Stored are the log-probability of every label, or the top-k
-ids and their log-probabilities (titanmoe.data.scores). Sequences are those of a run's first epoch, batched as the run
+ids and their log-probabilities (data.token_scores). Sequences are those of a run's first epoch, batched as the run
 does, so that its first step finds bitwise equal numbers; then those of the validation set.
 
 Shapes: G samples of a step over all data ranks, N of one data rank, M microbatches, B samples of a microbatch, S
@@ -30,12 +30,12 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.balanced_work import DocumentWork
 from titanmoe.data.batch import Batch
-from titanmoe.data.documents import whole_of
-from titanmoe.data.loader import Share, StepPlans, ValidationSet
-from titanmoe.data.mix import Mix, Sample
-from titanmoe.data.scores import DTYPES, SCORES, Classes, ScoreWriter, scores_of
-from titanmoe.data.shards import ShardDocuments
-from titanmoe.data.sources import training_sources
+from titanmoe.data.documents import stored_documents
+from titanmoe.data.loader import BatchLayout, StepPlans, ValidationSet
+from titanmoe.data.source_mix import Sample, SourceMix
+from titanmoe.data.sources import open_training_sources
+from titanmoe.data.token_scores import DTYPES, SCORES, ScoreWriter, TopK, find_scores
+from titanmoe.data.token_shards import ShardDocuments
 from titanmoe.models.lora import without_adapters
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.tensors import stored_name
@@ -99,7 +99,7 @@ class Reference:
         loader, validation = self.training.loader, self.training.validation
         mixes = [loader.mix, *([validation.samples.mix] if validation else [])]
         parts = [source.packer for mix in mixes for source in mix.sources]
-        documents = [whole_of(packer.documents) for packer in parts if hasattr(packer, "documents")]
+        documents = [stored_documents(packer.documents) for packer in parts if hasattr(packer, "documents")]
         if len(documents) < len(parts) or not all(isinstance(one, ShardDocuments) for one in documents):
             fix = 'set data.source = "files", and name some in data.paths'
             raise ConfigError([f"scores are kept beside the data, and this run has none in files: {fix}"])
@@ -115,12 +115,12 @@ class Reference:
             problems: list[str] = []
             for documents in sources:
                 try:
-                    documents.stored_scores = scores_of(documents, model, self.config.training.seq_len)
+                    documents.stored_reference_scores = find_scores(documents, model, self.config.training.seq_len)
                 except ConfigError as error:
                     problems += error.problems
             if problems:
                 raise ConfigError([*dict.fromkeys(problems)])
-            return all(documents.stored_scores for documents in sources)
+            return all(documents.stored_reference_scores for documents in sources)
 
         complete = raise_on_all_ranks(self.group, mine)
         return all(on_all_ranks(self.group, lambda: complete))
@@ -146,10 +146,10 @@ def _count_classes(reference: Reference) -> dict[str, str]:
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
         raise ConfigError(["--top is of a whole model: merge its adapters (titanmoe convert), and score that one"])
-    classes, model = Classes(options.top, options.temperature, config.model.vocab_size), reference.digest()
+    classes, model = TopK(options.top, options.temperature, config.model.vocab_size), reference.digest()
     name, sources = classes.name(model), reference.sources()
     there = raise_on_all_ranks(
-        reference.group, lambda: all(scores_of(one, name, config.training.seq_len) for one in sources)
+        reference.group, lambda: all(find_scores(one, name, config.training.seq_len) for one in sources)
     )
     if not all(on_all_ranks(reference.group, lambda: there)):
         count_scores(config, training, model, classes)
@@ -160,7 +160,7 @@ EVERY_S = 30
 """Seconds between two lines on progress."""
 
 
-def count_scores(config: Config, training: Training, model: str, classes: Classes | None = None) -> None:
+def count_scores(config: Config, training: Training, model: str, classes: TopK | None = None) -> None:
     """Compute the log-probabilities of all data of the run and write them beside its shards, by one rank per machine.
 
     Collective over the world.
@@ -206,8 +206,8 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
         if sample is None:
             continue
         documents, first = step.mix.sources[sample.source].packer.documents, 0
-        writer = writers[whole_of(documents).folder]
-        for start, pairs in zip(sample.pieces.start_P.tolist(), sample.pieces.pairs_P.tolist(), strict=True):
+        writer = writers[stored_documents(documents).folder]
+        for start, pairs in zip(sample.segments.start_G.tolist(), sample.segments.pairs_G.tolist(), strict=True):
             for begin, end in documents.ranges(start + 1, start + 1 + pairs):
                 writer.put(begin, score_L[first : first + end - begin])
                 first += end - begin
@@ -226,7 +226,7 @@ def _records(numbers_GLR: np.ndarray, dtype: np.dtype) -> np.ndarray:
 class ScoringStep(NamedTuple):
     """Batch of one forward pass whose log-probabilities are stored."""
 
-    mix: Mix
+    mix: SourceMix
     samples: list[Sample | None]
     """Samples of all data ranks; None for padding."""
     batches: list[Batch]
@@ -243,8 +243,8 @@ class ScoringSteps:
         one_epoch = replace(
             config, training=replace(config.training, epochs=1), validation=replace(validation, steps=0)
         )
-        self.share = Share(one_epoch, meshes.data.rank, meshes.data.size)
-        self.mix, held_out = training_sources(one_epoch)
+        self.layout = BatchLayout(one_epoch, meshes.data.rank, meshes.data.size)
+        self.mix, held_out = open_training_sources(one_epoch)
         self.work = DocumentWork(config.model) if config.data.balance_work else None
         self.rest = None
         if validation.interval or any(map(len, held_out)):
@@ -261,28 +261,28 @@ class ScoringSteps:
     def documents(self) -> list[ShardDocuments]:
         """Folders of token shards that the batches come from."""
         sources = [source for mix in (self.mix, self.rest and self.rest.mix) if mix for source in mix.sources]
-        stored = [whole_of(source.packer.documents) for source in sources]
+        stored = [stored_documents(source.packer.documents) for source in sources]
         return list({documents.folder: documents for documents in stored}.values())
 
     def __iter__(self) -> Iterator[ScoringStep]:
-        consumed, size = 0, self.share.global_batch_size
-        plans = StepPlans(self.mix, self.share, self.work, 0, self.mix.state)
-        while consumed < self.mix.epochs_to_take.total:
+        consumed, size = 0, self.layout.global_batch_size
+        plans = StepPlans(self.mix, self.layout, self.work, 0, self.mix.state)
+        while consumed < self.mix.epoch_order.total:
             samples = self.mix.take(consumed, size)
             consumed = self.mix.after(consumed, size)
             yield self._step(plans, samples)
         if self.rest:
-            plans = StepPlans(self.rest.mix, self.share, None, 0, self.rest.mix.state)
+            plans = StepPlans(self.rest.mix, self.layout, None, 0, self.rest.mix.state)
             for samples in self.rest.steps_of_samples():
                 yield self._step(plans, samples)
 
     def _step(self, plans: StepPlans, samples: list[Sample | None]) -> ScoringStep:
-        own, number_N = plans.own(samples)
-        batches = self.share.read(plans.mix, own, number_N).chunk(self.share.microbatches)
-        return ScoringStep(plans.mix, samples, batches, self.share.round_robin_N if number_N is None else number_N)
+        own, number_N = plans.samples_of_rank(samples)
+        batches = self.layout.read(plans.mix, own, number_N).chunk(self.layout.microbatches)
+        return ScoringStep(plans.mix, samples, batches, self.layout.round_robin_N if number_N is None else number_N)
 
 
-def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: Classes | None) -> np.ndarray:
+def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: TopK | None) -> np.ndarray:
     """Run a step forward and return its numbers, of shape (G, L, R), on every rank. Collective over the world."""
     gradients, meshes, device = training.gradients, training.meshes, training.device
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]

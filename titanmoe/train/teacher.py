@@ -21,7 +21,7 @@ from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.whole_model import fill
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import KEPT, KEPT_LOG_P, Batch
+from titanmoe.data.batch import TEACHER_IDS, TEACHER_LOG_P, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
@@ -50,14 +50,14 @@ class Kept(CrossEntropy):
 
     def __call__(self, scores_NBS: Tensor, piece: Slice) -> Tensor:
         ids_KBS, log_p_CBS = scores_NBS.split((self.top, self.top + 1))
-        kept = {KEPT: ids_KBS.long(), KEPT_LOG_P: log_p_CBS}
+        kept = {TEACHER_IDS: ids_KBS.long(), TEACHER_LOG_P: log_p_CBS}
         self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in kept.items()}
         return scores_NBS.new_zeros(())
 
     def added_to(self, slices: list[Slice]) -> list[Slice]:
         """Return the slices with the stored ids and log-probabilities in `further`, and forget these."""
         of_slice, self.of_slice = self.of_slice, {}
-        return [piece._replace(further={**piece.further, **of_slice.get(id(piece), {})}) for piece in slices]
+        return [piece._replace(extra_fields={**piece.extra_fields, **of_slice.get(id(piece), {})}) for piece in slices]
 
 
 class TeachingSlicer(Slicer):

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from titanmoe import observe
-from titanmoe.data.mix import LOST
+from titanmoe.data.source_mix import TRUNCATION_ROWS
 from titanmoe.moe.balance import move_biases
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
@@ -57,7 +57,7 @@ class Trainer:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)
             if training.metrics.writes:
-                for line in (line for row, line in notes.items() if row.endswith((*LOST, "context"))):
+                for line in (line for row, line in notes.items() if row.endswith((*TRUNCATION_ROWS, "context"))):
                     training.metrics.event(self.step, "data", line)
             for observer in (checks, *((training.metrics, training.clock) if training.metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))

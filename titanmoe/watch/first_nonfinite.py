@@ -26,7 +26,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Compile, Data, Model
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
-from titanmoe.data.shards import is_shards
+from titanmoe.data.token_shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.observe import Observer, listening
 from titanmoe.train.gradients import Gradients, StepWork, Sums

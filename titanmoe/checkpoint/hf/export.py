@@ -20,7 +20,7 @@ from titanmoe.checkpoint.hf.files import Tensors, config_and_tokenizer_files, in
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
 from titanmoe.checkpoint.hf.merge import Whole, open_whole
 from titanmoe.config.load import ConfigError
-from titanmoe.data.chat import open_chat
+from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.tokenizer import FILE, open_tokenizer
 
 GENERATION = "generation_config.json"
@@ -141,5 +141,5 @@ def end_marks(files: Mapping[str, Path], vocab_size: int) -> list[int]:
         return []
     marks = [tokenizer.eos]
     with suppress(ConfigError):  # it has no template, or one that cannot be used
-        marks.append(open_chat("", tokenizer).end_mark())
+        marks.append(open_chat_encoder("", tokenizer).end_of_turn_token())
     return [mark for mark in dict.fromkeys(marks) if mark is not None and mark < vocab_size]

@@ -17,11 +17,11 @@ class Auto(FormatSpec):
     help = "auto: by extension."
 
     def file_format(self, extension: str) -> str:
-        return format_of(extension)
+        return format_of_extension(extension)
 
 
 class TokenShards(FormatSpec):
-    """What `titanmoe tokenize` makes (titanmoe.data.shards)."""
+    """What `titanmoe tokenize` makes (titanmoe.data.token_shards)."""
 
     help = "tokens: token shards alone."
     tokenized = True
@@ -43,7 +43,7 @@ FORMATS = ComponentKind(
 
 
 @cache
-def format_of(extension: str) -> str:
+def format_of_extension(extension: str) -> str:
     """The name of the format that files with this extension have under `auto`."""
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
@@ -53,10 +53,14 @@ def format_of(extension: str) -> str:
     return next(fits, "text")
 
 
-def answers_in(path: str, config: Config) -> int:
+def completions_in(path: str, config: Config) -> int:
     """2 if what data.paths calls so are pairs of answers, as far as its name and a manifest tell."""
     try:
-        return manifest_of(path).get("answers", 1) if manifest_of(path) else FORMATS.look_up(config.data.format).answers
+        return (
+            manifest_of(path).get("answers", 1)
+            if manifest_of(path)
+            else FORMATS.look_up(config.data.format).completions_per_prompt
+        )
     except ComponentError:  # reported as such
         return 1
 
@@ -68,6 +72,6 @@ def format_option(conversations: bool) -> ComponentKind:
     for name in FORMATS.table:
         with suppress(ComponentError):  # reported if the user names this format
             format = FORMATS.look_up(name)
-            if format.tokenized or ((format.conversations or format.answers > 1) and not conversations):
+            if format.tokenized or ((format.conversations or format.completions_per_prompt > 1) and not conversations):
                 del table[name]
     return ComponentKind("--format", table, FormatSpec)

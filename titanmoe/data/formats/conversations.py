@@ -10,9 +10,9 @@ class Conversations(FormatSpec):
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
     conversations = True
-    beside = ("tools",)
+    optional_fields = ("tools",)
 
-    def takes(self, extension: str) -> bool:
+    def accepts(self, extension: str) -> bool:
         return extension in (*jsonl.FORMAT.extensions, *parquet.FORMAT.extensions)
 
     def file_format(self, extension: str) -> str:
@@ -25,8 +25,8 @@ class Preferences(Conversations):
     help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected answer, text or messages, for dpo."
     field = "chosen"
     conversations = False
-    beside = ()
-    answers = 2
+    optional_fields = ()
+    completions_per_prompt = 2
 
 
 CHAT, PREFERENCE = Conversations(), Preferences()

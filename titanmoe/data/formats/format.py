@@ -11,7 +11,7 @@ from titanmoe.config.component_kinds import Spec
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
-from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span
+from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span
 
 
 class FormatSpec(Spec):
@@ -27,9 +27,9 @@ class FormatSpec(Spec):
     conversations = False
     """Whether a record's value is the messages of a chat, which a template makes into text, with loss only on what the
     assistant said. `auto` chooses no such format."""
-    beside: tuple[str, ...] = ()
+    optional_fields: tuple[str, ...] = ()
     """Fields of a record that are read beside `field`, where there are any; its value is then all of them by name."""
-    answers = 1
+    completions_per_prompt = 1
     """2: a record is a pair of answers, and its value the whole record (titanmoe.data.preferences)."""
     tokenized = False
     """Whether its files are token shards, which are used as they are."""
@@ -37,20 +37,20 @@ class FormatSpec(Spec):
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Conversations stay whole and apart."""
         is_chat = values["data.source"] == "files" and (
-            self.conversations or self.answers > 1 or any(map(_has_chats, values["data.paths"]))
+            self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))
         )
         return {"data.packing": "best_fit"} if is_chat else {}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         data = config.data
-        if data.chat_template and not (self.conversations or self.answers > 1):
+        if data.chat_template and not (self.conversations or self.completions_per_prompt > 1):
             yield Violation(
                 ("data.chat_template", "data.format"),
                 f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads '
                 'none: set format = "chat", or chat_template = ""',
             )
 
-    def takes(self, extension: str) -> bool:
+    def accepts(self, extension: str) -> bool:
         """Whether files of a folder with this extension are read: data sets come with README files and the like."""
         return not self.extensions or extension in self.extensions
 
@@ -72,13 +72,13 @@ class Format(FormatSpec):
     """A format that reads files."""
 
     @abstractmethod
-    def read(self, reader: Reader) -> Iterator[Record | Bad]:
-        """The documents of a span, in order, and a `Bad` for whatever is not one."""
+    def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
+        """The documents of a span, in order, and a `BadRecord` for whatever is not one."""
         raise NotImplementedError
 
 
 def _has_chats(path: str) -> bool:
-    """Whether it is a folder of token shards that say which tokens count (titanmoe.data.shards)."""
+    """Whether it is a folder of token shards that say which tokens count (titanmoe.data.token_shards)."""
     return manifest_of(path).get("counted") is not None
 
 

@@ -7,9 +7,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from titanmoe.data.formats.format import Format
-from titanmoe.data.reader import MIB, Bad, Reader, Record, decode, json_type_name, no_field
+from titanmoe.data.record_reader import (
+    MIB,
+    BadRecord,
+    Record,
+    RecordReader,
+    decode_line,
+    describe_missing_field,
+    json_type_name,
+)
 
-MOST_VALUES = 4_000_000
+MAX_VALUES = 4_000_000
 """The limit for one line: a parsed value takes up to 100 bytes, however short it was in the file."""
 
 
@@ -18,42 +26,44 @@ class Jsonl(Format):
     extensions = (".jsonl", ".ndjson", ".json")
     by_line = True
 
-    def read(self, reader: Reader) -> Iterator[Record | Bad]:
+    def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
         for where, line in reader.lines():
             if not line.isspace():
-                yield _record(line, where, reader.field, reader.further, reader.beside)
+                yield _record(line, where, reader.field, reader.any_of_fields, reader.optional_fields)
 
 
 FORMAT = Jsonl()
 
 
 def _record(
-    line: bytes, where: Callable[[], str], field: str, further: tuple[str, ...], beside: tuple[str, ...]
-) -> Record | Bad:
-    text = decode(line, where)
-    if isinstance(text, Bad):
+    line: bytes, where: Callable[[], str], field: str, any_of_fields: tuple[str, ...], optional_fields: tuple[str, ...]
+) -> Record | BadRecord:
+    text = decode_line(line, where)
+    if isinstance(text, BadRecord):
         return text
     try:
-        if len(line) > MOST_VALUES and _count_values(line) > MOST_VALUES:
-            return Bad(f"{where()}: has more than {MOST_VALUES:,} values, the limit for a line")
+        if len(line) > MAX_VALUES and _count_values(line) > MAX_VALUES:
+            return BadRecord(f"{where()}: has more than {MAX_VALUES:,} values, the limit for a line")
         record = json.loads(text)
     except ValueError as error:
         reason = getattr(error, "msg", str(error))
-        return Bad(f"{where()}: is not JSON ({reason}): JSONL has one whole object per line")
+        return BadRecord(f"{where()}: is not JSON ({reason}): JSONL has one whole object per line")
     except RecursionError:
-        return Bad(_too_deep(where()))
+        return BadRecord(_too_deep(where()))
     if not isinstance(record, dict):
-        return Bad(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
-    if field not in record and not further:
-        return Bad(no_field(where(), field, list(record)))
-    names = (field, *further, *beside) if further or beside else ()
+        return BadRecord(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
+    if field not in record and not any_of_fields:
+        return BadRecord(describe_missing_field(where(), field, list(record)))
+    names = (field, *any_of_fields, *optional_fields) if any_of_fields or optional_fields else ()
     value = {name: record[name] for name in names if name in record} if names else record[field]
     try:
         has_surrogate = "\\u" in text and _has_surrogate(value)
     except RecursionError:
-        return Bad(_too_deep(where()))
+        return BadRecord(_too_deep(where()))
     if has_surrogate:
-        return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
+        return BadRecord(
+            f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character"
+        )
     return Record(where, value)
 
 
@@ -62,14 +72,14 @@ def _too_deep(where: str) -> str:
 
 
 def _count_values(line: bytes) -> int:
-    """About how many values the line has, by its commas and brackets; or more than MOST_VALUES."""
+    """About how many values the line has, by its commas and brackets; or more than MAX_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
         parts = plain[start : start + MIB].split(b'"')
         for part in parts[inside::2]:
             values += 1 + part.count(b",") + part.count(b"[") + part.count(b"{")
         inside ^= len(parts) % 2 == 0
-        if values > MOST_VALUES:
+        if values > MAX_VALUES:
             break
     return values
 

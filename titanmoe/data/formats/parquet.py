@@ -8,12 +8,12 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.data.formats.format import Format
-from titanmoe.data.reader import Bad, InputFile, Reader, Record, Span, no_field
+from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span, describe_missing_field
 from titanmoe.data.remote import is_url, open_url
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """The limit of rows in memory at one time."""
-MOST_RATIO = 256
+MAX_RATIO = 256
 """The limit of uncompressed to compressed bytes for a large row group; text has 3 to 20."""
 
 
@@ -34,13 +34,13 @@ class Parquet(Format):
             yield source.span(start, stop, int(size_bytes * scale))
             start = stop
 
-    def read(self, reader: Reader) -> Iterator[Record | Bad]:
+    def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
         span, field = reader.span, reader.field
         file = _open(span.file)
         names = file.schema_arrow.names
-        if field not in names and not reader.further:
-            raise ConfigError([no_field(span.file, field, names)])
-        columns = [name for name in names if name in (field, *reader.further, *reader.beside)]
+        if field not in names and not reader.any_of_fields:
+            raise ConfigError([describe_missing_field(span.file, field, names)])
+        columns = [name for name in names if name in (field, *reader.any_of_fields, *reader.optional_fields)]
         rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
         row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
         for group in range(span.start, span.stop):
@@ -53,7 +53,7 @@ class Parquet(Format):
                     if batch.nbytes > reader.most and batch.slice(n, 1).nbytes > reader.most:
                         raise reader.too_long(where(), " and ".join(map(repr, columns)))
                     row = {name: batch.column(name)[n].as_py() for name in columns}
-                    yield Record(where, row if reader.further or reader.beside else row[field])
+                    yield Record(where, row if reader.any_of_fields or reader.optional_fields else row[field])
 
 
 FORMAT = Parquet()
@@ -67,7 +67,7 @@ def _open(file: str) -> Any:
     return pyarrow.parquet.ParquetFile(open_url(file) if is_url(file) else file)
 
 
-def _rows_at_once(reader: Reader, file: Any, group: int, columns: list[str]) -> int:
+def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
     """How many rows to read at once: few enough even if each were as long as the whole row group, because a dictionary
     can make many long rows from one."""
     row_group = file.metadata.row_group(group)
@@ -75,9 +75,9 @@ def _rows_at_once(reader: Reader, file: Any, group: int, columns: list[str]) -> 
     parts = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
     uncompressed = sum(part.total_uncompressed_size for part in parts)
     compressed = sum(part.total_compressed_size for part in parts)
-    if uncompressed > reader.most and uncompressed > MOST_RATIO * compressed:
+    if uncompressed > reader.most and uncompressed > MAX_RATIO * compressed:
         raise reader.too_long(
             f"{reader.span.file}: row group {group + 1}",
-            f"{reader.field!r}, {compressed:,} bytes packed {MOST_RATIO} to 1,",
+            f"{reader.field!r}, {compressed:,} bytes packed {MAX_RATIO} to 1,",
         )
-    return max(1, min(MOST_ROWS, 2 * reader.most // max(1, uncompressed)))
+    return max(1, min(MAX_ROWS, 2 * reader.most // max(1, uncompressed)))

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from titanmoe.data.formats.format import Format
-from titanmoe.data.reader import Bad, Reader, Record
+from titanmoe.data.record_reader import BadRecord, Record, RecordReader
 
 
 class Text(Format):
     help = "text: a file is a document."
 
-    def read(self, reader: Reader) -> Iterator[Record | Bad]:
-        data, file = reader.whole(), reader.span.file
+    def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
+        data, file = reader.read_all(), reader.span.file
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
-            yield Bad(f"{file}:{line}: byte {error.start} is not UTF-8 ({error.reason})")
+            yield BadRecord(f"{file}:{line}: byte {error.start} is not UTF-8 ({error.reason})")
         else:
             if text:
                 yield Record(lambda: file, text)

@@ -25,7 +25,7 @@ class WeightedCrossEntropy(Objective):
     """Mean cross-entropy over all labels, weighted by the data's label weights."""
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        return (scores.loss_BS * piece.further[WEIGHT]).sum()
+        return (scores.loss_BS * piece.extra_fields[WEIGHT]).sum()
 
     def count(self, batch: Batch) -> Tensor:
-        return (batch.further[WEIGHT].double() * (batch.labels_BS != IGNORE)).sum()
+        return (batch.extra_fields[WEIGHT].double() * (batch.labels_BS != IGNORE)).sum()

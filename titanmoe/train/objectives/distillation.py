@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from titanmoe.config.schema import Config, Distillation
-from titanmoe.data.batch import KEPT_LOG_P
+from titanmoe.data.batch import TEACHER_LOG_P
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
@@ -34,7 +34,7 @@ class Distilled(CrossEntropy):
         return cls(meshes, config.distillation)
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        log_p_CBS = piece.further[KEPT_LOG_P].movedim(-1, 0)
+        log_p_CBS = piece.extra_fields[TEACHER_LOG_P].movedim(-1, 0)
         # A class that the teacher has nothing in adds nothing, if the model's is empty too: nothing, not 0 * -inf.
         p_CBS = log_p_CBS.exp() * (piece.labels_BS != IGNORE)
         some_CBS = p_CBS > 0

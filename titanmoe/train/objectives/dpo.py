@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import sum_over
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import ANSWER, PAIRS, REFERENCE, Batch
+from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
@@ -40,8 +40,8 @@ class DPO(Objective):
         return cls(meshes, config.dpo.beta)
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        answer_BS, cp = piece.further[ANSWER], self.meshes.cp
-        gain_BS = (-scores.loss_BS - piece.further[REFERENCE]).double().where(piece.labels_BS != IGNORE, 0)
+        answer_BS, cp = piece.extra_fields[COMPLETION], self.meshes.cp
+        gain_BS = (-scores.loss_BS - piece.extra_fields[REFERENCE]).double().where(piece.labels_BS != IGNORE, 0)
         samples, length = answer_BS.shape[0], answer_BS.shape[1] * cp.size
         length += length % 2
         place_BS = answer_BS + length * torch.arange(samples, device=answer_BS.device).unsqueeze(1)
@@ -58,4 +58,4 @@ class DPO(Objective):
         return excess_BP.sum() / cp.size
 
     def count(self, batch: Batch) -> Tensor:
-        return batch.further[PAIRS].sum()
+        return batch.extra_fields[PAIRS].sum()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from titanmoe.config.component_kinds import ComponentKind, Spec
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import DPO, Config
-from titanmoe.data.formats import answers_in
+from titanmoe.data.formats import completions_in
 
 
 class ObjectiveSpec(Spec):
@@ -26,7 +26,7 @@ class ObjectiveSpec(Spec):
     reference = False
     """Whether the objective reads the reference model's log-probability of each label (titanmoe.train.reference)."""
 
-    answers = 1
+    completions_per_prompt = 1
     """Number of completions per sample: 2 for preference pairs, which are then validated by this objective too."""
 
     def kept(self, config: Config) -> tuple[int, float]:
@@ -65,14 +65,14 @@ class ObjectiveSpec(Spec):
         objective, data = config.training.objective, config.data
         sources = [*data.paths, *config.validation.paths] if data.source == "files" else [data.source]
         for path in sources:
-            has_pairs = data.source == "files" and answers_in(path, config) > 1
-            if has_pairs and self.answers == 1:
+            has_pairs = data.source == "files" and completions_in(path, config) > 1
+            if has_pairs and self.completions_per_prompt == 1:
                 yield Violation(
                     ("training.objective", "data.paths"),
                     f"{path!r} has pairs of a chosen and a rejected answer, and training.objective = "
                     f'"{objective}" would learn both alike: set objective = "dpo", or name other data',
                 )
-            elif not has_pairs and self.answers > 1:
+            elif not has_pairs and self.completions_per_prompt > 1:
                 yield Violation(
                     ("training.objective", "data.paths", "data.format"),
                     f'training.objective = "{objective}" learns from pairs of a chosen and a rejected answer, and '
@@ -85,7 +85,7 @@ class DPOSpec(ObjectiveSpec):
     help = "dpo is direct preference optimization on pairs of answers, with dpo.beta."
     implementation = "titanmoe.train.objectives.dpo:DPO"
     reference = True
-    answers = 2
+    completions_per_prompt = 2
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         yield from super().contradictions(config)

@@ -1,7 +1,7 @@
-"""What formats read files by: spans, lines and whole files, decompressed.
+"""Reading of input files in spans: lines or whole files, decompressed, from disk or a URL.
 
-What is wrong with a line or a row is a result (`Bad`), which the caller refuses or counts; what is wrong with a file is
-a ConfigError.
+Formats (titanmoe.data.formats) build on `RecordReader`. A malformed line or row is a result (`BadRecord`), which the
+caller refuses or counts; a malformed file raises a ConfigError.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OTHER_FORMS = {
 """How records of another form are read, by a field that tells the form."""
 
 
-class Bad(NamedTuple):
+class BadRecord(NamedTuple):
     """What is wrong, and with what."""
 
     why: str
@@ -74,7 +74,7 @@ class InputFile:
         return Span(self.file, self.kind, start, stop, bytes)
 
 
-class Reader:
+class RecordReader:
     """What a format reads a span by. `at` is how far into its bytes the reading is.
 
     most_mb: of one document, uncompressed. A longer one ends the reading whatever is done about bad lines, since
@@ -86,16 +86,16 @@ class Reader:
         span: Span,
         field: str,
         most_mb: int = 128,
-        further: tuple[str, ...] = (),
-        beside: tuple[str, ...] = (),
+        any_of_fields: tuple[str, ...] = (),
+        optional_fields: tuple[str, ...] = (),
     ):
-        """further: fields whose values are read too, where there are any; a record's value is then all of them by
-        name, and `field` need not be there. beside: the same, of records that have `field`."""
+        """any_of_fields: fields whose values are read too, where there are any; a record's value is then all of them by
+        name, and `field` need not be there. optional_fields: the same, of records that have `field`."""
         self.span, self.field, self.at, self.empty = span, field, 0, False
-        self.further, self.beside = further, beside
+        self.any_of_fields, self.optional_fields = any_of_fields, optional_fields
         self.most_mb, self.most = most_mb, most_mb * MIB
 
-    def whole(self) -> bytes:
+    def read_all(self) -> bytes:
         """All of a file."""
         with open_decompressed(self.span.file) as (stream, _):
             data = stream.read(self.most + 1)
@@ -147,15 +147,15 @@ def _line_number(file: str, start: int, number: int) -> str:
     return f"{file}:{before + number}"
 
 
-def decode(line: bytes, where: Callable[[], str]) -> str | Bad:
+def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
     """A line's text, without its end."""
     try:
         return line.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
-        return Bad(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
+        return BadRecord(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
 
 
-def no_field(where: str, field: str, names: list[str]) -> str:
+def describe_missing_field(where: str, field: str, names: list[str]) -> str:
     """What is said where a record has other fields than that."""
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
     if "messages" in names and field == "text":

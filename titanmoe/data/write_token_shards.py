@@ -1,6 +1,6 @@
-"""Token shards as they are written: complete files with their checksums, and the tokenizer beside them.
+"""Writing of token shards: each file complete and with its checksums, and the tokenizer beside them.
 
-titanmoe/data/shards.py says what is in the folder.
+titanmoe/data/token_shards.py describes the folder.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from titanmoe.data.shards import BLOCK, TOKENIZER, WEIGHTS, WORK, digest_of
+from titanmoe.data.token_shards import BLOCK, TOKENIZER, WEIGHTS, WORK, digest_file
 
 
 def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """Copies a tokenizer's files into a folder of shards; returns their digests."""
+    """Copy a tokenizer's files into a folder of shards; return their digests by name."""
     home = folder / TOKENIZER
     for name, file in files.items():
         home.mkdir(exist_ok=True)
         shutil.copyfile(file, home / name)
-    return {name: digest_of(home / name) for name in files}
+    return {name: digest_file(home / name) for name in files}
 
 
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
-    """Completely or not at all; what a kill leaves behind is in `scratch`, or next to it."""
+    """Write a JSON file atomically.
+
+    Args:
+        scratch: folder of the temporary file, which a killed process leaves behind; None for the file's own folder.
+    """
     unfinished = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
@@ -38,13 +42,14 @@ def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
 
 
 class BlockSums:
-    """The CRC-32 of every block of a file, as it is written."""
+    """Running CRC-32 of every block of a file that is being written."""
 
     def __init__(self) -> None:
         self._whole: list[int] = []
         self._crc32, self._room = 0, BLOCK
 
     def add(self, data: np.ndarray) -> None:
+        """Append data to the file's checksums."""
         rest = memoryview(data).cast("B") if data.size else memoryview(b"")
         while rest:
             part, rest = rest[: self._room], rest[self._room :]
@@ -55,11 +60,12 @@ class BlockSums:
 
     @property
     def all(self) -> list[int]:
+        """CRC-32 of each block so far, the last of which may be incomplete."""
         return [*self._whole, self._crc32] if self._room < BLOCK else self._whole
 
 
 class ShardWriter:
-    """One shard. Its files appear in `folder` once they are complete."""
+    """Writer of one shard. Its files appear in `folder` when `close` has completed them."""
 
     FLUSH = 1 << 20
 
@@ -74,7 +80,11 @@ class ShardWriter:
         self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._parts}
 
     def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """A document. weights: how much each token counts as a label, where not all count alike."""
+        """Append a document.
+
+        Args:
+            weights: weight of each token as a label; None if all tokens count alike.
+        """
         self._parts["tokens"].append(tokens)
         if weights is not None:
             self._parts["counted"].append(weights > 0)
@@ -88,7 +98,7 @@ class ShardWriter:
             self._flush()
 
     def close(self) -> dict[str, Any]:
-        """What the manifest says of it."""
+        """Complete the files, sync them to disk and give them their names; return the shard's entry in the manifest."""
         self._flush()
         starts = np.array(self._ends, "<u8")
         self._sums["starts"] = BlockSums()

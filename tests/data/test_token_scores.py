@@ -17,10 +17,19 @@ from tests.data.shard_folders import make
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import pack
-from titanmoe.data.batch import KEPT_LOG_P
-from titanmoe.data.held_out import split
-from titanmoe.data.scores import EXTENSION, LOCK, SCORES, SUMS, Classes, ScoreWriter, classes_of, scores_of
-from titanmoe.data.shards import MANIFEST, ShardDocuments
+from titanmoe.data.batch import TEACHER_LOG_P
+from titanmoe.data.held_out import split_held_out
+from titanmoe.data.token_scores import (
+    EXTENSION,
+    LOCK,
+    SCORES,
+    SUMS,
+    ScoreWriter,
+    TopK,
+    find_scores,
+    open_teacher_scores,
+)
+from titanmoe.data.token_shards import MANIFEST, ShardDocuments
 
 MODEL = "0123456789abcdef"
 
@@ -32,7 +41,7 @@ def documents(tmp_path: Path) -> ShardDocuments:
 
 def written(documents: ShardDocuments, seq_len: int = 8) -> Path:
     writer = ScoreWriter(documents, MODEL, seq_len, "float64")
-    assert scores_of(documents, MODEL, seq_len) is None  # until it is complete
+    assert find_scores(documents, MODEL, seq_len) is None  # until it is complete
     writer.put(3, np.arange(3, 7) / 3)
     writer.close()
     assert [file.name for file in (documents.folder / SCORES).iterdir()] == [MODEL]
@@ -41,22 +50,22 @@ def written(documents: ShardDocuments, seq_len: int = 8) -> Path:
 
 def test_they_are_read_as_written_over_all_shards_and_in_a_part(documents: ShardDocuments) -> None:
     written(documents)
-    assert documents.scores(0, 9) is None
-    documents.stored_scores = scores_of(documents, MODEL, 8)
-    whole = documents.scores(0, 9)
+    assert documents.reference_scores(0, 9) is None
+    documents.stored_reference_scores = find_scores(documents, MODEL, 8)
+    whole = documents.reference_scores(0, 9)
     np.testing.assert_array_equal(whole, [np.nan] * 3 + [1, 4 / 3, 5 / 3, 2] + [np.nan] * 2)
-    rest, held_out = split(documents, 2, 1)
-    np.testing.assert_array_equal(held_out.scores(0, 2), whole[3:5])
-    np.testing.assert_array_equal(rest.scores(2, 5), whole[[2, 5, 6]])
+    rest, held_out = split_held_out(documents, 2, 1)
+    np.testing.assert_array_equal(held_out.reference_scores(0, 2), whole[3:5])
+    np.testing.assert_array_equal(rest.reference_scores(2, 5), whole[[2, 5, 6]])
     assert rest.ranges(2, 5) == [(2, 3), (5, 7)]
 
 
 def test_they_are_of_a_model_and_of_sequences_at_least_that_long(documents: ShardDocuments) -> None:
     written(documents)
-    assert scores_of(documents, MODEL, 4) is not None
-    assert scores_of(documents, MODEL, 9) is None and scores_of(documents, "0" * 16, 8) is None
+    assert find_scores(documents, MODEL, 4) is not None
+    assert find_scores(documents, MODEL, 9) is None and find_scores(documents, "0" * 16, 8) is None
     written(documents, 9)
-    assert scores_of(documents, MODEL, 9) is not None
+    assert find_scores(documents, MODEL, 9) is not None
 
 
 def test_whatever_else_they_are_is_refused(documents: ShardDocuments, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +78,7 @@ def test_whatever_else_they_are_is_refused(documents: ShardDocuments, capsys: py
     assert f"{file} has changed since it was written: remove {folder}" in capsys.readouterr().err
     file.write_bytes(whole[:-1])
     with pytest.raises(ConfigError, match="is missing or was truncated: remove "):
-        scores_of(documents, MODEL, 8)
+        find_scores(documents, MODEL, 8)
     for change, says in (
         ({"shards": "tokens:other"}, "has scores of other shards .tokens:other, and "),
         ({"format": "another"}, "is no manifest of scores"),
@@ -77,7 +86,7 @@ def test_whatever_else_they_are_is_refused(documents: ShardDocuments, capsys: py
     ):
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
         with pytest.raises(ConfigError, match=says):
-            scores_of(documents, MODEL, 8)
+            find_scores(documents, MODEL, 8)
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": "titanmoe scores"}))
 
 
@@ -88,7 +97,7 @@ def test_a_changed_bit_is_found_when_it_is_first_read(tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[70_000] ^= 4  # in the second of three blocks of 64 KiB
     file.write_bytes(data)
-    scores = scores_of(documents, MODEL, 8)
+    scores = find_scores(documents, MODEL, 8)
     assert scores.read(0, 100).shape == scores.read(19_000, 20_100)[:100].shape
     text = rf"{file} has changed since it was written, between bytes 65,536 and 131,072: remove {folder}, and the"
     for _ in range(2):
@@ -96,7 +105,7 @@ def test_a_changed_bit_is_found_when_it_is_first_read(tmp_path: Path) -> None:
             scores.read(8_000, 9_000)
     (folder / f"00000-000.{SUMS}").write_bytes(bytes(12))
     with pytest.raises(ConfigError, match=rf"00000-000.{SUMS} has changed since it was written"):
-        scores_of(documents, MODEL, 8).read(0, 1)
+        find_scores(documents, MODEL, 8).read(0, 1)
 
 
 @pytest.mark.parametrize("how", ["sums", "no sums, as in folders made before"])
@@ -108,29 +117,29 @@ def test_zeroed_scores_are_refused(how: str, documents: ShardDocuments) -> None:
         for sums in folder.glob(f"*.{SUMS}"):
             sums.unlink()
         manifest.write_text(json.dumps({k: v for k, v in json.loads(manifest.read_text()).items() if k != SUMS}))
-    scores = scores_of(documents, MODEL, 8)
+    scores = find_scores(documents, MODEL, 8)
     np.testing.assert_array_equal(scores.read(3, 5), [1, 4 / 3])  # of another shard
     with pytest.raises(ConfigError, match=rf"{file} has changed since it was written, between bytes 0 and 32"):
         scores.read(4, 6)
 
 
 def test_records_are_checked_too(documents: ShardDocuments) -> None:
-    classes = Classes(2, 1.0, 16)
+    classes = TopK(2, 1.0, 16)
     writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
     writer.close()
     name = classes.name(MODEL)
-    assert len(classes_of(documents, name, classes, 8).read(0, 9)) == 9
+    assert len(open_teacher_scores(documents, name, classes, 8).read(0, 9)) == 9
     file = documents.folder / SCORES / name / f"00000-000.{EXTENSION}"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(ConfigError, match="has changed since it was written"):
-        classes_of(documents, name, classes, 8).read(0, 9)
+        open_teacher_scores(documents, name, classes, 8).read(0, 9)
 
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from titanmoe.data.scores import ScoreWriter
-from titanmoe.data.shards import ShardDocuments
+from titanmoe.data.token_scores import ScoreWriter
+from titanmoe.data.token_shards import ShardDocuments
 ScoreWriter(ShardDocuments(Path(sys.argv[1])), sys.argv[2], 8, "float64")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -186,12 +195,12 @@ def test_all_is_on_the_disk_before_the_folder_has_its_name(
 
 def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocuments) -> None:
     """The file has NaN as log-probabilities of such labels, and a batch gives no class of them any probability."""
-    classes = Classes(2, 1.0, 16)
+    classes = TopK(2, 1.0, 16)
     writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
     writer.put(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))
     writer.close()
-    documents.kept_scores = classes_of(documents, classes.name(MODEL), classes, 8)
-    assert np.isnan(documents.kept(3, 9)["log_p"]).all()
-    out = pack.empty(1, 8, False, pack.further_of(documents))
+    documents.stored_teacher_scores = open_teacher_scores(documents, classes.name(MODEL), classes, 8)
+    assert np.isnan(documents.teacher_scores(3, 9)["log_p"]).all()
+    out = pack.empty_arrays(1, 8, False, pack.extra_field_specs(documents))
     pack._fill_labels(documents, 0, 9, out, 0, slice(0, 8))
-    np.testing.assert_array_equal(out.further[KEPT_LOG_P][0], [[-1, -2, -3]] * 2 + [[-np.inf] * 3] * 6)
+    np.testing.assert_array_equal(out.extra_fields[TEACHER_LOG_P][0], [[-1, -2, -3]] * 2 + [[-np.inf] * 3] * 6)

@@ -1,39 +1,40 @@
-"""Pairs of answers to sequences: both answers of a pair, each after the prompt as a document of its own, lie in one.
+"""Packing of preference pairs: both completions of a pair, each after its prompt, lie in the same sequence.
 
-With data.share_prefixes what both begin with, up to the first label of either, is there once, and both go on from it
-(titanmoe.mask). The last token of the prompt predicts the first one of each answer, so it is there for each.
+With data.share_prefixes the common beginning of both, up to the first label of either, is stored once and both continue
+from it (titanmoe.mask). The last token of the prompt predicts the first token of each completion, so it is stored for
+each.
 
-Where a pair does not fit, the longer answers are cut at their ends. It is left out if that leaves nothing of an answer,
-as where the prompt is too long, or nothing in which the two differ.
+Where a pair does not fit, the longer completion is truncated. The pair is left out if nothing of a completion remains,
+as when the prompt is too long, or nothing in which both differ.
 
-Shapes: P prompts, 2 their answers; X two, or three where prompts are shared and come first.
+Shapes: P pairs, 2 their completions; X segments of a pair: two, or three where prefixes are shared and come first.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from titanmoe.data.batch import ANSWER, PAIRS
+from titanmoe.data.batch import COMPLETION, PAIRS
 from titanmoe.data.documents import Documents
-from titanmoe.data.pack import BUFFER, Arrays, BestFit, PackedBuffer, Pieces, best_fit
+from titanmoe.data.pack import BUFFER, BatchArrays, BestFitPacker, PackedBuffer, Segments, pack_best_fit
 from titanmoe.data.shuffle import permute
 from titanmoe.mask import branches
 from titanmoe.ops.counter_rng import key
 
 
-class AnswerFit(BestFit):
-    """Best fit of pairs, BUFFER of them at a time."""
+class PreferencePacker(BestFitPacker):
+    """Packer of preference pairs by best fit, BUFFER pairs at a time."""
 
     note_row = "pairs"
 
-    def __init__(self, documents: Documents, seq_len: int, seed: int, share: bool = False):
+    def __init__(self, documents: Documents, seq_len: int, seed: int, share_prefixes: bool = False):
         super().__init__(documents, seq_len, seed)
-        self.share, self.name = share, "best_fit, prefixes shared" if share else "best_fit"
+        self.share_prefixes, self.name = share_prefixes, "best_fit, prefixes shared" if share_prefixes else "best_fit"
         start = np.asarray(documents.starts[:]).astype(np.int64)
         self.start_P2, self.length_P2 = start[:-1].reshape(-1, 2), np.diff(start).reshape(-1, 2) - 1
         self.prompts = len(self.start_P2)
         self.buffers = -(-self.prompts // BUFFER)
-        self.shared_P = np.array([self._shared(n) if share else 0 for n in range(self.prompts)], np.int64)
+        self.shared_P = np.array([self._shared(n) if share_prefixes else 0 for n in range(self.prompts)], np.int64)
         long_P = self.length_P2.sum(1) - self.shared_P > seq_len
         for prompt in np.flatnonzero(long_P).tolist():
             self._cut(prompt)
@@ -43,7 +44,7 @@ class AnswerFit(BestFit):
 
     @property
     def note(self) -> str:
-        """What was done to those that are too long."""
+        """Line of the run's header about pairs that were truncated or left out; "" if there are none."""
         parts = [f"{self.num_left_out:,} left out, whose prompt leaves no room for an answer"] * (self.num_left_out > 0)
         parts += [f"{self.num_cut:,} with an answer cut"] * (self.num_cut > 0)
         return (
@@ -79,25 +80,25 @@ class AnswerFit(BestFit):
         prompt = permute(key("documents", self.seed, self.epoch), number, self.prompts)
         size = self._size(prompt)
         prompt = prompt[np.argsort(-size, kind="stable")][: int((size > 0).sum())]
-        pieces = [self._pieces(prompt[bin]) for bin in best_fit(self._size(prompt).tolist(), self.seq_len)]
+        segments = [self._pieces(prompt[bin]) for bin in pack_best_fit(self._size(prompt).tolist(), self.seq_len)]
         order = key("sequences", self.seed, self.epoch, self.buffer)
         none = np.empty(0, np.int64)
-        return PackedBuffer(none, none, pieces, permute(order, np.arange(len(pieces)), len(pieces)))
+        return PackedBuffer(none, none, segments, permute(order, np.arange(len(segments)), len(segments)))
 
-    def _pieces(self, prompt: np.ndarray) -> Pieces:
-        """Of each pair both answers; where it is shared, after the prompt."""
+    def _pieces(self, prompt: np.ndarray) -> Segments:
+        """Return the segments of a sequence of these pairs: per pair any shared prefix, then both completions."""
         start_P2, length_P2, shared_P1 = self.start_P2[prompt], self.length_P2[prompt], self.shared_P[prompt, None]
-        if self.share:
+        if self.share_prefixes:
             start_P2 = np.concatenate([start_P2[:, :1], start_P2 + shared_P1], 1)
             length_P2 = np.concatenate([shared_P1, length_P2 - shared_P1], 1)
-        return Pieces(start_P2.ravel(), length_P2.ravel())
+        return Segments(start_P2.ravel(), length_P2.ravel())
 
-    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
-        super().fill(pieces, out, n)
-        length_PX = pieces.pairs_P.reshape(-1, 3 if self.share else 2)
-        answer_P2, own = np.arange(2 * len(length_PX)).reshape(-1, 2), slice(0, pieces.pairs_P.sum())
+    def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
+        super().fill(segments, out, n)
+        length_PX = segments.pairs_G.reshape(-1, 3 if self.share_prefixes else 2)
+        answer_P2, own = np.arange(2 * len(length_PX)).reshape(-1, 2), slice(0, segments.pairs_G.sum())
         answer_PX = np.concatenate([answer_P2[:, : length_PX.shape[1] - 2], answer_P2], 1)
-        out.further[ANSWER][n, own] = np.repeat(answer_PX.ravel(), pieces.pairs_P)
-        out.further[PAIRS][n] = len(length_PX)
-        if self.share:
+        out.extra_fields[COMPLETION][n, own] = np.repeat(answer_PX.ravel(), segments.pairs_G)
+        out.extra_fields[PAIRS][n] = len(length_PX)
+        if self.share_prefixes:
             out.until_NS[n, own], out.position_NS[n, own] = branches(length_PX)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config, Data
-from titanmoe.data.formats import answers_in
+from titanmoe.data.formats import completions_in
 from titanmoe.models.families import mixers
 
 
-def steps_in(texts: list[str]) -> list[range]:
+def parse_skip_steps(texts: list[str]) -> list[range]:
     """The steps of data.skip_steps; ValueError names what is not one."""
     steps = []
     for text in texts:
@@ -26,7 +26,7 @@ def steps_in(texts: list[str]) -> list[range]:
 def contradictions(config: Config) -> Iterator[Violation]:
     yield from _sources(config.data)
     try:
-        steps_in(config.data.skip_steps)
+        parse_skip_steps(config.data.skip_steps)
     except ValueError as error:
         yield Violation(("data.skip_steps",), str(error))
     yield from _mix(config)
@@ -110,7 +110,7 @@ def _shared_prefixes(config: Config) -> Iterator[Violation]:
     data = config.data
     if not data.share_prefixes:
         return
-    if data.source != "files" or not all(answers_in(path, config) > 1 for path in data.paths):
+    if data.source != "files" or not all(completions_in(path, config) > 1 for path in data.paths):
         yield Violation(
             ("data.share_prefixes", "data.format"),
             "data.share_prefixes = true is for pairs of answers, which go on from one prompt, and the data has none: "

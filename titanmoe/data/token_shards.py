@@ -1,14 +1,16 @@
 """Token shards: a folder of flat files and a manifest, memory-mapped by a run.
 
-manifest.json      what is in the folder, with the length and checksum of every file; written last
+manifest.json      contents of the folder, with the length and checksum of every file; written last
 NAME.tokens        the tokens of whole documents, uint16 or uint32, little-endian
 NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[i + 1] of the shard
 NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
 NAME.weights       for chats whose labels are weighted: float32, how much each token counts as a label
 NAME.sums          uint32: the CRC-32 of every 64 KiB of the files above, one file after the other; checked when a run
-                   first reads them. Folders made before have none
-scores/            what models say of the tokens (titanmoe.data.scores)
+                   first reads them. Older folders have none
+scores/            log-probabilities of the tokens under models (titanmoe.data.token_scores)
 tokenizer/         the tokenizer's files, which a run copies into its checkpoints; none for bytes
+
+`titanmoe tokenize` writes them (titanmoe.data.write_token_shards).
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 WEIGHTS = np.dtype("<f4")
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
-MOST_PROBLEMS = 8
-"""Problems to report per folder."""
+MAX_PROBLEMS = 8
+"""Limit of problems reported per folder."""
 
 
 def is_shards(path: Path) -> bool:
@@ -43,6 +45,11 @@ def is_shards(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder of token shards.
+
+    Raises:
+        ConfigError: there is none, or it is malformed or of another version.
+    """
     file = folder / MANIFEST
     try:
         manifest = parse_json(file.read_bytes())
@@ -70,21 +77,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
-    """Bytes of a shard's files, by extension."""
+def file_sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
+    """Return the bytes of a shard's files by extension, as its manifest entry implies them."""
     length = {"tokens": shard["tokens"] * dtype.itemsize, "starts": (shard["documents"] + 1) * 8}
     length |= {"counted": shard["tokens"]} if "counted" in shard["crc32"] else {}
     length |= {"weights": shard["tokens"] * WEIGHTS.itemsize} if "weights" in shard["crc32"] else {}
-    return length | ({"sums": 4 * sum(map(blocks, length.values()))} if "sums" in shard else {})
+    return length | ({"sums": 4 * sum(map(count_blocks, length.values()))} if "sums" in shard else {})
 
 
-def blocks(size: int) -> int:
+def count_blocks(size: int) -> int:
+    """Return the number of checked blocks of a file of `size` bytes."""
     return -(-size // BLOCK)
 
 
-def wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
-    """Files of a shard that are missing or have another length."""
-    for extension, expected in sizes(shard, dtype).items():
+def find_wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
+    """Yield a message for each file of a shard that is missing or has another length than the manifest says."""
+    for extension, expected in file_sizes(shard, dtype).items():
         file = folder / f"{shard['name']}.{extension}"
         try:
             actual = file.stat().st_size
@@ -96,34 +104,37 @@ def wrong_sizes(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterato
 
 
 class StoredTokenizer(NamedTuple):
-    """The tokenizer that tokens came from."""
+    """The tokenizer that made the tokens of shards, and its files in their folder."""
 
     identity: str
     folder: Path
     digests: dict[str, str]
-    """Of its files, by name; none for bytes, and in folders made before shards kept them."""
+    """Digest of each of its files, by name; empty for bytes, and in folders older than this field."""
 
     def files(self) -> dict[str, Path]:
-        """Its files, by name; ConfigError if one is missing or has changed."""
+        """Return the paths of its files, by name; a ConfigError if one is missing or has changed."""
         files, problems = {name: self.folder / name for name in self.digests}, []
         for name, file in files.items():
             if name != FILE and not any(fnmatch(name, pattern) for pattern in OTHER_FILES):
                 problems.append(f"{self.folder.parent / MANIFEST} was changed: {name!r} is no file of a tokenizer")
             elif file.is_symlink() or not file.is_file():
                 problems.append(f"{file} is missing, and the manifest names it")
-            elif digest_of(file) != self.digests[name]:
+            elif digest_file(file) != self.digests[name]:
                 problems.append(f"{file} has changed since the shards were made")
         if problems:
             raise ConfigError(problems)
         return files
 
 
-def digest_of(file: Path) -> str:
+def digest_file(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 
 
 class ShardDocuments:
-    """What training reads (titanmoe.data.documents). Files are mapped when first read, and none is kept open."""
+    """The documents of a folder of token shards. Implements titanmoe.data.documents.Documents.
+
+    Files are mapped when first read, and no file is kept open.
+    """
 
     def __init__(self, folder: Path, name: str = ""):
         self.folder, self.name = folder, name or folder.name
@@ -136,12 +147,12 @@ class ShardDocuments:
             self.stored_tokenizer = StoredTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
             self.skipped: int = manifest["skipped"]
             self.has_label_mask: bool = manifest["counted"] is not None
-            self.answers: int = manifest.get("answers", 1)
+            self.completions_per_prompt: int = manifest.get("answers", 1)
             shards: list[dict[str, Any]] = manifest["shards"]
             self.has_label_weights = any("weights" in shard["crc32"] for shard in shards)
-            problems = [problem for shard in shards for problem in wrong_sizes(folder, shard, self.dtype)]
+            problems = [problem for shard in shards for problem in find_wrong_sizes(folder, shard, self.dtype)]
             documents, tokens = ([shard[what] for shard in shards] for what in ("documents", "tokens"))
-            self._sizes = [sizes(shard, self.dtype) for shard in shards]
+            self._sizes = [file_sizes(shard, self.dtype) for shard in shards]
             problems += [
                 f"{folder / shard['name']}.tokens contains token {shard['largest']}, beyond the vocabulary of "
                 f"{self.vocab_size} in {folder / MANIFEST}: one of them was changed"
@@ -155,9 +166,9 @@ class ShardDocuments:
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if problems:
             more = (
-                [f"and {len(problems) - MOST_PROBLEMS} more files of {folder}"] if len(problems) > MOST_PROBLEMS else []
+                [f"and {len(problems) - MAX_PROBLEMS} more files of {folder}"] if len(problems) > MAX_PROBLEMS else []
             )
-            raise ConfigError(problems[:MOST_PROBLEMS] + more)
+            raise ConfigError(problems[:MAX_PROBLEMS] + more)
         self.fingerprint = "tokens:" + hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
         self.description = (
             f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
@@ -165,13 +176,13 @@ class ShardDocuments:
         self.names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self.first_token = np.cumsum([0, *tokens], dtype=np.int64)
-        self.stored_scores: TokenScores | None = None
-        """Of the reference, once it is known which model that is."""
-        self.kept_scores: TokenScores | None = None
-        """Of a teacher's classes."""
+        self.stored_reference_scores: TokenScores | None = None
+        """Log-probabilities under the reference model; set once it is known which model that is."""
+        self.stored_teacher_scores: TokenScores | None = None
+        """Top-k scores of the teacher; set if the recipe distils from stored scores."""
         self._maps: dict[tuple[int, str], np.ndarray] = {}
         self._checked: dict[tuple[int, str], np.ndarray] = {}
-        """Which blocks of a file have been checked against their sums."""
+        """Which blocks of each file have been compared with their checksums."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}, "_checked": {}}
@@ -185,7 +196,7 @@ class ShardDocuments:
 
     @property
     def has_sums(self) -> bool:
-        """Whether all blocks are checked when they are first read."""
+        """Whether every block is compared with a checksum when it is first read; false for older folders."""
         return all("sums" in shard_sizes for shard_sizes in self._sizes)
 
     @property
@@ -193,7 +204,11 @@ class ShardDocuments:
         return Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """ConfigError if they are not what was written, or beyond the vocabulary."""
+        """Return tokens [start, stop) of all shards.
+
+        Raises:
+            ConfigError: a block differs from its checksum, or a token is beyond the vocabulary.
+        """
         return self._read("tokens", self.dtype, start, stop)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
@@ -202,18 +217,18 @@ class ShardDocuments:
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
         return self._read("weights", WEIGHTS, start, stop) if self.has_label_weights else None
 
-    def scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self.stored_scores.read(start, stop) if self.stored_scores else None
+    def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.stored_reference_scores.read(start, stop) if self.stored_reference_scores else None
 
-    def kept(self, start: int, stop: int) -> np.ndarray | None:
-        return self.kept_scores.read(start, stop) if self.kept_scores else None
+    def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
+        return self.stored_teacher_scores.read(start, stop) if self.stored_teacher_scores else None
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         return [(start, stop)]
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []
-        for shard, begin, end in by_shard(self.first_token, start, stop):
+        for shard, begin, end in split_by_shard(self.first_token, start, stop):
             part = self._items(shard, extension, dtype, slice(begin, end))
             if extension == "tokens" and int(part.max()) >= self.vocab_size:
                 at = begin + int(part.argmax())
@@ -229,24 +244,24 @@ class ShardDocuments:
         return np.concatenate(parts) if parts else np.empty(0, dtype)
 
     def _items(self, shard: int, extension: str, dtype: np.dtype, where: slice | np.ndarray) -> np.ndarray:
-        """Part of a file; each of its blocks is checked when it is first read."""
+        """Return items of a shard's file, after checking each block of them that is read for the first time."""
         mapped = self._map(shard, extension, dtype)
         if "sums" in self._sizes[shard]:
             per_block = BLOCK // dtype.itemsize
             if isinstance(where, slice):
-                touched = np.arange(where.start // per_block, blocks(where.stop * dtype.itemsize))
+                touched = np.arange(where.start // per_block, count_blocks(where.stop * dtype.itemsize))
             else:
                 touched = np.unique(where // per_block)
             size = self._sizes[shard][extension]
-            checked = self._checked.setdefault((shard, extension), np.zeros(blocks(size), bool))
+            checked = self._checked.setdefault((shard, extension), np.zeros(count_blocks(size), bool))
             for block in touched[~checked[touched]].tolist():
                 self._check(shard, extension, block)
                 checked[block] = True
         return mapped[where]
 
     def first_change(self, shard: int, extension: str) -> str:
-        """The first bytes of a shard's file that are not as its sums say; "" if all are."""
-        for block in range(blocks(self._sizes[shard][extension])):
+        """Return the first bytes of a shard's file that differ from their checksum, for a message; "" if none do."""
+        for block in range(count_blocks(self._sizes[shard][extension])):
             if where := self._change(shard, extension, block):
                 return f", first {where}"
         return ""
@@ -261,12 +276,12 @@ class ShardDocuments:
             )
 
     def _change(self, shard: int, extension: str, block: int) -> str:
-        """Between which bytes a block is not as it was written; "" if it is."""
+        """Return the byte range of a block that differs from its checksum, as part of a message; "" if it does not."""
         blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
                 break
-            blocks_before += blocks(size)
+            blocks_before += count_blocks(size)
         data = self._map(shard, extension, np.dtype(np.uint8))[block * BLOCK : (block + 1) * BLOCK]
         expected_crc32 = int(self._map(shard, "sums", np.dtype("<u4"))[blocks_before + block])
         if zlib.crc32(data) == expected_crc32:
@@ -289,7 +304,7 @@ class ShardDocuments:
 
 
 class Starts:
-    """Where each document begins, over all shards, as if it were one array."""
+    """`ShardDocuments.starts`: first token of each document over all shards, indexed as if it were one array."""
 
     def __init__(self, documents: ShardDocuments):
         self._documents = documents
@@ -318,7 +333,7 @@ class Starts:
 
     def _row(self, begin: int, end: int) -> np.ndarray:
         parts = [np.empty(0, np.int64)]
-        for shard, low, high in by_shard(self._first, begin, min(end, len(self) - 1)):
+        for shard, low, high in split_by_shard(self._first, begin, min(end, len(self) - 1)):
             parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._documents.first_token[shard])
         if begin < end == len(self):
             parts.append(self._documents.first_token[-1:])
@@ -328,8 +343,12 @@ class Starts:
         return self._documents._items(int(shard), "starts", np.dtype("<u8"), where)
 
 
-def by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The range as ranges within shards, given the first item of each shard."""
+def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (shard, begin, end) for the parts of a range that lie in each shard.
+
+    Args:
+        first: first item of each shard, and the total.
+    """
     shard = int(np.searchsorted(first, begin, side="right")) - 1
     while begin < end:
         stop = min(end, int(first[shard + 1]))
@@ -342,7 +361,10 @@ def by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int
 
 
 def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Reads every file. For each shard its name and what is wrong with it; opening has checked the rest."""
+    """Read every file of a folder; yield each shard's name with messages about what is wrong with it.
+
+    Compares checksums, and tokens with the vocabulary.
+    """
     documents = ShardDocuments(folder)
     for number, shard in enumerate(read_manifest(folder)["shards"]):
         problems = []

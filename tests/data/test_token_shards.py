@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.data.shard_folders import edit, make, manifest
 from titanmoe.config import ConfigError
-from titanmoe.data.documents import document_of
-from titanmoe.data.shards import BLOCK, MANIFEST, WORK, ShardDocuments, verify
-from titanmoe.data.write_shards import ShardWriter, write_json
+from titanmoe.data.documents import find_documents
+from titanmoe.data.token_shards import BLOCK, MANIFEST, WORK, ShardDocuments, verify
+from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
 
@@ -40,7 +40,7 @@ def test_shards_are_one_row(tmp_path_factory, shards, data):
     with pytest.raises(IndexError):
         opened.starts[len(starts)]
     token = np.arange(len(tokens))
-    assert document_of(opened, token).tolist() == np.repeat(np.arange(len(every)), [*map(len, every)]).tolist()
+    assert find_documents(opened, token).tolist() == np.repeat(np.arange(len(every)), [*map(len, every)]).tolist()
 
 
 @pytest.mark.parametrize(("dtype", "top"), [("uint16", 65535), ("uint32", 200_000)])

@@ -1,13 +1,15 @@
-"""What a model says of the tokens of a folder of shards, kept beside them: the log-probability of each as a label, or
-the likeliest ids in its place.
+"""Scores of the tokens of a folder of shards by a model, stored beside the shards.
 
-scores/MODEL/manifest.json      the digest of the model, that of the shards, the length of the sequences; written last
-scores/MODEL/NAME.logp          of each token of shard NAME; 0 where it is no label, NaN where nothing was counted
+A score is the log-probability of a token as a label (for DPO's reference), or the top-k ids in its place with their
+log-probabilities (for distillation). titanmoe.train.reference computes them.
+
+scores/MODEL/manifest.json      digest of the model and of the shards, seq_len of the sequences scored; written last
+scores/MODEL/NAME.logp          a log-probability per token of shard NAME; 0 where it is no label, NaN where unscored
 scores/MODEL/NAME.sums          uint32: the CRC-32 of every 64 KiB of NAME.logp, checked when a run first reads them.
-                                Folders made before have none: there the whole file is checked
-scores/MODEL-topK/NAME.logp     of each token instead a record: K ids (uint32), their log-probabilities and that of all
+                                Older folders have none: there the whole file is checked
+scores/MODEL-topK/NAME.logp     a record per token: K ids (uint32), their log-probabilities and that of all
                                 others together; MODEL-topK-tT with the temperature T
-scores/.MODEL.HOST.PID          those that are being counted, with a lock in scores/.MODEL.HOST.PID.lock
+scores/.MODEL.HOST.PID          scores that are being computed, with a lock in scores/.MODEL.HOST.PID.lock
 """
 
 from __future__ import annotations
@@ -27,30 +29,38 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.shards import BLOCK, MANIFEST, ShardDocuments, blocks, by_shard
-from titanmoe.data.write_shards import BlockSums, write_json
+from titanmoe.data.token_shards import BLOCK, MANIFEST, ShardDocuments, count_blocks, split_by_shard
+from titanmoe.data.write_token_shards import BlockSums, write_json
 
 SCORES, EXTENSION, SUMS, LOCK = "scores", "logp", "sums", ".lock"
 FORMAT, VERSION = "titanmoe scores", 1
 DTYPES = {"float32": np.dtype("<f4"), "float64": np.dtype("<f8")}
 
 
-class Classes(NamedTuple):
-    """Which ids a model's distributions are kept of."""
+class TopK(NamedTuple):
+    """Settings of top-k scores: k, the softmax temperature, and the vocabulary of the model."""
 
     top: int
     temperature: float
     vocab_size: int
 
     def name(self, model: str) -> str:
+        """Return the name of the folder of such scores by `model`, a digest."""
         return f"{model}-top{self.top}" + ("" if self.temperature == 1 else f"-t{self.temperature:g}")
 
     def record(self, dtype: np.dtype) -> np.dtype:
+        """Return the dtype of a token's record: k ids and k + 1 log-probabilities, the last for all other ids."""
         return np.dtype([("ids", "<u4", (self.top,)), ("log_p", dtype, (self.top + 1,))])
 
 
 class StoredScores:
-    """Files are mapped when first read, and none is kept open."""
+    """A model's scores of all tokens of a folder of shards. Implements titanmoe.data.documents.TokenScores.
+
+    Files are mapped when first read, and no file is kept open.
+
+    Raises:
+        ConfigError: the files are of other shards, incomplete or malformed.
+    """
 
     def __init__(self, folder: Path, documents: ShardDocuments):
         self.folder, self.names, self.first_token = folder, documents.names, documents.first_token
@@ -60,7 +70,7 @@ class StoredScores:
             shards, classes = self.manifest["shards"], self.manifest.get("classes")
             self.crc32s = dict(self.manifest["crc32"])
             self.sums = dict(self.manifest[SUMS]) if SUMS in self.manifest else None
-            self.classes = None if classes is None else Classes(*classes)
+            self.classes = None if classes is None else TopK(*classes)
             if self.classes:
                 self.dtype = self.classes.record(self.dtype)
         except (KeyError, TypeError, ValueError) as error:
@@ -84,7 +94,7 @@ class StoredScores:
             )
         self._maps: dict[int, np.ndarray] = {}
         self._checked: dict[int, np.ndarray] = {}
-        """Which blocks of a shard's file have been checked against their sums."""
+        """Which blocks of each shard's file have been compared with their checksums."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_maps": {}, "_checked": {}}
@@ -93,24 +103,24 @@ class StoredScores:
         return self.folder / f"{name}.{EXTENSION}"
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return those of tokens [start, stop) of all shards; ConfigError if they are not what was written."""
+        """Return the scores of tokens [start, stop) of all shards; a ConfigError if a checksum differs."""
         parts = []
-        for shard, begin, end in by_shard(self.first_token, start, stop):
+        for shard, begin, end in split_by_shard(self.first_token, start, stop):
             data = self._map(shard)
             self._check(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
             parts.append(data[begin:end])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _check(self, shard: int, begin: int, end: int) -> None:
-        """Compare the blocks that bytes [begin, end) touch with their sums, each the first time."""
+        """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each once."""
         name, data = self.names[shard], self._map(shard).view(np.uint8)
         if shard not in self._checked:
-            self._checked[shard] = np.zeros(blocks(len(data)), bool)
+            self._checked[shard] = np.zeros(count_blocks(len(data)), bool)
             if self.sums is None:
                 self._refuse_if(_crc32(self._file(name)) != self.crc32s.get(name), name, 0, len(data))
                 self._checked[shard][:] = True
         checked = self._checked[shard]
-        touched = np.arange(begin // BLOCK, blocks(end))
+        touched = np.arange(begin // BLOCK, count_blocks(end))
         for block in touched[~checked[touched]].tolist():
             first, last = block * BLOCK, min((block + 1) * BLOCK, len(data))
             self._refuse_if(zlib.crc32(data[first:last]) != int(self._sums(name)[block]), name, first, last)
@@ -126,7 +136,7 @@ class StoredScores:
             )
 
     def _sums(self, name: str) -> np.ndarray:
-        """Return the CRC-32 of every block of a shard's file."""
+        """Return the stored CRC-32 of every block of a shard's file."""
         file = self.folder / f"{name}.{SUMS}"
         try:
             data = file.read_bytes()
@@ -145,7 +155,7 @@ class StoredScores:
         return self._maps[shard]
 
     def changed(self) -> list[str]:
-        """Files that are not what was written; reads all of them."""
+        """Read all files and return a message for each that differs from its checksum."""
         return [
             f"{file} has changed since it was written: remove {self.folder}, and the scores are counted again"
             for name in self.names
@@ -153,9 +163,15 @@ class StoredScores:
         ]
 
 
-def scores_of(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
-    """Those by a model with this digest, of sequences at least that long; None if there are none. ConfigError if they
-    are of other shards."""
+def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredScores | None:
+    """Open the scores by a model of sequences of at least `seq_len`; None if there are none.
+
+    Args:
+        model: digest of the model, or the name of a folder of top-k scores.
+
+    Raises:
+        ConfigError: the scores are of other shards.
+    """
     folder = documents.folder / SCORES / model
     if not (folder / MANIFEST).is_file():
         return None
@@ -163,8 +179,12 @@ def scores_of(documents: ShardDocuments, model: str, seq_len: int) -> StoredScor
     return scores if scores.seq_len >= seq_len else None
 
 
-def classes_of(documents: ShardDocuments, name: str, classes: Classes, seq_len: int) -> StoredScores:
-    """Those of that name; ConfigError if they are not there, or not these classes of sequences at least that long."""
+def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq_len: int) -> StoredScores:
+    """Open the top-k scores with this name (distillation.scores).
+
+    Raises:
+        ConfigError: there are none, they were made with other settings, or of shorter sequences than `seq_len`.
+    """
     folder = documents.folder / SCORES / name
     if not (folder / MANIFEST).is_file():
         there = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
@@ -199,7 +219,8 @@ def classes_of(documents: ShardDocuments, name: str, classes: Classes, seq_len: 
     return scores
 
 
-def all_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
+def iterate_scores(documents: ShardDocuments) -> Iterator[StoredScores]:
+    """Yield the scores of every model that is stored beside these documents."""
     for file in sorted((documents.folder / SCORES).glob(f"[!.]*/{MANIFEST}")):
         yield StoredScores(file.parent, documents)
 
@@ -216,9 +237,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class ScoreWriter:
-    """Those of one folder of shards. They appear there once they are complete."""
+    """Writer of a model's scores of a folder of shards. They appear in the folder when `close` has completed them.
 
-    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, classes: Classes | None = None):
+    Args:
+        model: digest of the model.
+        dtype: "float32" or "float64", of log-probabilities.
+        classes: settings of top-k scores; None for the log-probabilities of labels.
+    """
+
+    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, classes: TopK | None = None):
         self.first_token, self.names = documents.first_token, documents.names
         name = classes.name(model) if classes else model
         self.dtype = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
@@ -238,7 +265,7 @@ class ScoreWriter:
             (data["log_p"] if classes else data).fill(np.nan)
 
     def _begin(self) -> None:
-        """Make the files, with all their room on the disk."""
+        """Lock a temporary folder and create its files, with all their space allocated on the disk."""
         self.folder.parent.mkdir(exist_ok=True)
         _remove_leftovers(self.folder.parent)
         # Before there is a folder: one without a locked lock is a leftover.
@@ -259,14 +286,14 @@ class ScoreWriter:
         return self.unfinished / f"{name}.{EXTENSION}"
 
     def put(self, start: int, values: np.ndarray) -> None:
-        """Of the tokens from `start` on, of all shards."""
+        """Write the scores of the tokens of all shards from `start` on."""
         done = 0
-        for shard, begin, end in by_shard(self.first_token, start, start + len(values)):
+        for shard, begin, end in split_by_shard(self.first_token, start, start + len(values)):
             self._maps[shard][begin:end] = values[done : done + end - begin]
             done += end - begin
 
     def close(self) -> None:
-        """Write the sums and the manifest, and give the folder its name once all of it is on the disk."""
+        """Write checksums and manifest, sync them to disk, and give the folder its final name."""
         self._maps.clear()
         manifest = self.unfinished / MANIFEST
         crc32s: dict[str, int] = {}
@@ -285,7 +312,7 @@ class ScoreWriter:
         self.remove()
 
     def _finish(self, name: str) -> tuple[int, int]:
-        """Bring a shard's scores to the disk, with their sums; return the CRC-32 of both files."""
+        """Sync a shard's scores to disk and write their checksums; return the CRC-32 of both files."""
         crc32, block_sums, file = 0, BlockSums(), self.unfinished / f"{name}.{SUMS}"
         with self._file(name).open("rb") as stream:
             while block := stream.read(1 << 22):
@@ -300,7 +327,7 @@ class ScoreWriter:
         return crc32, zlib.crc32(data)
 
     def remove(self) -> None:
-        """What is not complete."""
+        """Remove the temporary folder and its lock, if `close` has not moved it."""
         self._maps.clear()
         shutil.rmtree(self.unfinished, ignore_errors=True)
         if self._lock is not None:
@@ -310,7 +337,7 @@ class ScoreWriter:
 
 
 def _write_error(file: Path, error: OSError, needed: int) -> str:
-    """Return a line with the file and, if the disk is full, the bytes that are needed and those that are free."""
+    """Return a message with the file and, if the disk is full, the bytes needed and the bytes free."""
     text = f"{file}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         text += f": {needed:,} more bytes are needed"
@@ -324,7 +351,7 @@ def _lock_of(unfinished: Path) -> Path:
 
 
 def _remove_leftovers(scores: Path) -> None:
-    """Remove what counts left that were killed: folders of which nobody holds the lock."""
+    """Remove folders that killed writers left: those whose lock nobody holds."""
     for folder in sorted(scores.glob(".*")):
         if not folder.is_dir():
             continue
@@ -335,7 +362,7 @@ def _remove_leftovers(scores: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk, so that a rename survives a power cut."""
+    """Sync a folder's entries to disk, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,9 +11,9 @@ from tests.data.test_read_files import lines
 from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data import open as open_module
-from titanmoe.data.held_out import split
-from titanmoe.data.open import open_documents
+from titanmoe.data import open_documents as open_module
+from titanmoe.data.held_out import split_held_out
+from titanmoe.data.open_documents import open_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +60,7 @@ def test_ranks_that_start_together_make_it_once(config, tmp_path):
     code = f"""
 import sys
 from titanmoe.config.schema import Config
-from titanmoe.data.open import open_documents
+from titanmoe.data.open_documents import open_documents
 config = Config()
 config.data.paths, config.job.dump_folder = {config.data.paths}, {config.job.dump_folder!r}
 documents = open_documents(config, config.data.paths[0])
@@ -118,5 +118,5 @@ def test_weights_of_labels_come_from_chats(config, tmp_path):
     config.data.format, config.data.chat_template = "chat", str(tmp_path / "t.jinja")
     documents = open_documents(config, str(tmp_path / "chats.jsonl"))
     assert documents.label_weights(0, 4).tolist() == [0, 0, 2, 0]
-    whole, rest = split(documents, 1, 1)
+    whole, rest = split_held_out(documents, 1, 1)
     assert len(whole) == 0 and rest.label_weights(1, 3).tolist() == [0, 2]

@@ -1,4 +1,4 @@
-"""One entry of data.paths, opened: token shards as they are, anything else converted to shards in the cache, once."""
+"""Opening of one entry of data.paths: token shards as they are, other files tokenized once into shards in the cache."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.formats import FORMATS
 from titanmoe.data.remote import is_url
-from titanmoe.data.scores import Classes, classes_of
-from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
+from titanmoe.data.token_scores import TopK, open_teacher_scores
+from titanmoe.data.token_shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import ShardPlan, is_unfinished, plan_shards, tokenize
-from titanmoe.data.tokenize_command import cores, summary
+from titanmoe.data.tokenize_command import count_cores, summarize
 from titanmoe.data.tokenize_unit import TokenizeJob
 
 
 def open_documents(config: Config, entry: str, field: str = "") -> ShardDocuments:
-    """Every rank calls this. The first to get the cache's lock fills it; ranks that share the folder wait.
+    """Open an entry of data.paths, tokenizing it into the cache first if it is not token shards.
 
-    field: of its records; data.field if not given.
+    Every rank calls this. The first to get the lock of the cache's folder tokenizes; ranks that share the folder wait
+    for it.
+
+    Args:
+        entry: a file, folder, glob or URL.
+        field: field of the records that holds the document; "" for data.field.
+
+    Raises:
+        ConfigError: the entry cannot be read, or does not fit the recipe's vocabulary or tokenizer.
     """
     path = _existing(config, entry)
     name = path.name or entry
@@ -48,9 +56,10 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
 
 
 def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan | None:
-    """Return what `open_documents` would have to tokenize; None if it finds token shards, perhaps in the cache.
+    """Return the plan by which `open_documents` would tokenize an entry; None if it finds token shards. Writes nothing.
 
-    Raises a ConfigError if the entry's files, the tokenizer or the chat template cannot be used. Writes nothing.
+    Raises:
+        ConfigError: the entry's files, the tokenizer or the chat template cannot be used.
     """
     if _is_tokenized(config, _existing(config, entry)):
         return None
@@ -59,7 +68,7 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
 
 
 def _existing(config: Config, entry: str) -> Path:
-    """Return the path of an entry of data.paths, which may be a pattern or a URL; ConfigError if there is none."""
+    """Return the path of an entry of data.paths, which may be a glob or a URL; a ConfigError if there is none."""
     path = Path(entry).expanduser()
     if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
         raise ConfigError([f"{entry!r}: token shards are read from a disk: copy their folder to one"])
@@ -78,7 +87,7 @@ def _is_tokenized(config: Config, path: Path) -> bool:
 
 
 def _plan(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
-    """Return how an entry becomes token shards, and their folder in the cache."""
+    """Return the plan by which an entry becomes token shards, and their folder in the cache."""
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb, label_weights=data.label_weights)
@@ -104,9 +113,9 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
-    manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), cores(), wait=True, log=log)
+    manifest = tokenize(replace(plan, job=replace(plan.job, out=str(out))), count_cores(), wait=True, log=log)
     if new and os.environ.get("RANK", "0") == "0":
-        for line in summary(str(out), manifest):
+        for line in summarize(str(out), manifest):
             log(line)
     return out
 
@@ -122,8 +131,10 @@ def _check_vocab_size(config: Config, entry: str, vocab_size: int) -> None:
 
 
 def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
-    """The same as the recipe's first token shards. Sources that are tokenized at the start have one tokenizer
-    anyway."""
+    """Raise a ConfigError if these shards have another tokenizer than the first token shards of data.paths.
+
+    Sources that are tokenized when the run starts all use data.tokenizer.
+    """
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:
         return
@@ -137,13 +148,15 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
         )
 
 
-def read_teacher(config: Config, sources: Sequence[Any]) -> None:
-    """Has them also give what a teacher says of them, if the recipe learns from that."""
+def attach_teacher_scores(config: Config, sources: Sequence[Any]) -> None:
+    """Have the sources also read the teacher's scores that distillation.scores names, if it is set."""
     options, problems = config.distillation, []
-    classes = Classes(options.top, options.temperature, config.model.vocab_size)
+    classes = TopK(options.top, options.temperature, config.model.vocab_size)
     for documents in sources if options.scores else ():
         try:
-            documents.kept_scores = classes_of(documents, options.scores, classes, config.training.seq_len)
+            documents.stored_teacher_scores = open_teacher_scores(
+                documents, options.scores, classes, config.training.seq_len
+            )
         except ConfigError as error:
             problems += error.problems
     if problems:

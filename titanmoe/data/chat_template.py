@@ -36,11 +36,11 @@ class NotText(Exception):
     """Says what was to be written as text."""
 
 
-class Template:
+class ChatTemplate:
     def __init__(self, text: str, opening: str, closing: str):
         """opening, closing: what {% generation %} and {% endgeneration %} write. Raises what Jinja raises."""
         self._template = text, opening, closing
-        self.marks_generation = False
+        self.has_generation_tags = False
         self._idle = [self._begin()]
 
     def render(self, *variables: dict[str, Any]) -> list[str]:
@@ -55,13 +55,13 @@ class Template:
         self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
         return _result_or_raise(answer)
 
-    def _begin(self) -> _Worker:
-        worker = _Worker()
-        self.marks_generation = _result_or_raise(_ask_worker(worker, self._template, "a template"))
+    def _begin(self) -> _RenderProcess:
+        worker = _RenderProcess()
+        self.has_generation_tags = _result_or_raise(_ask_worker(worker, self._template, "a template"))
         return worker
 
 
-def _ask_worker(worker: _Worker, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
+def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
     """What it made, or why it could not. what: what the limits are for."""
     request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
@@ -93,7 +93,7 @@ def _result_or_raise(answer: dict[str, Any]) -> Any:
     raise error
 
 
-class _Worker:
+class _RenderProcess:
     """The process, as its parent sees it."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _Worker:
         self.parent = os.getpid()
         # Not multiprocessing: whoever reads data may be a daemon, which may have no such children.
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from titanmoe.data.template import serve; serve()"],
+            [sys.executable, "-c", "from titanmoe.data.chat_template import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": paths},
@@ -172,8 +172,8 @@ def serve() -> None:
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         try:
             if template is None:
-                template, marks_generation = _compile(*arguments)
-                answer = {"made": marks_generation}
+                template, has_generation_tags = _compile(*arguments)
+                answer = {"made": has_generation_tags}
             else:
                 answer = {"made": [template.render(_guard_messages(each)) for each in arguments]}
         except Exception as error:
@@ -240,7 +240,7 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            parser.environment.marks = True
+            parser.environment.has_generation_tags = True
             mark = [jinja2.nodes.Output([jinja2.nodes.TemplateData(x)], lineno=line) for x in (opening, closing)]
             return [mark[0], *body, mark[1]]
 
@@ -253,8 +253,8 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
     del environment.globals["lipsum"], environment.filters["random"]
     environment.filters["tojson"] = _json
     environment.globals["raise_exception"] = refuse
-    environment.marks = False
-    return environment.from_string(text), environment.marks
+    environment.has_generation_tags = False
+    return environment.from_string(text), environment.has_generation_tags
 
 
 def _json(

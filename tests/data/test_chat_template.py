@@ -12,8 +12,8 @@ import pytest
 
 from tests.data.test_chat import TALK, answers_of
 from titanmoe.config import ConfigError
-from titanmoe.data import chat, template
-from titanmoe.data.chat import Chat, ChatError
+from titanmoe.data import chat, chat_template
+from titanmoe.data.chat import ChatEncoder, ChatError
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 N = "{% set n = namespace(x='ab') %}"
@@ -35,11 +35,11 @@ LARGE = {
     "joined by a long text": "{{ range(9999) | join('a' * 9999) }}",
     "its own text": MANY + "a" * 9999 + END,
 }
-ANSWER = "{% for m in messages %}{{ m.content }}{% endfor %}"
+COMPLETION = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
-def opened(text) -> Chat:
-    return Chat(text, "t", ByteTokenizer())
+def opened(text) -> ChatEncoder:
+    return ChatEncoder(text, "t", ByteTokenizer())
 
 
 def refused(text, messages=TALK) -> str:
@@ -52,10 +52,10 @@ def refused(text, messages=TALK) -> str:
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(template, "SECONDS", 0.2)
-    monkeypatch.setattr(template, "SECONDS_PER_MB", 0.0)
-    monkeypatch.setattr(template, "MEMORY", 64 << 20)
-    monkeypatch.setattr(template, "MEMORY_PER_BYTE", 0)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "SECONDS_PER_MB", 0.0)
+    monkeypatch.setattr(chat_template, "MEMORY", 64 << 20)
+    monkeypatch.setattr(chat_template, "MEMORY_PER_BYTE", 0)
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -85,7 +85,7 @@ def test_recursion_without_an_end_is_the_conversations_fault():
     for _ in range(5000):
         deep = [deep]
     with pytest.raises(ChatError, match="nested too deeply"):
-        opened(ANSWER).encode([*TALK, {"role": "assistant", "content": deep}])
+        opened(COMPLETION).encode([*TALK, {"role": "assistant", "content": deep}])
 
 
 @pytest.mark.parametrize("text", ["{{ ''.__class__.mro() }}", "{{ [].append(1) }}", "{{ messages.clear() }}"])
@@ -121,26 +121,26 @@ def test_templates_that_cannot_be_compiled(text):
     ],
 )
 def test_compiling_has_limits_too(text, seconds, limit, small, monkeypatch):
-    monkeypatch.setattr(template, "SECONDS", seconds)
+    monkeypatch.setattr(chat_template, "SECONDS", seconds)
     assert refused(text) == f"t: compiling the chat template takes more than {limit}, the limit for a template"
 
 
 def test_a_template_is_read_no_further_than_the_limit(monkeypatch):
     class Endless(io.StringIO):
         def read(self, size=-1):
-            assert size == chat.MOST_TEMPLATE + 1
+            assert size == chat.MAX_TEMPLATE + 1
             return "a" * size
 
     monkeypatch.setattr(chat.Path, "open", lambda *_, **__: Endless())
     with pytest.raises(ConfigError, match="has more than 131,072 characters"):
-        chat.open_chat("t.jinja", ByteTokenizer())
+        chat.open_chat_encoder("t.jinja", ByteTokenizer())
 
 
 def test_a_template_of_a_great_length(monkeypatch, tmp_path):
-    monkeypatch.setattr(chat, "MOST_TEMPLATE", 100)
+    monkeypatch.setattr(chat, "MAX_TEMPLATE", 100)
     (tmp_path / "t.jinja").write_text("a" * 101)
     with pytest.raises(ConfigError, match=r"t\.jinja: the chat template has more than 100 characters"):
-        chat.open_chat(str(tmp_path / "t.jinja"), ByteTokenizer())
+        chat.open_chat_encoder(str(tmp_path / "t.jinja"), ByteTokenizer())
 
 
 def test_an_error_is_reported_in_a_short_line():
@@ -150,7 +150,7 @@ def test_an_error_is_reported_in_a_short_line():
 
 
 def test_long_conversations_have_more_to_spend(monkeypatch):
-    monkeypatch.setattr(template, "MEMORY", 1 << 20)
+    monkeypatch.setattr(chat_template, "MEMORY", 1 << 20)
     talk = [{"role": "assistant", "content": "word " * 400_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
     text, _ = opened(trimmed)._render_with_marks(talk)
@@ -183,19 +183,19 @@ def test_rendering_is_that_of_transformers(bpe):
     transformers_tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>"
     )
-    chat = Chat(text, "t", open_tokenizer(str(bpe)))
+    chat = ChatEncoder(text, "t", open_tokenizer(str(bpe)))
     for prompt in False, True:
         expected = transformers_tokenizer.apply_chat_template(
             TALK, chat_template=text, tokenize=False, add_generation_prompt=prompt
         )
         assert chat._render(TALK, prompt) == expected
-    assert opened(ANSWER)._render([{"content": "\ud800 \U0001f98a"}]) == "\ud800 \U0001f98a"
+    assert opened(COMPLETION)._render([{"content": "\ud800 \U0001f98a"}]) == "\ud800 \U0001f98a"
 
 
 # ---- the process
 
 
-def process_of(chat: Chat) -> subprocess.Popen:
+def process_of(chat: ChatEncoder) -> subprocess.Popen:
     (worker,) = chat._compiled._idle
     return worker._process
 
@@ -216,14 +216,14 @@ def test_one_process_renders_what_there_is_until_a_limit_ends_it(small):
 
 
 def test_an_answer_that_was_not_waited_for_answers_nothing_else(monkeypatch):
-    chat = opened(ANSWER)
+    chat = opened(COMPLETION)
     first = process_of(chat)
 
     def interrupted(stream):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(template, "_receive", interrupted)
+        patch.setattr(chat_template, "_receive", interrupted)
         with pytest.raises(KeyboardInterrupt):
             chat.encode(TALK)
     assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
@@ -231,14 +231,14 @@ def test_an_answer_that_was_not_waited_for_answers_nothing_else(monkeypatch):
 
 
 def test_a_process_that_something_else_ends_is_reported(small):
-    chat = opened(ANSWER)
+    chat = opened(COMPLETION)
     process_of(chat).kill()
     with pytest.raises(ConfigError, match=r"the chat template t ends the process that renders it \(code -9\)"):
         chat.encode(TALK)
 
 
 def test_a_process_ends_with_its_chat():
-    chat = opened(ANSWER)
+    chat = opened(COMPLETION)
     process = process_of(chat)
     assert process.poll() is None
     del chat
@@ -246,7 +246,7 @@ def test_a_process_ends_with_its_chat():
 
 
 def test_a_fork_has_a_process_of_its_own():
-    chat = opened(ANSWER)
+    chat = opened(COMPLETION)
     if child := os.fork():
         assert answers_of(chat, TALK[:3])[0] == "Be brief.Why?Because, née."
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -263,8 +263,8 @@ def test_a_fork_has_a_process_of_its_own():
 
 DIES = """
 import os, signal
-from titanmoe.data.template import Template
-template = Template("{{ x }}", "", "")
+from titanmoe.data.chat_template import ChatTemplate
+template = ChatTemplate("{{ x }}", "", "")
 print(template._idle[0]._process.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -1,0 +1,131 @@
+"""The mix of a run's sources: which source gives the next sample, and how far each has been read.
+
+The source of sample n of the run is a function of (seed, n), and in a run of epochs also of the number of sequences of
+each source. The sequence is the next one of that source's packer.
+
+Shapes: N samples, K sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from titanmoe.data.batch import WEIGHT
+from titanmoe.data.epochs import EpochOrder
+from titanmoe.data.pack import BatchArrays, Segments, empty_arrays, extra_field_specs
+from titanmoe.data.token_shards import StoredTokenizer
+from titanmoe.ops.counter_rng import bits, key
+
+TRUNCATION_ROWS = "pairs", "long chats", "cut chats"
+"""Rows of the run's header about data that is truncated or left out; they are logged as events, too."""
+
+
+class Source(NamedTuple):
+    """An entry of data.paths with its packer."""
+
+    name: str
+    fingerprint: str
+    description: str
+    weight: float
+    """Relative weight: samples come from the sources in proportion to it."""
+    packer: Any
+
+
+class Sample(NamedTuple):
+    """The plan of one sample: index of its source, and its segments."""
+
+    source: int
+    segments: Segments
+
+
+class SourceMix:
+    """All sources of a run as one stream of samples.
+
+    Args:
+        tokenizer: the tokenizer of the token shards, from the first chats among them or else the first; None for
+            random tokens.
+        epoch_order: order of the sources in a run of epochs; None if samples never end.
+    """
+
+    def __init__(
+        self,
+        sources: list[Source],
+        seed: int,
+        tokenizer: StoredTokenizer | None = None,
+        epoch_order: EpochOrder | None = None,
+    ):
+        self.sources, self.tokenizer, self._key = sources, tokenizer, key("mix", seed)
+        self.epoch_order = epoch_order
+        weight_K = np.array([source.weight for source in sources])
+        self._threshold_K = np.cumsum(weight_K / weight_K.sum())[:-1]
+
+    def take(self, first: int, count: int) -> list[Sample | None]:
+        """Return the plans of samples first, first + 1, ... of the run; None after the last.
+
+        Each sample is taken once and in order, since packers advance.
+        """
+        turn_N = self._source_indices(first, count)
+        count_K = np.bincount(turn_N[turn_N >= 0], minlength=len(self.sources)).tolist()
+        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
+        return [None if turn < 0 else Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
+
+    def _source_indices(self, first: int, count: int) -> np.ndarray:
+        """Return the source of samples first, first + 1, ...; -1 after the last."""
+        if self.epoch_order:
+            return self.epoch_order.source_indices(first, count)
+        if len(self.sources) == 1:
+            return np.zeros(count, np.int64)
+        # The top 53 bits: a weight may be small.
+        random_N = bits(self._key, torch.arange(first, first + count)).numpy().view(np.uint64) >> np.uint64(11)
+        return np.searchsorted(self._threshold_K, random_N * 2.0**-53, side="right")
+
+    def after(self, first: int, count: int) -> int:
+        """Return the number of the sample that follows these; the total after the last sample of a run of epochs."""
+        return min(first + count, self.epoch_order.total) if self.epoch_order else first + count
+
+    def read(
+        self, samples: list[Sample | None], seq_len: int, separate_documents: bool, with_weights: bool = False
+    ) -> BatchArrays:
+        """Read the tokens of planned samples; None gives a sequence of padding."""
+        extra_fields = {WEIGHT: (np.dtype(np.float32), 2)} if with_weights else {}
+        for source in self.sources:
+            extra_fields |= extra_field_specs(source.packer.documents) if hasattr(source.packer, "documents") else {}
+        branches = any(getattr(source.packer, "share_prefixes", False) for source in self.sources)
+        out = empty_arrays(len(samples), seq_len, separate_documents, extra_fields, branches)
+        for n, sample in enumerate(samples):
+            if sample is not None:
+                self.sources[sample.source].packer.fill(sample.segments, out, n)
+        return out
+
+    def lengths(self, samples: list[Sample | None]) -> list[np.ndarray]:
+        """Return the lengths of the documents of each sample, as far as they attend; an empty array for padding."""
+        lengths = [
+            iter(source.packer.lengths([sample.segments for sample in samples if sample and sample.source == k]))
+            for k, source in enumerate(self.sources)
+        ]
+        return [next(lengths[sample.source]) if sample else np.zeros(0, np.int64) for sample in samples]
+
+    def truncation_notes(self) -> dict[str, str]:
+        """Return rows of the run's header about pairs and chats that are truncated or left out."""
+        rows: dict[str, str] = {}
+        for packer in (source.packer for source in self.sources):
+            if line := getattr(packer, "note", ""):
+                rows[packer.note_row] = "\n".join(filter(None, (rows.get(packer.note_row), line)))
+        return rows
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Number of epochs read of each source, by name; endless sources are left out."""
+        return {s.name: s.packer.epochs for s in self.sources if s.packer.epochs is not None}
+
+    @property
+    def state(self) -> list[list[int]]:
+        return [source.packer.state for source in self.sources]
+
+    @state.setter
+    def state(self, state: list[list[int]]) -> None:
+        for source, packer_state in zip(self.sources, state, strict=True):
+            source.packer.state = packer_state
