@@ -1,8 +1,10 @@
-"""Conversations to tokens, by a Jinja chat template, and which tokens the assistant said.
+"""Rendering of chats to tokens by a Jinja chat template, with a label weight for each token that the assistant said.
 
-The assistant's part is what the template marks with {% generation %}; without marks, what each of its messages adds to
-the conversation so far, rendered with the prompt for an answer. A message's "weight" says how much it counts: 1 unless
-given, 0 for an answer that is not to be learned.
+The assistant's tokens are those that the template marks with {% generation %}. Without that tag they are what each
+assistant message adds to the conversation before it, rendered with the generation prompt. A message's "weight" is the
+weight of its tokens in the loss: 1 unless given; 0 for a message that is not to be learned.
+
+Shapes: T tokens of a conversation.
 """
 
 from __future__ import annotations
@@ -22,30 +24,40 @@ from titanmoe.data.record_reader import RENAME, json_type_name
 from titanmoe.data.tokenizer import CHAT_TEMPLATE, SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
+"""Characters that mark the assistant's spans while a template renders: Unicode guarantees that they are never used."""
 
 
 NAME_ONE = (
     "name a Jinja file with data.chat_template (--chat-template of titanmoe tokenize), such as "
     f"{SHIPPED / 'chatml.jinja'}, which is ChatML"
 )
-"""What to do without a chat template."""
+"""Advice of messages about a missing chat template."""
 PROBE = "zebra"
-"""Looked for in what a template writes, to see what comes after an answer."""
+"""Text of an assistant message that shows what a template writes after one."""
 MAX_TEMPLATE = 1 << 17
-"""Characters; the longest published template has some 30,000."""
+"""Limit of a template in characters; the longest published one has some 30,000."""
 WEIGHT, MAX_WEIGHT = "weight", 1e6
 TOOLS = "tools"
-"""The field of a record beside its messages with the tools that the assistant may call: a list of JSON schemas."""
+"""Field of a record, beside its messages, with the tools that the assistant may call: a list of JSON schemas."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What data sets call a message's reasoning."""
+"""Keys of a message under which data sets store its reasoning."""
 
 
 class ChatError(ValueError):
-    """A conversation that cannot be rendered."""
+    """Error about a conversation that cannot be rendered."""
 
 
 class ChatEncoder:
+    """A chat template with its tokenizer: turns conversations into tokens.
+
+    Args:
+        template: text of the template.
+        origin: where the template comes from, for messages.
+
+    Raises:
+        ConfigError: the template cannot be compiled, or jinja2 is missing.
+    """
+
     def __init__(self, template: str, origin: str, tokenizer: Tokenizer):
         self.template, self.origin, self.tokenizer = template, origin, tokenizer
         try:
@@ -69,18 +81,19 @@ class ChatEncoder:
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
         self.has_generation_tags = self._compiled.has_generation_tags
         self._tools: list[dict[str, Any]] | None = None
-        """Those of the conversation that is being encoded."""
+        """Tools of the conversation that is being encoded."""
 
     def encode(self, messages: Any, tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return a conversation's tokens, and how much each counts as a label: 0 unless the assistant says it.
+        """Return a conversation's tokens and each token's weight as a label; 0 unless the assistant says it.
 
         Args:
-            messages: as a record has them.
-            tools: a list of JSON schemas, or such a list as a text, which the template writes; None or empty for none.
+            messages: a record's list of messages, unchecked.
+            tools: list of JSON schemas that the template writes, or such a list as JSON text; None or empty for
+                none.
 
         Raises:
-            ChatError: this conversation is at fault.
-            ConfigError: the template is.
+            ChatError: the conversation cannot be rendered or learned from.
+            ConfigError: the template is unusable.
         """
         _check_messages(messages)
         self._tools = self._read_tools(tools)
@@ -124,7 +137,7 @@ class ChatEncoder:
         return tokens_T, weight_T
 
     def _weights(self, messages: list[Any], spans: int) -> list[float]:
-        """Of the assistant's spans."""
+        """Return the label weight of each of the assistant's spans."""
         weights = [float(message.get(WEIGHT, 1)) for message in messages if message["role"] == "assistant"]
         if len(weights) == spans or set(weights) == {1.0}:
             return weights if len(weights) == spans else [1.0] * spans
@@ -134,11 +147,11 @@ class ChatEncoder:
         )
 
     def encode_prompt(self, messages: list[dict[str, str]]) -> np.ndarray:
-        """A conversation, up to where the assistant's answer begins: the ids of transformers' apply_chat_template."""
+        """Return the tokens of a conversation with the generation prompt, as transformers' apply_chat_template does."""
         return self.tokenizer.encode_with_offsets(self._render_without_marks(messages, prompt=True)).tokens_T
 
     def end_of_turn_token(self) -> int | None:
-        """The token with which the template ends an answer, such as ChatML's <|im_end|>; None if it is no mark."""
+        """Return the special token that ends an assistant message, such as ChatML's <|im_end|>; None without one."""
         try:
             text = self._render_without_marks(
                 [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
@@ -155,8 +168,9 @@ class ChatEncoder:
         return self._render_all([(messages, prompt)])[0]
 
     def _render_all(self, requests: list[tuple[list[Any], bool]]) -> list[str]:
-        """Each of these messages, with the prompt for an answer or not: as transformers' apply_chat_template, except
-        that no null, list or object is written as Python writes it.
+        """Render each list of messages, with or without the generation prompt, as apply_chat_template of transformers.
+
+        A null, list or object that would be written as Python writes it raises a ChatError.
         """
         texts = self._render_unchecked(requests)
         for (messages, prompt), text in zip(requests, texts, strict=True):
@@ -188,7 +202,11 @@ class ChatEncoder:
             raise ChatError(f"the chat template {self.origin} refuses it: {odd or _shorten(str(error))}") from None
 
     def _find_written_null(self, messages: list[Any], prompt: bool, times: int) -> str:
-        """The first null without which the word is written less often."""
+        """Return where the first null is that the template writes as "None", for a message; "" if it writes none.
+
+        Args:
+            times: how often the rendered text has the word None.
+        """
         for n, message in enumerate(messages):
             for key in [key for key, value in message.items() if _has_null(value)]:
                 changed = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
@@ -201,6 +219,7 @@ class ChatEncoder:
         return ""
 
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered text, and the character range of each {% generation %} block."""
         parts, spans, length, span_start = [], [], 0, -1
         for char in _split_at_marks(self._render(messages)):
             if char == OPEN:
@@ -213,6 +232,11 @@ class ChatEncoder:
         return "".join(parts), spans
 
     def _render_by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """Return the rendered text, and the character range that each assistant message adds to the turns before it.
+
+        Raises:
+            ConfigError: the template renders the turns before a message differently once the message follows.
+        """
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         through_answers = [(messages[: n + 1], False) for n in answers]
         before_answers = [(messages[:n], True) for n in answers if n]
@@ -241,7 +265,7 @@ class ChatEncoder:
         return whole, spans
 
     def _prompt_after(self, before: list[Any]) -> str:
-        """What is rendered up to where the assistant's answer begins."""
+        """Return the messages rendered with the generation prompt."""
         try:
             return self._render(before, prompt=True)
         except ChatError:
@@ -253,7 +277,10 @@ class ChatEncoder:
             ) from None
 
     def _how_to_mark(self, before: list[Any], answer: dict[str, Any]) -> str:
-        """With what this template writes around an answer, as far as that can be seen."""
+        """Return advice on where to put {% generation %} in this template.
+
+        It quotes what the template writes around an assistant message, as far as that can be seen.
+        """
         rendered_before, prompt = self._render(before), self._prompt_after(before)
         turn, content = self._render([*before, answer]).removeprefix(rendered_before), answer.get("content")
         head, tail = prompt.removeprefix(rendered_before), ""
@@ -272,7 +299,7 @@ class ChatEncoder:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Under all names that templates read it by, as transformers 5 does."""
+    """Return the message with its reasoning under all keys by which templates read it, as transformers 5 does."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -290,7 +317,7 @@ def _without_null(value: Any) -> Any:
 
 
 def _describe_content_not_text(messages: list[Any]) -> str:
-    """A content that templates often cannot take."""
+    """Return which message has a content that is not text, which many templates cannot render; "" if none has."""
     for n, message in enumerate(messages, 1):
         content = message.get("content", "")
         if not isinstance(content, str):
@@ -300,7 +327,11 @@ def _describe_content_not_text(messages: list[Any]) -> str:
 
 
 def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
-    """The template in a file, or the tokenizer's own."""
+    """Return an encoder with the template in a file, or with the tokenizer's own if `template` is "".
+
+    Raises:
+        ConfigError: there is no template, or it cannot be read or compiled.
+    """
     if template:
         file = Path(template).expanduser()
         try:

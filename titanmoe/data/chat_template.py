@@ -1,9 +1,11 @@
-"""Chat templates, rendered in a process of their own. A template comes with a downloaded model, and a line of Jinja can
-ask for 10^10 of anything: so each rendering has a limit of time and one of memory.
+"""Sandboxed rendering of chat templates in a process of their own.
 
-The process is started when a template is opened, and anew in a fork or after its end. Its first request is the
-template. It ends with its stdin, so also when its parent dies. Its time is processor time: a busy machine changes
-nothing, and the kernel ends it whatever it is doing.
+A template comes with a downloaded model, and one line of Jinja can ask for 10^10 of anything: so each rendering has a
+limit of time and of memory.
+
+The process is started when a template is opened, and again in a fork or after the process has ended. Its first request
+is the template. It ends with its stdin, so also when its parent dies. The limit of time is CPU time, so a busy machine
+does not matter, and the kernel enforces it.
 """
 
 from __future__ import annotations
@@ -21,30 +23,48 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SECONDS, SECONDS_PER_MB = 10.0, 1.0
-"""The second for each MB of the conversation. A published template takes less than a millisecond for a message."""
+"""Limit of a rendering in CPU seconds, and seconds added per MB of the conversation. Published templates take less than
+a millisecond per message."""
 MEMORY, MEMORY_PER_BYTE = 256 << 20, 32
-"""Beyond what the process has when the rendering begins."""
+"""Limit of the memory that a rendering may add to the process, in bytes, and bytes added per byte of the
+conversation."""
 HEAD = struct.Struct("<Qdq")
-"""Before each message: its length, and for a request its seconds and bytes of memory."""
+"""Header of each message: its length, and for a request its limits in seconds and in bytes of memory."""
 
 
 class OverBudget(Exception):
-    """Its message says what the template does."""
+    """Error about a template that exceeds a limit. Its message says which."""
 
 
 class NotText(Exception):
-    """Says what was to be written as text."""
+    """Error about a value that a template would write as Python's repr. Its message names the value."""
 
 
 class ChatTemplate:
+    """A compiled chat template, rendered in another process.
+
+    Args:
+        opening: what {% generation %} writes.
+        closing: what {% endgeneration %} writes.
+
+    Raises:
+        OverBudget: compiling exceeds a limit.
+        jinja2.TemplateError: the template is malformed.
+    """
+
     def __init__(self, text: str, opening: str, closing: str):
-        """opening, closing: what {% generation %} and {% endgeneration %} write. Raises what Jinja raises."""
         self._template = text, opening, closing
         self.has_generation_tags = False
         self._idle = [self._begin()]
 
     def render(self, *variables: dict[str, Any]) -> list[str]:
-        """One text for each. given: what the template's names stand for. The limits are for all of them together."""
+        """Render the template once per dict of variables. The limits are for all of them together.
+
+        Raises:
+            OverBudget: rendering exceeds a limit.
+            NotText: a list or object would be written as Python writes it.
+            Exception: any error that Jinja raises.
+        """
         try:
             worker = self._idle.pop()
         except IndexError:
@@ -62,7 +82,11 @@ class ChatTemplate:
 
 
 def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
-    """What it made, or why it could not. what: what the limits are for."""
+    """Send a request to the process and return its response, which holds a result or an error.
+
+    Args:
+        what: what is rendered, for the message of an exceeded limit.
+    """
     request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
     memory = MEMORY + MEMORY_PER_BYTE * len(request)
@@ -78,6 +102,10 @@ def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -
 
 
 def _result_or_raise(answer: dict[str, Any]) -> Any:
+    """Return the result of a response, or raise the error that it holds.
+
+    An error whose class cannot be made from a text is raised as the nearest base class that can.
+    """
     if "error" not in answer:
         return answer["made"]
     import jinja2
@@ -94,7 +122,7 @@ def _result_or_raise(answer: dict[str, Any]) -> Any:
 
 
 class _RenderProcess:
-    """The process, as its parent sees it."""
+    """Handle of the rendering process in its parent."""
 
     def __init__(self) -> None:
         import titanmoe
@@ -113,7 +141,7 @@ class _RenderProcess:
         self.end = weakref.finalize(self, _end_process, self._process, self.parent)
 
     def ask(self, request: bytes, seconds: float, memory: int) -> Any:
-        """None if it has ended."""
+        """Send a request with its limits and return the response; None if the process has ended."""
         try:
             _send(self._process.stdin, request, seconds, memory)
             answer = _receive(self._process.stdout)
@@ -139,7 +167,7 @@ def _send(stream: BinaryIO, data: bytes, seconds: float = 0.0, memory: int = 0) 
 
 
 def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
-    """None at the end, which may come in the middle of something."""
+    """Read a message: its data, seconds and bytes of memory; None at the end of the stream, even within a message."""
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -152,6 +180,10 @@ def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
 
 
 def serve() -> None:
+    """Compile the template of the first request, then render requests until stdin ends.
+
+    The main function of the rendering process.
+    """
     import resource
 
     import jinja2.ext
@@ -187,7 +219,7 @@ def serve() -> None:
 
 
 class _Objects(dict):
-    """An object in a message. Templates may look into it and write it as JSON."""
+    """A dict in a message that templates may index or write as JSON, but not write as text."""
 
     where = ""
 
@@ -198,6 +230,8 @@ class _Objects(dict):
 
 
 class _Parts(list):
+    """A list in a message that templates may index or write as JSON, but not write as text."""
+
     where = ""
 
     def __str__(self) -> str:
@@ -207,7 +241,11 @@ class _Parts(list):
 
 
 def _guard(value: Any, where: str) -> Any:
-    """A copy in which lists and objects cannot become text."""
+    """Return a copy of a value in which dicts and lists raise NotText when a template writes them as text.
+
+    Args:
+        where: name of the value, for the message.
+    """
     if isinstance(value, dict):
         joint = "." if "'s " in where else "'s "
         guarded = _Objects((key, _guard(item, f"{where}{joint}{key}")) for key, item in value.items())
@@ -226,8 +264,11 @@ def _guard_messages(variables: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
-    """As the templates of published models expect it, without today's date (strftime_now) and random text: tokens must
-    depend on neither, and templates that ask for the date have a default of their own."""
+    """Compile a template; return also whether it has {% generation %}.
+
+    The environment is the one that templates of published models expect, but without today's date (strftime_now) and
+    random text: tokens must depend on neither, and templates that ask for the date have a default of their own.
+    """
     import jinja2.ext
     import jinja2.nodes
     import jinja2.sandbox
@@ -260,5 +301,5 @@ def _compile(text: str, opening: str, closing: str) -> tuple[Any, bool]:
 def _json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
 ) -> str:
-    """Without the escapes for HTML of Jinja's own."""
+    """Return a value as JSON without HTML escapes, which Jinja's own filter adds."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

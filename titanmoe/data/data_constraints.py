@@ -1,4 +1,4 @@
-"""Which fields of [data] and [validation] contradict each other: sources, mix, packing, what is held out."""
+"""Constraints between options of [data] and [validation]: sources, weights, packing, epochs, what is held out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanmoe.models.families import mixers
 
 
 def parse_skip_steps(texts: list[str]) -> list[range]:
-    """The steps of data.skip_steps; ValueError names what is not one."""
+    """Return the ranges of steps that data.skip_steps names; a ValueError names an entry that is malformed."""
     steps = []
     for text in texts:
         first, _, last = text.partition("-")
@@ -24,6 +24,7 @@ def parse_skip_steps(texts: list[str]) -> list[range]:
 
 
 def contradictions(config: Config) -> Iterator[Violation]:
+    """Yield all contradictions of a recipe's [data] and [validation]."""
     yield from _sources(config.data)
     try:
         parse_skip_steps(config.data.skip_steps)

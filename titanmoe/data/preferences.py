@@ -1,8 +1,10 @@
-"""Pairs of answers to tokens, as TRL writes them: a prompt, the answer that was chosen and the one that was rejected.
+"""Tokenization of preference pairs in TRL's form: a prompt, a chosen completion and a rejected one.
 
-Each is a text, or a list of messages. Without a prompt, or with a text beside messages, the prompt is what both answers
-begin with. A pair becomes two documents, the prompt with the chosen answer and with the rejected one; of each only the
-answer counts as labels, with its end.
+Each is a text, or a list of messages. Without a prompt, or with a text prompt beside messages, the prompt is the common
+beginning of both completions. A pair becomes two documents: the prompt with the chosen completion, and with the
+rejected one. Only the completion and its EOS are labels.
+
+Shapes: T tokens of a document.
 """
 
 from __future__ import annotations
@@ -18,11 +20,18 @@ from titanmoe.data.tokenizer import Tokenizer
 PROMPT, CHOSEN, REJECTED = FIELDS = "prompt", "chosen", "rejected"
 
 Document = tuple[np.ndarray, np.ndarray | None]
-"""Tokens, and how much each counts as a label; None: all alike."""
+"""A tokenized document: its tokens, and each token's weight as a label; None if all count alike."""
 
 
 def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder | None) -> tuple[Document, Document]:
-    """Without the marks of a document. ChatError: the record is at fault. chat: needed for messages."""
+    """Return the documents of a pair, chosen then rejected. The caller adds a missing BOS or EOS.
+
+    Args:
+        chat: the chat template; needed only where completions are messages.
+
+    Raises:
+        ChatError: the record is not a usable pair.
+    """
     prompt, chosen, rejected = split_pair(record)
     tools = record.get(TOOLS)
     if isinstance(chosen, str):
@@ -36,7 +45,11 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
 
 
 def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Prompt, chosen and rejected: three texts, or three lists of messages."""
+    """Return prompt, chosen and rejected of a record: three texts, or three lists of messages.
+
+    Raises:
+        ChatError: the record is not a usable pair.
+    """
     prompt, chosen, rejected = (record.get(name) for name in FIELDS)
     for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not answer:
@@ -66,7 +79,7 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _encode_text(prompt: str, answer: str, tokenizer: Tokenizer) -> Document:
-    """A token on both sides of the border counts."""
+    """Tokenize prompt and completion as one text. A token that spans the border between them counts as a label."""
     tokens_T, _, end_T = tokenizer.encode_with_offsets(prompt + answer)
     end = len(prompt)
     tokens_T = np.append(tokens_T, tokenizer.eos)

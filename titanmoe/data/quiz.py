@@ -1,10 +1,10 @@
-"""Questions with choices, as rows of tokens in which only the choices are labels.
+"""Multiple-choice questions as sequences in which only the choices are labels (validation.answers).
 
-Context and choice become tokens as in lm-evaluation-harness (0.4.13, TemplateLM._encode_pair): spaces at the end of
+Question and choice become tokens as in lm-evaluation-harness (0.4.13, TemplateLM._encode_pair): spaces at the end of
 the context belong to the choice, both are encoded as one text, and the choice's tokens are those beyond the number that
-the context alone has. The tokenizer's begin mark comes first, if it has one.
+the context alone has. BOS comes first, if the tokenizer has one.
 
-Shapes: C choices of all questions, N rows of a step, S positions.
+Shapes: C choices of all questions, N sequences of a step, S positions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
 
 CHOICE = "choice"
-"""In Batch.extra_fields: the number, among all choices, of the one that a position belongs to; -1 for padding."""
+"""Extra field of a batch: the number, among all choices, of the one that a position belongs to; -1 for padding."""
 SHOWN = 5
-"""Problems of one file that are spelled out."""
+"""Limit of problems of one file that are listed."""
 
 
 @dataclass(frozen=True)
 class Question:
+    """A question with its choices, the index of the right one, and its line in the file."""
+
     context: str
     choices: list[str]
     answer: int
@@ -42,18 +44,26 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
+    """The questions of one file; `name` is the file's, without its extension."""
+
     name: str
     questions: list[Question]
 
 
 class EncodedChoice(NamedTuple):
+    """A question and one of its choices as tokens."""
+
     tokens: np.ndarray
     labels: int
-    """How many of the last tokens are the choice's."""
+    """Number of last tokens that are the choice's."""
 
 
 def read_task(path: str) -> Task:
-    """ConfigError with every line that is no question with an answer."""
+    """Read the questions of a JSONL file.
+
+    Raises:
+        ConfigError: the file cannot be read, or lines are no questions with an answer; it names each.
+    """
     file = Path(path).expanduser()
     try:
         lines = file.read_bytes().splitlines()
@@ -76,7 +86,7 @@ def read_task(path: str) -> Task:
 
 
 def _question(record: Any, line: int) -> Question:
-    """ValueError says what is wrong, and what to write."""
+    """Return the question of a line of JSON; a ValueError says what is wrong, and what to write."""
     if not isinstance(record, dict):
         raise ValueError('is no JSON object: write {"question": "...", "choices": ["...", "..."], "answer": 0}')
     context, choices, answer = (record.get(name) for name in ("question", "choices", "answer"))
@@ -93,7 +103,7 @@ def _question(record: Any, line: int) -> Question:
 
 
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
-    """Of contexts and their choices."""
+    """Return the tokens of each pair of a question and a choice."""
     kept = [context.rstrip() for context, _ in pairs]
     alone = tokenizer.encode_all(kept)
     whole = tokenizer.encode_all([context + choice for context, choice in pairs])
@@ -106,15 +116,22 @@ def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[E
 
 
 def open_run_tokenizer(config: Config, stored: StoredTokenizer | None) -> Tokenizer:
-    """The one that the run's tokens came from."""
+    """Open the tokenizer that the run's tokens come from.
+
+    Args:
+        stored: tokenizer of the run's token shards; None if it reads none.
+    """
     if stored is not None and FILE in stored.digests:
         return open_tokenizer(str(stored.files()[FILE]))
     return open_tokenizer("bytes" if config.data.source == "stdlib" else config.data.tokenizer)
 
 
 class QuizSet:
-    """The same batches each time: choices packed into rows, apart from each other, the last step filled up with
-    padding."""
+    """The batches of all questions for one data rank, the same each time.
+
+    Choices are packed into sequences by best fit, without attending to each other; the last step is filled up with
+    padding.
+    """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
         options, self.layout, self.tasks = config.validation.answers, BatchLayout(config, data_rank, data_ranks), []

@@ -1,4 +1,4 @@
-"""From the names a user gives to documents: files, folders, globs and URLs, and what the format of each finds in it."""
+"""From paths that a user gives to records: files, folders, globs and URLs, read by the format of each file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from titanmoe.data.remote import find_remote_files, is_url
 
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
-    """Every file that the paths name, in their order; the files of a folder sorted by name."""
+    """Return all files that the paths name, in their order; those of a folder sorted by name.
+
+    Raises:
+        ConfigError: a path names no file, an empty one, or token shards.
+    """
     spec = FORMATS.look_up(format)
     inputs: list[InputFile] = []
     problems: list[str] = []
@@ -67,7 +71,7 @@ def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
 
 
 def _walk(root: Path) -> list[Path]:
-    """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
+    """Return all regular files below root except hidden ones, sorted by path."""
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -83,13 +87,13 @@ def _extension(file: Path) -> str:
 
 
 def split_spans(source: InputFile, size: int) -> Iterator[Span]:
-    """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
+    """Yield spans of a file of about `size` bytes; a single one if its format cannot start in the middle."""
     with file_errors(source.file):
         yield from FORMATS.look_up(source.kind).spans(source, size)
 
 
 def read_records(reader: RecordReader) -> Iterator[Record | BadRecord]:
-    """Those of the reader's span."""
+    """Yield the records of the reader's span, and a `BadRecord` for whatever is malformed."""
     with file_errors(reader.span.file):
         yield from FORMATS.look_up(reader.span.kind).read(reader)
     if reader.empty:

@@ -23,7 +23,7 @@ RENAME = (
     'write "from" as "role" ("human" as "user", "gpt" as "assistant") and "value" as "content" '
     "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)"
 )
-"""What makes messages of ShareGPT's."""
+"""Advice of messages on how to turn ShareGPT's records into messages."""
 OTHER_FORMS = {
     "conversations": "chats in that field are read with --format chat --field conversations (data.format, data.field); "
     f"if they are ShareGPT's, {RENAME}",
@@ -31,24 +31,29 @@ OTHER_FORMS = {
     "instruction and input are what the user says, output what the assistant says "
     "(docs/fine-tuning.md#other-forms-of-chats has the lines of Python)",
 }
-"""How records of another form are read, by a field that tells the form."""
+"""Advice of messages on how to read records of another form, by a field that tells the form."""
 
 
 class BadRecord(NamedTuple):
-    """What is wrong, and with what."""
+    """A malformed record: a message with its place and what is wrong."""
 
     why: str
 
 
 class Record(NamedTuple):
+    """A record: its value, and a function that returns its place in the input, for messages."""
+
     where: Callable[[], str]
     value: Any
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a source: bytes [start, stop) of its file, meaning the lines that begin there, unless its format says
-    otherwise. `bytes` is how much of the input it is."""
+    """A part of an input file that is read at a time.
+
+    `start` and `stop` are bytes, meaning the lines that begin between them, unless the format says otherwise. `bytes`
+    is how much of the input the span is.
+    """
 
     file: str
     kind: str
@@ -59,12 +64,14 @@ class Span:
 
 @dataclass(frozen=True)
 class InputFile:
+    """A file of the input, on disk or at a URL."""
+
     file: str
     kind: str
-    """The name of the format that reads it."""
+    """Name of the format that reads it."""
     bytes: int
     mtime_ns: int
-    """At a URL, the version that its store states."""
+    """Modification time; at a URL a hash of the version that the store reports."""
 
     @property
     def compressed(self) -> bool:
@@ -75,37 +82,42 @@ class InputFile:
 
 
 class RecordReader:
-    """What a format reads a span by. `at` is how far into its bytes the reading is.
+    """Reader of one span, on which formats build. `at` is how many of the span's bytes have been read.
 
-    most_mb: of one document, uncompressed. A longer one ends the reading whatever is done about bad lines, since
-    skipping it would mean uncompressing it.
+    A document longer than `max_mb` ends the reading even if malformed lines are skipped: skipping it would mean
+    decompressing it.
+
+    Args:
+        field: field of a record that holds the document.
+        max_mb: limit of a document in MiB, uncompressed.
+        any_of_fields: fields that are read where there are any; `field` may then be missing, and a record's value
+            is a dict.
+        optional_fields: fields that are read beside `field` where there are any; a record's value is then a dict.
     """
 
     def __init__(
         self,
         span: Span,
         field: str,
-        most_mb: int = 128,
+        max_mb: int = 128,
         any_of_fields: tuple[str, ...] = (),
         optional_fields: tuple[str, ...] = (),
     ):
-        """any_of_fields: fields whose values are read too, where there are any; a record's value is then all of them by
-        name, and `field` need not be there. optional_fields: the same, of records that have `field`."""
         self.span, self.field, self.at, self.empty = span, field, 0, False
         self.any_of_fields, self.optional_fields = any_of_fields, optional_fields
-        self.most_mb, self.most = most_mb, most_mb * MIB
+        self.max_mb, self.max_bytes = max_mb, max_mb * MIB
 
     def read_all(self) -> bytes:
-        """All of a file."""
+        """Return all bytes of the file, decompressed."""
         with open_decompressed(self.span.file) as (stream, _):
-            data = stream.read(self.most + 1)
-        if len(data) > self.most:
+            data = stream.read(self.max_bytes + 1)
+        if len(data) > self.max_bytes:
             raise self.too_long(self.span.file, "the text")
         self.at, self.empty = self.span.bytes, not data
         return data
 
     def lines(self) -> Iterator[tuple[Callable[[], str], bytes]]:
-        """Where each line is, as a message says it, and the line."""
+        """Yield each line of the span, decompressed, after a function that returns its place as FILE:LINE."""
         span, compressed = self.span, self.span.file.endswith(COMPRESSED)
         with open_decompressed(span.file) as (stream, raw):
             place = start = span.start
@@ -124,21 +136,20 @@ class RecordReader:
     def too_long(self, where: str, what: str) -> ConfigError:
         return ConfigError(
             [
-                f"{where}: {what} has more than {self.most_mb} MiB unpacked, the limit for a document "
+                f"{where}: {what} has more than {self.max_mb} MiB unpacked, the limit for a document "
                 "(max_document_mb): raise that, or leave it out"
             ]
         )
 
     def _line(self, stream: io.BufferedIOBase, where: Callable[[], str]) -> bytes:
-        line = stream.readline(self.most + 1)
-        if len(line) > self.most:
+        line = stream.readline(self.max_bytes + 1)
+        if len(line) > self.max_bytes:
             raise self.too_long(where(), "the line")
         return line
 
 
 def _line_number(file: str, start: int, number: int) -> str:
-    """FILE:LINE, the line being the `number`th of those that begin at byte `start` or later: only counted when asked
-    for."""
+    """Return FILE:LINE of the `number`th line that begins at byte `start` or later. Counts the lines before it."""
     before = 0
     if start:
         with open_url(file) if is_url(file) else open(file, "rb") as stream:
@@ -148,7 +159,7 @@ def _line_number(file: str, start: int, number: int) -> str:
 
 
 def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
-    """A line's text, without its end."""
+    """Return a line's text without its line end, or a `BadRecord` if it is not UTF-8."""
     try:
         return line.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
@@ -156,7 +167,7 @@ def decode_line(line: bytes, where: Callable[[], str]) -> str | BadRecord:
 
 
 def describe_missing_field(where: str, field: str, names: list[str]) -> str:
-    """What is said where a record has other fields than that."""
+    """Return a message about a record that lacks a field, with advice by the fields that it has."""
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
     if "messages" in names and field == "text":
         return f"{where}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
@@ -168,13 +179,13 @@ def describe_missing_field(where: str, field: str, names: list[str]) -> str:
 
 
 def json_type_name(value: Any) -> str:
-    """What a value is called in JSON."""
+    """Return what the type of a value is called in JSON."""
     names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
     return names.get(type(value), "an object")
 
 
 class file_errors:
-    """What a file's own format says of it, with its name."""
+    """Context manager that turns errors of reading a file into a ConfigError with the file's name."""
 
     def __init__(self, file: str):
         self.file = file

@@ -1,7 +1,8 @@
-"""Text to token shards, in parallel over processes, in a way that survives a kill.
+"""Parallel tokenization of text into token shards, which survives being killed.
 
-The input is split into units by its size alone. Each becomes shards of its own (titanmoe.data.tokenize_unit), no matter
-who makes them and when; so the result depends neither on the number of processes nor on interruptions.
+The input is split into units by its size alone, and each unit becomes shards of its own (titanmoe.data.tokenize_unit),
+whichever process tokenizes it and when. So the result depends neither on the number of processes nor on interruptions.
+`titanmoe tokenize` and the cache of a run (titanmoe.data.open_documents) call it.
 """
 
 from __future__ import annotations
@@ -45,37 +46,45 @@ from titanmoe.data.write_token_shards import store_tokenizer, write_json
 
 LOCK, PLAN = ".lock", "plan.json"
 IGNORED_OPTIONS = ("out", "bad_lines", "max_document_mb")
-"""Options that change no shard that can have been finished."""
+"""Fields of a job that change no finished shard."""
 MAX_LOOKED_INTO = 16
-"""Files of which the first record is read to see which fields they have."""
+"""Number of files whose first record is read to see which fields they have."""
 FIRST_RECORDS = 8
-"""How many records of a file are tried before a run starts."""
+"""Number of records of a file that are checked before a run starts."""
 MIN_UNIT_BYTES, UNITS = 8 << 20, 256
-"""Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
+"""Least size of a unit, and the number of units of a medium input, which that many processes can share."""
 TOKEN_BYTES = 4
-"""For English with a usual vocabulary. A unit of a large input fills about one shard."""
+"""Bytes of English text per token with a usual vocabulary, so that a unit of a large input fills about one shard."""
 
 
 def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder holds token shards whose tokenization was interrupted."""
     return (folder / WORK / PLAN).is_file()
 
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """The plan of a tokenization: the job, its opened tokenizer, its input files, and a digest of all of it."""
+
     job: TokenizeJob
     tokenizer: Tokenizer
     sources: list[InputFile]
     identity: str
-    """Of the shards' contents."""
+    """Digest of everything that the contents of the shards depend on; names their folder in the cache."""
 
     @property
     def tokenizer_files(self) -> dict[str, Path]:
-        """By name. A chat template of the job takes the place of the tokenizer's own; bytes have none."""
+        """Files to store beside the shards, by name: the tokenizer's, or the job's chat template for its own."""
         files, template = self.tokenizer.files(), self.job.chat_template
         return files | {CHAT_TEMPLATE: Path(template).expanduser()} if files and template else files
 
 
 def plan_shards(job: TokenizeJob) -> ShardPlan:
+    """Open the job's tokenizer, chat template and files and return the plan. Writes nothing.
+
+    Raises:
+        ConfigError: any of them cannot be used; it has all problems.
+    """
     problems: list[str] = []
 
     def collect_problems(make: Callable[..., Any], *args: Any) -> Any:
@@ -101,7 +110,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
 
 def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
-    """Return whether the first record of one of the first files has fields beside its messages, such as tools."""
+    """Return whether the first record of one of the first files has optional fields, such as tools."""
     optional_fields = FORMATS.look_up(job.format).optional_fields
     for source in sources[:MAX_LOOKED_INTO] if optional_fields else ():
         with suppress(ConfigError):  # said when it is read
@@ -115,9 +124,9 @@ def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
 
 
 def check_first_records(plan: ShardPlan) -> None:
-    """Raise a ConfigError if one of the first records cannot be used and is not to be left out (bad_lines).
+    """Raise a ConfigError if one of the first records is malformed and would not be left out (bad_lines = "error").
 
-    Looks into the first files, and into large ones only where a line can be read without the rest of the file.
+    Reads the first files, and large ones only where a line can be read without the rest of the file.
     """
     if plan.job.bad_lines != "error":
         return
@@ -129,7 +138,7 @@ def check_first_records(plan: ShardPlan) -> None:
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
-    """Units, in the order of the input."""
+    """Return the units of the input, in its order: each is a list of spans of about the same size together."""
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), MIN_UNIT_BYTES)
     units: list[list[Span]] = []
@@ -145,8 +154,16 @@ def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]
 
 
 def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
-    """The manifest of the finished folder. If it is finished already, that is all; if not, only what is missing is
-    made. wait: for another process that is working on it."""
+    """Write the shards of a plan that are missing, and return the manifest of the finished folder.
+
+    Args:
+        workers: number of processes.
+        wait: wait for another process that works on the folder; otherwise that is a ConfigError.
+        log: receives lines of progress.
+
+    Raises:
+        ConfigError: a record is malformed, the folder is of another job, or a file cannot be read or written.
+    """
     out = Path(plan.job.out)
     _check_output_outside_inputs(out, plan.job.paths)
     try:
@@ -166,7 +183,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
 
 
 def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
-    """The output must not be found as input when the same command resumes."""
+    """Raise a ConfigError if the output would be found as input when the same command resumes."""
     for path in paths:
         folder, target = Path(path).expanduser().resolve(), out.resolve()
         if target.is_relative_to(folder) and not any(part.startswith(".") for part in target.relative_to(folder).parts):
@@ -238,7 +255,7 @@ def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], 
 
 
 def _finished_records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
-    """The unit's shards that are finished and still there."""
+    """Return the records of the unit's shards that are finished and whose files are still there."""
     records: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(records))}.json").exists():
         record = json.loads(file.read_bytes())
@@ -277,7 +294,11 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 def _run_workers(
     job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: ProgressMeter
 ) -> None:
-    """A thread per process hands it units until there are none left, or one fails."""
+    """Tokenize units in processes, each fed by a thread, until none are left or one fails.
+
+    Args:
+        todo: number, spans and finished records of each unit.
+    """
     waiting, processes = deque(todo), []
     answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threads = []
@@ -327,6 +348,7 @@ def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
 def _feed_worker(
     process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Queue[dict[str, Any] | None]
 ) -> None:
+    """Hand units to a process until none are left, and put its responses into the queue; None at the end."""
     file = ""
     try:
         with process:
@@ -365,7 +387,12 @@ def _feed_worker(
 
 
 class ProgressMeter:
-    """Progress: a bar on a terminal, else a line every half minute."""
+    """Progress display: a bar on a terminal, otherwise a line every half minute.
+
+    Args:
+        total: bytes of the input.
+        done: bytes that earlier commands tokenized.
+    """
 
     def __init__(self, total: int, done: int, log: Callable[[str], None]):
         from rich.console import Console
@@ -395,6 +422,7 @@ class ProgressMeter:
         return self.tokens / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, size: int, tokens: int) -> None:
+        """Count bytes of input and tokens as done."""
         self.done += size
         self.tokens += tokens
         self.show()

@@ -1,4 +1,4 @@
-"""`titanmoe tokenize`: what the user asks for, checked, and what was made."""
+"""The command `titanmoe tokenize`: its options, their checks, and a summary of what was written."""
 
 from __future__ import annotations
 
@@ -64,16 +64,18 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
 
 
 def add_format(parser: argparse.ArgumentParser, formats: ComponentKind) -> None:
+    """Add the option --format with the names of these formats."""
     names = ",".join([*formats.table, "MODULE:NAME"])
     parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 
 
 def count_cores() -> int:
-    """How many this process may use."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_tokenize(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code; problems are printed."""
     try:
         return _tokenize(args)
     except ConfigError as error:
@@ -139,6 +141,7 @@ def _count(things: Sized, name: str) -> str:
 
 
 def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
+    """Return lines about a finished folder of token shards: tokens, documents, labels, and what was left out."""
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
     if manifest.get("answers", 1) > 1:

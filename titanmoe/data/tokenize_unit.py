@@ -1,8 +1,10 @@
-"""One unit of `titanmoe tokenize`: a part of the input to shards of its own. A process takes units from its parent,
-line by line as JSON on stdin, and reports its progress on stdout.
+"""Tokenization of one unit of the input into shards of its own, in a process of `titanmoe tokenize`.
 
-What is in a unit's shards depends on the unit alone. A record next to each finished shard says how many of the unit's
-lines or rows come before its end, so that an interrupted unit can resume there.
+The process takes units from its parent, one line of JSON each on stdin, and reports its progress on stdout. The
+contents of a unit's shards depend on the unit alone. A JSON record next to each finished shard tells how many of the
+unit's lines or rows come before its end, so that an interrupted unit can resume there.
+
+Shapes: T tokens of a document.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 from titanmoe.data.write_token_shards import ShardWriter, write_json
 
 BATCH = 1 << 20
-"""Characters that are tokenized together."""
+"""Number of characters that are tokenized together."""
 EXAMPLES = 3
-"""Skipped lines that a record quotes."""
+"""Limit of skipped lines that a shard's record quotes."""
 REFUSED = 20
-"""Malformed records that are named at once."""
+"""Limit of malformed records that one error names."""
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """What was asked for."""
+    """The options of a tokenization."""
 
     paths: list[str]
     out: str
@@ -53,6 +55,7 @@ class TokenizeJob:
 
     @property
     def record_field(self) -> str:
+        """Field of a record that holds the document; the format's own unless another is named."""
         return FORMATS.look_up(self.format).field if self.field == "text" else self.field
 
     @property
@@ -65,25 +68,30 @@ class TokenizeJob:
 
     @property
     def has_label_mask(self) -> bool:
-        """Whether some tokens do not count as labels."""
+        """Whether some tokens are no labels, as in chats and preference pairs."""
         return self.conversations or self.completions_per_prompt > 1
 
 
 @dataclass
 class UnitProgress:
-    """The shard being made, counted in items of its unit: lines or rows."""
+    """Counts of the shard that is being written."""
 
     items: int
+    """Lines or rows of the unit that are done, including those in earlier shards."""
     skipped: int = 0
     empty: int = 0
 
 
 def dtype_name(tokenizer: Tokenizer) -> str:
+    """Return the name of the smallest dtype of shards that holds all tokens."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
-    """Of pairs none if nothing names a template: their answers may be texts."""
+    """Return the chat template of a job; None if its documents are plain texts.
+
+    For preference pairs, whose completions may be texts, also None if no template is named or found.
+    """
     try:
         return open_chat_encoder(job.chat_template, tokenizer) if job.has_label_mask else None
     except ConfigError:
@@ -93,10 +101,19 @@ def open_job_chat(job: TokenizeJob, tokenizer: Tokenizer) -> ChatEncoder | None:
 
 
 def record_name(unit: int, shard: int) -> str:
+    """Return the name of a shard of a unit, and of its record."""
     return f"{unit:05d}-{shard:03d}"
 
 
 class UnitTokenizer:
+    """Tokenizer of one unit.
+
+    Args:
+        number: number of the unit.
+        shard: number of the unit's shards that are finished.
+        items: lines or rows of the unit that these hold.
+    """
+
     def __init__(
         self, job: TokenizeJob, tokenizer: Tokenizer, chat: ChatEncoder | None, number: int, shard: int, items: int
     ):
@@ -107,7 +124,14 @@ class UnitTokenizer:
         self.eos_N = np.array([tokenizer.eos], np.uint32)
 
     def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
-        """progress(bytes, tokens) as they are done."""
+        """Tokenize the unit's spans and write its shards.
+
+        Args:
+            progress: called with the bytes of input and the tokens that were done since the last call.
+
+        Raises:
+            ConfigError: a record is malformed, and bad_lines is "error".
+        """
         for batch, size in self._batches(spans):
             tokens, encoded = 0, self._encoded(batch)
             for entry, own_documents in encoded:
@@ -120,7 +144,10 @@ class UnitTokenizer:
         self._close(last=True)
 
     def check(self, span: Span, count: int) -> None:
-        """Raise a ConfigError if one of the first records of a span is bad. Tokenizes conversations alone."""
+        """Raise a ConfigError if one of the first `count` records of a span is malformed.
+
+        Tokenizes them only if they are chats or pairs.
+        """
         _, entries = self._entries(span)
         first = list(islice(entries, count))
         if self.job.has_label_mask:
@@ -131,7 +158,7 @@ class UnitTokenizer:
             raise _refusal(bad)
 
     def _entries(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
-        """Return a reader of the span, and what it reads."""
+        """Return a reader of the span, and an iterator over its records."""
         any_of_fields = (*FIELDS, TOOLS) if self.job.completions_per_prompt > 1 else ()
         optional_fields = FORMATS.look_up(self.job.format).optional_fields
         reader = RecordReader(span, self.job.record_field, self.job.max_document_mb, any_of_fields, optional_fields)
@@ -139,7 +166,7 @@ class UnitTokenizer:
         return reader, entries if self.job.has_label_mask else texts_only(entries, self.job.record_field)
 
     def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | BadRecord], int]]:
-        """Records, and how much of the input they and those passed over make up."""
+        """Yield batches of the records that finished shards lack, with the bytes of input read since the last batch."""
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
@@ -157,7 +184,7 @@ class UnitTokenizer:
         yield batch, done - reported
 
     def _encoded(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
-        """Each entry, and its documents: none if it is bad or empty."""
+        """Yield each record with its documents; no documents if it is malformed or empty."""
         masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
         rows = iter(self.tokenizer.encode_all(texts) if texts else [])
@@ -186,7 +213,7 @@ class UnitTokenizer:
         return pair
 
     def _marked(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
-        """With the marks of a document where the template did not write them; these do not count towards the loss."""
+        """Add BOS and EOS where the template did not write them; they have weight 0 as labels."""
         if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
             raise ChatError(
                 f"a message has the weight {other[0]:g}, and without label_weights a message counts (1) or does not "
@@ -199,6 +226,7 @@ class UnitTokenizer:
         return tokens_T, weight_T
 
     def _add_entry(self, entry: Record | BadRecord, own_documents: list[Document]) -> int:
+        """Write a record's documents, beginning a new shard if they do not fit; return their number of tokens."""
         tokens = sum(len(tokens_T) for tokens_T, _ in own_documents)
         if own_documents:
             if self.writer is not None and self.writer.tokens + tokens > self.job.shard_tokens:
@@ -218,6 +246,7 @@ class UnitTokenizer:
         return tokens
 
     def _close(self, last: bool) -> None:
+        """Complete the current shard and write its record."""
         record = {"last": last, **vars(self.progress), "examples": self.examples}
         record["counted"] = self.writer.num_labels if self.writer and self.job.has_label_mask else 0
         record["shard"] = self.writer.close() if self.writer else None
@@ -231,7 +260,7 @@ def _is_bad(entry: Record | BadRecord, own_documents: list[Document]) -> bool:
 
 
 def _refusal(bad: list[BadRecord]) -> ConfigError:
-    """bad: the first one, and those that were read with it. What is wrong with several in a row is written once."""
+    """Return the error that names malformed records. A reason that several records in a row share is written once."""
     more, problems, before, written = len(bad) - REFUSED, [], "", ""
     for entry in bad[:REFUSED]:
         place, _, why = entry.why.partition(": ")
@@ -248,6 +277,7 @@ def _is_text(entry: Record | BadRecord) -> bool:
 
 
 def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Record | BadRecord]:
+    """Yield the records, with those whose value is not text replaced by a `BadRecord`."""
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
             yield BadRecord(f"{entry.where()}: {field!r} is {json_type_name(entry.value)}, not text")
@@ -256,6 +286,7 @@ def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Re
 
 
 def serve() -> None:
+    """Tokenize the units that the parent sends on stdin. Main function of the process."""
     # Nothing else may write to what the parent reads.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

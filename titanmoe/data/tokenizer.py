@@ -1,4 +1,4 @@
-"""Text to tokens: bytes, which need no vocabulary, or any Hugging Face tokenizer.json.
+"""Tokenizers: bytes, which need no vocabulary, or any Hugging Face tokenizer.json.
 
 Shapes: T tokens of a text.
 """
@@ -23,15 +23,15 @@ OTHER_FILES = (
     *(SETTINGS, "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
     *(CHAT_TEMPLATE, "chat_template.json", "*.tiktoken", "tokenization_*.py"),
 )
-"""Names of what belongs to a tokenizer and lies beside its tokenizer.json."""
+"""Patterns of other files of a tokenizer, which lie beside its tokenizer.json."""
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-"""Tried if no tokenizer_config.json names one."""
+"""Usual EOS tokens, looked for if tokenizer_config.json names none."""
 CHUNK = 1 << 20
-"""Characters encoded at one time: an encoding takes some hundred bytes per token."""
+"""Characters that are encoded at a time: an encoding takes some hundred bytes per token."""
 
 
 class EncodedWithOffsets(NamedTuple):
-    """Tokens of a text, and the characters [begin, end) that each stands for."""
+    """The tokens of a text, and the characters [begin, end) that each stands for."""
 
     tokens_T: np.ndarray
     begin_T: np.ndarray
@@ -39,7 +39,7 @@ class EncodedWithOffsets(NamedTuple):
 
 
 class ByteTokenizer:
-    """Tokens 0-255 are bytes; three more mark where a document begins and ends, and padding."""
+    """The tokenizer of UTF-8 bytes: tokens 0-255 are bytes, and three more are BOS, EOS and padding."""
 
     bos, eos, pad = 256, 257, 258
     vocab_size = 259
@@ -64,11 +64,14 @@ class ByteTokenizer:
         return None
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Marks are left out; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of tokens. Special tokens are left out; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def document(self, data: bytes) -> Tensor:
-        """A whole document between its marks, as int16: half a corpus's memory is worth a cast per batch."""
+        """Return a text file's tokens with BOS and EOS, as int16.
+
+        It halves the memory of a corpus, which is worth a cast per batch.
+        """
         import torch
 
         tokens = torch.empty(len(data) + 2, dtype=torch.int16)
@@ -79,7 +82,14 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json. Its begin mark is the one it puts before a text by itself; its end mark is named next to it."""
+    """The tokenizer in a tokenizer.json.
+
+    Its BOS is the token that it puts before a text by itself. Its EOS is the one that tokenizer_config.json names, or
+    that it puts after a text, or a usual one of its vocabulary.
+
+    Raises:
+        ConfigError: the file cannot be read, or no EOS can be told.
+    """
 
     def __init__(self, file: Path):
         import tokenizers
@@ -113,14 +123,14 @@ class JsonTokenizer:
         self.identity = f"{digest} bos {self.bos} eos {self.eos}"
 
     def files(self) -> dict[str, Path]:
-        """All that belongs to it, by the names it has in a folder of its own."""
+        """Return all files of the tokenizer, by the names that they have in a folder."""
         beside = {
             file.name: file for pattern in OTHER_FILES for file in self.file.parent.glob(pattern) if file.is_file()
         }
         return {FILE: self.file} | dict(sorted(beside.items()))
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Without marks; whatever looks like one in a text is text."""
+        """Return the tokens of each text, without BOS and EOS. Special tokens in a text are encoded as plain text."""
         pieces = [(number, piece) for number, text in enumerate(texts) for piece in _split_long_text(text)]
         codes = self._plain.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
         pieces_of_text: list[list[np.ndarray]] = [[] for _ in texts]
@@ -129,13 +139,13 @@ class JsonTokenizer:
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in pieces_of_text]
 
     def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
-        """Whatever looks like a mark is one: a chat template wrote it."""
+        """Return the tokens of a text that a chat template wrote: special tokens in it are encoded as such."""
         code = self._marking.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
     def leading_special_token(self, text: str) -> int | None:
-        """The mark that the text begins with, if it does."""
+        """Return the special token that a text begins with; None if it begins with none."""
         ids = self._marking.encode(text, add_special_tokens=False).ids
         added = self._plain.get_added_tokens_decoder()
         return ids[0] if ids and ids[0] in added and text.startswith(added[ids[0]].content) else None
@@ -144,7 +154,7 @@ class JsonTokenizer:
         return self._plain.decode(list(tokens))
 
     def _surrounding_tokens(self) -> tuple[int | None, int | None]:
-        """The tokens that the file itself puts before and after a text."""
+        """Return the tokens that the tokenizer by itself puts before and after a text; None for none."""
         plain = self._marking.encode("a", add_special_tokens=False).ids
         ids = self._marking.encode("a").ids
         at = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
@@ -180,7 +190,7 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", a tokenizer.json, or the folder it is in."""
+    """Open a tokenizer by name: "bytes", a tokenizer.json, or the folder that holds one."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
@@ -203,12 +213,12 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def _token_text(mark: Any) -> str | None:
-    """A mark is written as text, or as an object with its content."""
+    """Return the text of a special token, which a config has as a string or as an object with its content."""
     return mark.get("content") if isinstance(mark, dict) else mark
 
 
 def _split_long_text(text: str) -> Iterator[str]:
-    """Split after line ends that are followed by text, where no usual pre-tokenizer joins the two sides."""
+    """Yield chunks of a text, split after line ends that text follows, where usual pre-tokenizers join nothing."""
     at = 0
     while len(text) - at > CHUNK:
         cut = at + CHUNK

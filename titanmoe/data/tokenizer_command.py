@@ -1,4 +1,4 @@
-"""`titanmoe tokenizer train`: a byte-level BPE from one's own text, with marks and a chat template."""
+"""The command `titanmoe tokenizer train`: a byte-level BPE of the user's text, with tokens for the roles of a chat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<|assistant|>" -}}{%- endif -%}
 """
-"""An answer and the mark that ends it are what a model learns of a chat."""
+"""Chat template of the tokenizer. Labels are the assistant's messages, each with the EOS that ends it."""
 
 
 def add_tokenizer(commands: argparse._SubParsersAction) -> None:
@@ -56,6 +56,7 @@ def add_tokenizer(commands: argparse._SubParsersAction) -> None:
 
 
 def run_tokenizer(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code; problems are printed."""
     try:
         print("\n".join(_train(args)))
         return 0
@@ -67,6 +68,7 @@ def run_tokenizer(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> list[str]:
+    """Check the options, train the tokenizer and write its folder; return lines about it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     problems, sources = [], []

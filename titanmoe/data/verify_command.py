@@ -1,4 +1,4 @@
-"""`titanmoe data verify`: whether token shards are what was written."""
+"""The command `titanmoe data verify`: whether token shards are as they were written."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def add_data(commands: argparse._SubParsersAction) -> None:
 
 
 def run_verify(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code: 1 if any folder has changed."""
     problems = []
     for folder in args.folders:
         try:
@@ -41,6 +42,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def _verify(folder: Path) -> list[str]:
+    """Return what has changed in a folder of token shards; print a line if nothing has."""
     from titanmoe.data.token_scores import iterate_scores
     from titanmoe.data.token_shards import ShardDocuments, verify
 

@@ -1,4 +1,4 @@
-"""The formats of data, and the table of their names. Neither torch nor NumPy here."""
+"""The data formats by name (data.format). Imports neither torch nor NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanmoe.data.formats.format import FormatSpec, manifest_of
 
 
 class Auto(FormatSpec):
-    """The format of each file by its extension."""
+    """The format "auto": chooses the format of each file by its extension."""
 
     help = "auto: by extension."
 
@@ -21,7 +21,7 @@ class Auto(FormatSpec):
 
 
 class TokenShards(FormatSpec):
-    """What `titanmoe tokenize` makes (titanmoe.data.token_shards)."""
+    """The format "tokens": token shards, as `titanmoe tokenize` writes them (titanmoe.data.token_shards)."""
 
     help = "tokens: token shards alone."
     tokenized = True
@@ -44,7 +44,7 @@ FORMATS = ComponentKind(
 
 @cache
 def format_of_extension(extension: str) -> str:
-    """The name of the format that files with this extension have under `auto`."""
+    """Return the name of the format that "auto" chooses for files with this extension."""
     try:
         formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
     except ComponentError as error:
@@ -54,7 +54,7 @@ def format_of_extension(extension: str) -> str:
 
 
 def completions_in(path: str, config: Config) -> int:
-    """2 if what data.paths calls so are pairs of answers, as far as its name and a manifest tell."""
+    """Return 2 if an entry of data.paths holds preference pairs, by its manifest or data.format; otherwise 1."""
     try:
         return (
             manifest_of(path).get("answers", 1)
@@ -66,8 +66,11 @@ def completions_in(path: str, config: Config) -> int:
 
 
 def format_option(conversations: bool) -> ComponentKind:
-    """The values of a command's option --format: all formats but token shards. conversations: those that a chat
-    template makes text of, too."""
+    """Return the choices of a command's option --format: all formats but token shards.
+
+    Args:
+        conversations: include formats that a chat template turns into text.
+    """
     table = dict(FORMATS.table)
     for name in FORMATS.table:
         with suppress(ComponentError):  # reported if the user names this format

@@ -1,11 +1,11 @@
-"""Conversations and preferences in JSONL or Parquet, with messages in a field of each line or row."""
+"""The formats "chat" and "preference": JSONL or Parquet with messages in a field of each line or row."""
 
 from titanmoe.data.formats import jsonl, parquet
 from titanmoe.data.formats.format import FormatSpec
 
 
 class Conversations(FormatSpec):
-    """A list of messages."""
+    """The format "chat": a list of messages per record."""
 
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
@@ -20,7 +20,7 @@ class Conversations(FormatSpec):
 
 
 class Preferences(Conversations):
-    """Two answers to a prompt, of which one is better, as TRL has them."""
+    """The format "preference": a chosen and a rejected completion per record, in TRL's form."""
 
     help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected answer, text or messages, for dpo."
     field = "chosen"

@@ -1,4 +1,4 @@
-"""What a data format is: which files it is for, how they are divided among processes, and how they are read."""
+"""The interface of a data format: which files it reads, how processes share them, and the records in them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordRead
 
 
 class FormatSpec(Spec):
-    """The facts about a format, with their usual values."""
+    """Properties of a data format, with their defaults."""
 
     extensions: tuple[str, ...] = ()
-    """Extensions of its files, in lower case, without that of a compression. `auto` goes by them, and only such files
-    of a folder are read; if there are none here, all files are."""
+    """Extensions of its files, in lower case, without that of a compression.
+
+    "auto" chooses formats by them, and of a folder only such files are read; all files if empty."""
     by_line = False
-    """Whether a line can be read without those before it, so that several processes share a large file."""
+    """Whether a line can be read without those before it, so that several processes can share a large file."""
     field = "text"
-    """The field of a record that holds the document, unless the recipe names another."""
+    """Field of a record that holds the document, unless the user names another."""
     conversations = False
-    """Whether a record's value is the messages of a chat, which a template makes into text, with loss only on what the
-    assistant said. `auto` chooses no such format."""
+    """Whether a record's value is a list of messages, which a chat template turns into text, with loss only on what the
+    assistant says. "auto" never chooses such a format."""
     optional_fields: tuple[str, ...] = ()
-    """Fields of a record that are read beside `field`, where there are any; its value is then all of them by name."""
+    """Fields of a record that are read beside `field` where there are any. A record's value is then a dict of all."""
     completions_per_prompt = 1
-    """2: a record is a pair of answers, and its value the whole record (titanmoe.data.preferences)."""
+    """2 if a record is a preference pair (titanmoe.data.preferences); its value is then the whole record."""
     tokenized = False
-    """Whether its files are token shards, which are used as they are."""
+    """Whether its files are token shards, which need no tokenization."""
 
     def preset(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Conversations stay whole and apart."""
+        """Return defaults of other options: best-fit packing for chats and preferences, which must not be split."""
         is_chat = values["data.source"] == "files" and (
             self.conversations or self.completions_per_prompt > 1 or any(map(_has_chats, values["data.paths"]))
         )
@@ -51,15 +52,15 @@ class FormatSpec(Spec):
             )
 
     def accepts(self, extension: str) -> bool:
-        """Whether files of a folder with this extension are read: data sets come with README files and the like."""
+        """Return whether files with this extension are read from a folder, which may also hold README files."""
         return not self.extensions or extension in self.extensions
 
     def file_format(self, extension: str) -> str:
-        """The name of the format that reads files with this extension; "" for this one."""
+        """Return the name of the format that reads files with this extension; "" for this one."""
         return ""
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        """Divides the file into spans of about `size` bytes, if it can be read from the middle; else one span."""
+        """Yield spans of the file of about `size` bytes; a single one if it cannot be read from the middle."""
         if self.by_line and not source.compressed:
             for start in range(0, source.bytes, size):
                 stop = min(start + size, source.bytes)
@@ -69,21 +70,21 @@ class FormatSpec(Spec):
 
 
 class Format(FormatSpec):
-    """A format that reads files."""
+    """A format that reads records from files."""
 
     @abstractmethod
     def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
-        """The documents of a span, in order, and a `BadRecord` for whatever is not one."""
+        """Yield the records of a span in order, and a `BadRecord` for whatever is malformed."""
         raise NotImplementedError
 
 
 def _has_chats(path: str) -> bool:
-    """Whether it is a folder of token shards that say which tokens count (titanmoe.data.token_shards)."""
+    """Return whether a path is a folder of token shards that say which tokens are labels."""
     return manifest_of(path).get("counted") is not None
 
 
 def manifest_of(path: str) -> dict[str, Any]:
-    """Of a folder of token shards; {} of whatever else it is, of which the run says more when it opens it."""
+    """Return the manifest of a folder of token shards; {} for anything else or an unreadable one."""
     try:
         manifest = parse_json(Path(path).expanduser().joinpath("manifest.json").read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""JSONL: an object on each line, with the document in one of its fields."""
+"""The format "jsonl": a JSON object per line, with the document in one of its fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titanmoe.data.record_reader import (
 )
 
 MAX_VALUES = 4_000_000
-"""The limit for one line: a parsed value takes up to 100 bytes, however short it was in the file."""
+"""Limit of values in a line: a parsed value takes up to 100 bytes, however short it is in the file."""
 
 
 class Jsonl(Format):
@@ -72,7 +72,7 @@ def _too_deep(where: str) -> str:
 
 
 def _count_values(line: bytes) -> int:
-    """About how many values the line has, by its commas and brackets; or more than MAX_VALUES."""
+    """Return about how many values a line has, by its commas and brackets; stops counting above MAX_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
         parts = plain[start : start + MIB].split(b'"')

@@ -1,4 +1,4 @@
-"""Parquet: a row is a record, with the document in one of its columns."""
+"""The format "parquet": a record per row, with the document in one of its columns."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordRead
 from titanmoe.data.remote import is_url, open_url
 
 MAX_ROWS = 256
-"""The limit of rows in memory at one time."""
+"""Limit of rows in memory at a time."""
 MAX_RATIO = 256
-"""The limit of uncompressed to compressed bytes for a large row group; text has 3 to 20."""
+"""Limit of the ratio of uncompressed to compressed bytes of a large row group; text has 3 to 20."""
 
 
 class Parquet(Format):
-    """A span is row groups [start, stop)."""
+    """Reader of Parquet files. A span is row groups [start, stop)."""
 
     help = "parquet: a document in a field of each row."
     extensions = (".parquet",)
@@ -50,7 +50,7 @@ class Parquet(Format):
                     row_number, rows_done = row_number + 1, rows_done + 1
                     reader.at = span.bytes * rows_done // rows_in_span
                     where = partial("{}: row {}".format, span.file, row_number)
-                    if batch.nbytes > reader.most and batch.slice(n, 1).nbytes > reader.most:
+                    if batch.nbytes > reader.max_bytes and batch.slice(n, 1).nbytes > reader.max_bytes:
                         raise reader.too_long(where(), " and ".join(map(repr, columns)))
                     row = {name: batch.column(name)[n].as_py() for name in columns}
                     yield Record(where, row if reader.any_of_fields or reader.optional_fields else row[field])
@@ -68,16 +68,18 @@ def _open(file: str) -> Any:
 
 
 def _rows_at_once(reader: RecordReader, file: Any, group: int, columns: list[str]) -> int:
-    """How many rows to read at once: few enough even if each were as long as the whole row group, because a dictionary
-    can make many long rows from one."""
+    """Return how many rows of a row group to read at a time.
+
+    They fit in memory even if each were as long as the whole row group: with a dictionary one value can fill many rows.
+    """
     row_group = file.metadata.row_group(group)
     parts = [row_group.column(n) for n in range(row_group.num_columns)]
     parts = [part for part in parts if part.path_in_schema.split(".")[0] in columns]
     uncompressed = sum(part.total_uncompressed_size for part in parts)
     compressed = sum(part.total_compressed_size for part in parts)
-    if uncompressed > reader.most and uncompressed > MAX_RATIO * compressed:
+    if uncompressed > reader.max_bytes and uncompressed > MAX_RATIO * compressed:
         raise reader.too_long(
             f"{reader.span.file}: row group {group + 1}",
             f"{reader.field!r}, {compressed:,} bytes packed {MAX_RATIO} to 1,",
         )
-    return max(1, min(MAX_ROWS, 2 * reader.most // max(1, uncompressed)))
+    return max(1, min(MAX_ROWS, 2 * reader.max_bytes // max(1, uncompressed)))

@@ -1,4 +1,4 @@
-"""Text: a file is a document."""
+"""The format "text": a file is a document."""
 
 from __future__ import annotations
 
