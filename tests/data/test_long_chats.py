@@ -77,7 +77,7 @@ def test_long_chats_are_cut_after_the_last_answer_that_fits() -> None:
     edge = ChatPacker(
         chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut"
     )  # an answer ends with the sample, or after
-    assert edge.kept_L.tolist() == [20, 0]
+    assert edge.keep_L.tolist() == [20, 0]
 
 
 def test_chats_that_fit_are_packed_as_ever() -> None:

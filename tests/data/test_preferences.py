@@ -61,7 +61,7 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
     records = records[:2] if suffix == ".parquet" else records  # a column has one type
     tokenizer, out = open_tokenizer(str(bpe)), tmp_path / "out"
     assert tokenize(write(tmp_path / f"pairs{suffix}", records), "--tokenizer", str(bpe), "--out", str(out)) == 0
-    assert f" tokens in {len(records)} pairs of answers and 1 shard\nthe answers': " in capsys.readouterr().out
+    assert f" tokens in {len(records)} preference pairs and 1 shard\nthe completions': " in capsys.readouterr().out
     documents = ShardDocuments(out)
     ends = pairwise(documents.starts[:].tolist())
     both = [(documents.read(*these).tolist(), documents.label_mask(*these).tolist()) for these in ends]

@@ -413,7 +413,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         ),
         (
             "StreamPacker._starts",
-            "every epoch splits the tokens at the same places",
+            "every epoch cuts the row at the same places",
             "permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)",
             "permute(order, number_N, self.per_epoch) * self.seq_len",
         ),

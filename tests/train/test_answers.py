@@ -79,7 +79,7 @@ def test_answers_are_those_of_the_plain_model_under_every_mapping(asked: dict[st
     changes = asked | layers
     report, log_p = world.run(4, answered, changes | MAPPINGS[mapping])[0]
     config = parity.read(changes, 1)
-    rows = len(QuizSet(config, 0, 1, None).rows)
+    rows = len(QuizSet(config, 0, 1, None).sequences)
     assert rows > 4 and rows % 4
     want = by_plain_model(config)
     assert log_p == pytest.approx(np.concatenate(want).tolist(), rel=1e-10)

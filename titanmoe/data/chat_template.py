@@ -71,9 +71,9 @@ class ChatTemplate:
             worker = None
         if worker is None or worker.parent != os.getpid():
             worker = self._begin()
-        answer = _ask_worker(worker, variables, "this conversation")
+        response = _ask_worker(worker, variables, "this conversation")
         self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
-        return _result_or_raise(answer)
+        return _result_or_raise(response)
 
     def _begin(self) -> _RenderProcess:
         worker = _RenderProcess()
@@ -90,30 +90,30 @@ def _ask_worker(worker: _RenderProcess, arguments: tuple[Any, ...], what: str) -
     request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
     memory = MEMORY + MEMORY_PER_BYTE * len(request)
-    answer = worker.ask(request, seconds, memory)
-    if answer is None:
+    response = worker.ask(request, seconds, memory)
+    if response is None:
         code = worker.end()
         if code == -signal.SIGPROF:
             raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {what}")
         raise OverBudget(f"ends the process that renders it (code {code})")
-    if "MemoryError" in answer.get("error", ()):
+    if "MemoryError" in response.get("error", ()):
         raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {what}")
-    return answer
+    return response
 
 
-def _result_or_raise(answer: dict[str, Any]) -> Any:
+def _result_or_raise(response: dict[str, Any]) -> Any:
     """Return the result of a response, or raise the error that it holds.
 
     An error whose class cannot be made from a text is raised as the nearest base class that can.
     """
-    if "error" not in answer:
-        return answer["made"]
+    if "error" not in response:
+        return response["made"]
     import jinja2
 
-    text = answer["text"]
-    if "TemplateSyntaxError" in answer["error"]:
-        raise jinja2.TemplateSyntaxError(text, answer["line"])
-    for name in answer["error"]:  # some cannot be made from a text: then the next more general one
+    text = response["text"]
+    if "TemplateSyntaxError" in response["error"]:
+        raise jinja2.TemplateSyntaxError(text, response["line"])
+    for name in response["error"]:  # some cannot be made from a text: then the next more general one
         kind = NotText if name == "NotText" else getattr(jinja2, name, None) or getattr(builtins, name, None)
         with contextlib.suppress(TypeError):
             error = kind(text)
@@ -144,10 +144,10 @@ class _RenderProcess:
         """Send a request with its limits and return the response; None if the process has ended."""
         try:
             _send(self._process.stdin, request, seconds, memory)
-            answer = _receive(self._process.stdout)
+            response = _receive(self._process.stdout)
         except BrokenPipeError:
             return None
-        return answer and json.loads(answer[0])
+        return response and json.loads(response[0])
 
 
 def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
@@ -205,17 +205,17 @@ def serve() -> None:
         try:
             if template is None:
                 template, has_generation_tags = _compile(*arguments)
-                answer = {"made": has_generation_tags}
+                response = {"made": has_generation_tags}
             else:
-                answer = {"made": [template.render(_guard_messages(each)) for each in arguments]}
+                response = {"made": [template.render(_guard_messages(each)) for each in arguments]}
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             text, line = getattr(error, "message", None) or str(error), getattr(error, "lineno", 0)
-            answer = {"error": kinds, "text": text, "line": line}
+            response = {"error": kinds, "text": text, "line": line}
         if size is not None:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(sys.stdout.buffer, json.dumps(answer).encode())
+        _send(sys.stdout.buffer, json.dumps(response).encode())
 
 
 class _Objects(dict):

@@ -48,14 +48,14 @@ class EpochOrder:
     def source_indices(self, first: int, count: int) -> np.ndarray:
         """Return the source of samples first, first + 1, ... of the run, (N,); -1 after the last sample."""
         number_N = np.arange(first, first + count)
-        epoch_N, turn_N = np.searchsorted(self.end_E, number_N, side="right"), np.full(count, -1)
+        epoch_N, source_N = np.searchsorted(self.end_E, number_N, side="right"), np.full(count, -1)
         for epoch in np.unique(epoch_N[epoch_N < len(self.end_E)]).tolist():
             in_epoch_N = epoch_N == epoch
             count_K, end = self.count_EK[epoch], int(self.end_E[epoch])
             size = int(count_K.sum())
             place_N = permute(key("epoch", self.seed, epoch), number_N[in_epoch_N] - (end - size), size)
-            turn_N[in_epoch_N] = np.searchsorted(np.cumsum(count_K), place_N, side="right")
-        return turn_N
+            source_N[in_epoch_N] = np.searchsorted(np.cumsum(count_K), place_N, side="right")
+        return source_N
 
 
 def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[int]:
@@ -63,11 +63,11 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
     if isinstance(packer, StreamPacker):
         return packer.count(epochs)
     file = _file(packer.documents)
-    way = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
-    name = f"{packer.documents.fingerprint}, {way}"
-    kept = _read(file)
-    counts = packer.count(epochs, kept.get(name, ()))
-    if file is not None and len(counts) > len(kept.get(name, ())):
+    packing = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
+    name = f"{packer.documents.fingerprint}, {packing}"
+    stored = _read(file)
+    counts = packer.count(epochs, stored.get(name, ()))
+    if file is not None and len(counts) > len(stored.get(name, ())):
         with suppress(OSError):  # a folder that cannot be written to: counted again the next time
             write_json(file, _read(file) | {name: counts})
     return counts
@@ -75,18 +75,18 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
 
 def _file(documents: Any) -> Path | None:
     """Return the path of `sequences.json` beside the shards; None if the documents are not token shards."""
-    whole = stored_documents(documents)
-    return whole.folder / FILE if hasattr(whole, "folder") else None
+    source = stored_documents(documents)
+    return source.folder / FILE if hasattr(source, "folder") else None
 
 
 def _read(file: Path | None) -> dict[str, list[int]]:
     """Return the stored numbers by packing and shards. Anything malformed is dropped, and so counted again."""
     try:
-        kept = parse_json(file.read_bytes()) if file else {}
+        stored = parse_json(file.read_bytes()) if file else {}
     except (OSError, ValueError):
         return {}
 
     def is_sound(counts: Any) -> bool:
         return isinstance(counts, list) and all(type(count) is int and count > 0 for count in counts)
 
-    return {name: counts for name, counts in kept.items() if is_sound(counts)} if isinstance(kept, dict) else {}
+    return {name: counts for name, counts in stored.items() if is_sound(counts)} if isinstance(stored, dict) else {}

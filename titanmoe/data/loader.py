@@ -99,9 +99,9 @@ class StepPlans:
         while True:
             samples = self.mix.take(consumed, layout.global_batch_size)
             consumed = self.mix.after(consumed, layout.global_batch_size)
-            own = self.samples_of_rank(samples)
+            samples_and_numbers = self.samples_of_rank(samples)
             state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield StepPlan(*own, state_after)
+            yield StepPlan(*samples_and_numbers, state_after)
 
     def samples_of_rank(self, samples: list[Sample | None]) -> tuple[list[Sample | None], np.ndarray | None]:
         """Return this rank's samples of a step and their numbers in it; None for numbers that are round-robin."""
@@ -146,7 +146,7 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """Return this data rank's microbatches of the next optimizer step and advance the state."""
         begin = time.perf_counter()
-        whole, state_after = self._start_prefetcher().next()
+        step, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
         self.first = self.consumed
         self.consumed, self.state = state_after["consumed"], state_after["sources"]
@@ -159,12 +159,12 @@ class Loader:
         """Lines to log about sources of which the last step began another epoch."""
         self.epochs = state_after["epochs"]
         """Number of epochs read of each source, by name."""
-        return whole.chunk(self.microbatches)
+        return step.chunk(self.microbatches)
 
     def peek(self) -> list[Batch]:
         """Return the microbatches that `next_step` will return, without advancing."""
-        whole, _ = self._start_prefetcher().peek()
-        return whole.chunk(self.microbatches)
+        step, _ = self._start_prefetcher().peek()
+        return step.chunk(self.microbatches)
 
     def identify(self, batches: list[Batch]) -> dict[int, str]:
         """Return a digest of the tokens of each sample of the last step, by the sample's number in the run."""
@@ -183,8 +183,8 @@ class Loader:
         """Return rows of the run's header: fractions of the sources, epochs, packing, and what is truncated."""
         sources, packing = self.mix.sources, self._packing
         total = sum(source.weight for source in sources)
-        shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
-        notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
+        fractions = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
+        notes = {"sources": f"{fractions} of the samples"} if len(sources) > 1 and not self.epochs_to_train else {}
         if epochs := self.mix.epoch_order:
             padded = (epochs.total - self.consumed) % self.global_batch_size > 0
             notes["epochs"] = (
@@ -283,8 +283,8 @@ class Loader:
     @property
     def _packing(self) -> str:
         long_chats = f', long_chats = "{self.options.long_chats}"'
-        cut = any(isinstance(source.packer, ChatPacker) and len(source.packer.long_L) for source in self.mix.sources)
-        return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * cut
+        has_long_chats = any(isinstance(s.packer, ChatPacker) and len(s.packer.long_L) for s in self.mix.sources)
+        return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * has_long_chats
 
     def _identity(self) -> dict[str, int | str]:
         """Return what the contents of a sample with a given number depend on, apart from the weights of sources."""
@@ -309,11 +309,11 @@ class ValidationSet:
 
     def steps_of_samples(self) -> Iterator[list[Sample | None]]:
         """Yield the planned samples of each step, of all data ranks, to the end of the set."""
-        turns, size = self._take_turns(), self.layout.global_batch_size
-        while samples := list(itertools.islice(turns, size)):
+        samples_in_turn, size = self._interleave_sources(), self.layout.global_batch_size
+        while samples := list(itertools.islice(samples_in_turn, size)):
             yield [*samples, *[None] * (size - len(samples))]
 
-    def _take_turns(self) -> Iterator[Sample]:
+    def _interleave_sources(self) -> Iterator[Sample]:
         unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]
         while unfinished:
             for k, sequences in tuple(unfinished):

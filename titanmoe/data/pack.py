@@ -154,8 +154,8 @@ class StreamPacker:
         for epoch in np.unique(number_N // self.per_epoch).tolist():
             in_epoch_N = number_N // self.per_epoch == epoch
             start_N[in_epoch_N] = self._starts(epoch, number_N[in_epoch_N] % self.per_epoch)
-        whole_1 = np.array([self.seq_len])
-        return [Segments(start_N[i : i + 1], whole_1) for i in range(count)]
+        full_1 = np.array([self.seq_len])
+        return [Segments(start_N[i : i + 1], full_1) for i in range(count)]
 
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
         """Return the first tokens of these windows of an epoch. Each epoch shifts all windows by a random offset."""
@@ -216,8 +216,8 @@ class PackedBuffer:
     Segments.
     """
 
-    def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Segments], order_Q: np.ndarray):
-        self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
+    def __init__(self, begin_Q: np.ndarray, full_1: np.ndarray, packed: list[Segments], order_Q: np.ndarray):
+        self.begin_Q, self.full_1, self.packed, self.order_Q = begin_Q, full_1, packed, order_Q
 
     def __len__(self) -> int:
         return len(self.order_Q)
@@ -227,7 +227,7 @@ class PackedBuffer:
 
     def _sequence(self, i: int) -> Segments:
         full = len(self.begin_Q)
-        return Segments(self.begin_Q[i : i + 1], self.whole_1) if i < full else self.bins[i - full]
+        return Segments(self.begin_Q[i : i + 1], self.full_1) if i < full else self.packed[i - full]
 
 
 class BestFitPacker:
@@ -262,8 +262,8 @@ class BestFitPacker:
     @property
     def epochs(self) -> float:
         """Number of epochs read so far, with the fraction of the current one."""
-        share = self.sequences_taken / len(self._packed) if self._packed else 0.0
-        return self.epoch + (self.buffer + share) / self.buffers
+        fraction = self.sequences_taken / len(self._packed) if self._packed else 0.0
+        return self.epoch + (self.buffer + fraction) / self.buffers
 
     def count(self, epochs: int, known: Sequence[int] = ()) -> list[int]:
         """Return the number of sequences of each of the first epochs, by packing them. Reads lengths only.
@@ -290,8 +290,8 @@ class BestFitPacker:
             out += new
             self.sequences_taken += len(new)
             if self.sequences_taken == len(self._packed):
-                onward = self.epoch * self.buffers + self.buffer + 1
-                self.state = [*divmod(onward, self.buffers), 0]
+                next_buffer = self.epoch * self.buffers + self.buffer + 1
+                self.state = [*divmod(next_buffer, self.buffers), 0]
         return out
 
     def first_epoch(self) -> Iterator[Segments]:
@@ -307,16 +307,16 @@ class BestFitPacker:
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
         pairs = self._pairs_of(document, start)
         start, pairs = start[pairs > 0], pairs[pairs > 0]
-        whole, rest = pairs // self.seq_len, pairs % self.seq_len
-        piece = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
-        begin = np.repeat(start, whole) + piece * self.seq_len
+        full, rest = pairs // self.seq_len, pairs % self.seq_len
+        number = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
+        begin = np.repeat(start, full) + number * self.seq_len
         short = np.flatnonzero(rest)
         short = short[np.argsort(-rest[short], kind="stable")]
-        start, rest = (start + whole * self.seq_len)[short], rest[short]
-        bins = [Segments(start[bin], rest[bin]) for bin in pack_best_fit(rest.tolist(), self.seq_len)]
-        count = len(begin) + len(bins)
+        start, rest = (start + full * self.seq_len)[short], rest[short]
+        packed = [Segments(start[items], rest[items]) for items in pack_best_fit(rest.tolist(), self.seq_len)]
+        count = len(begin) + len(packed)
         order = key("sequences", self.seed, self.epoch, self.buffer)
-        return PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
+        return PackedBuffer(begin, np.array([self.seq_len]), packed, permute(order, np.arange(count), count))
 
     def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
         """Return how many positions each of these documents fills; 0 leaves it out."""
@@ -330,9 +330,9 @@ class BestFitPacker:
         """Read the tokens of a planned sequence into sequence n of `out`."""
         first = 0
         for i, (start, pairs) in enumerate(zip(segments.start_G.tolist(), segments.pairs_G.tolist(), strict=True)):
-            piece, stop = slice(first, first + pairs), start + pairs + 1
-            _fill_labels(self.documents, start, stop, out, n, piece)
-            out.document_NS[n, piece], out.position_NS[n, piece] = i, np.arange(pairs)
+            places, stop = slice(first, first + pairs), start + pairs + 1
+            _fill_labels(self.documents, start, stop, out, n, places)
+            out.document_NS[n, places], out.position_NS[n, places] = i, np.arange(pairs)
             first += pairs
 
 

@@ -31,11 +31,11 @@ class ChatPacker(BestFitPacker):
         super().__init__(documents, seq_len, seed)
         self.long_chats = long_chats
         self.long_L, self.length_L = _longer_than(documents, seq_len)
-        self.kept_L = np.zeros_like(self.length_L)
+        self.keep_L = np.zeros_like(self.length_L)
         """Positions that remain of each long chat; 0 if it is left out."""
         if long_chats == "cut":
-            self.kept_L = np.array([self._until_last_answer(number) for number in self.long_L.tolist()], np.int64)
-        self.num_lost_positions = int((self.length_L - self.kept_L).sum())
+            self.keep_L = np.array([self._truncated_length(number) for number in self.long_L.tolist()], np.int64)
+        self.num_lost_positions = int((self.length_L - self.keep_L).sum())
         """Positions of the source that are never trained on."""
         self.all_pairs = self.pairs
         self.pairs -= self.num_lost_positions
@@ -47,7 +47,7 @@ class ChatPacker(BestFitPacker):
         """Line of the run's header about chats longer than seq_len; "" if there are none."""
         if not (long := len(self.long_L)):
             return ""
-        out, lost = int((self.kept_L == 0).sum()), self.num_lost_positions / self.all_pairs
+        out, lost = int((self.keep_L == 0).sum()), self.num_lost_positions / self.all_pairs
         parts = [f"{out:,} left out"] * (out > 0) + [f"{long - out:,} cut after an answer"] * (long > out)
         return (
             f"{self.documents.name}: {long:,} of {len(self.documents):,} chats are longer than seq_len = "
@@ -76,10 +76,10 @@ class ChatPacker(BestFitPacker):
     def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
         pairs_D = super()._pairs_of(document_D, start_D)
         long_D = pairs_D > self.seq_len
-        pairs_D[long_D] = self.kept_L[np.searchsorted(self.long_L, document_D[long_D])]
+        pairs_D[long_D] = self.keep_L[np.searchsorted(self.long_L, document_D[long_D])]
         return pairs_D
 
-    def _until_last_answer(self, number: int) -> int:
+    def _truncated_length(self, number: int) -> int:
         """Return how many positions of a long chat to keep: up to the end of its last answer that fits, or 0."""
         start = int(self.documents.starts[number])
         mask = self.documents.label_mask(start, start + self.seq_len + 2)

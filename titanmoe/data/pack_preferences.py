@@ -34,43 +34,45 @@ class PreferencePacker(BestFitPacker):
         self.start_P2, self.length_P2 = start[:-1].reshape(-1, 2), np.diff(start).reshape(-1, 2) - 1
         self.prompts = len(self.start_P2)
         self.buffers = -(-self.prompts // BUFFER)
-        self.shared_P = np.array([self._shared(n) if share_prefixes else 0 for n in range(self.prompts)], np.int64)
+        self.shared_P = np.array(
+            [self._shared_length(n) if share_prefixes else 0 for n in range(self.prompts)], np.int64
+        )
         long_P = self.length_P2.sum(1) - self.shared_P > seq_len
         for prompt in np.flatnonzero(long_P).tolist():
-            self._cut(prompt)
-        self.num_left_out, self.num_cut = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
-        self.num_cut -= self.num_left_out
-        self.pairs = int(self._size(slice(None)).sum())
+            self._truncate(prompt)
+        self.num_left_out, self.num_truncated = int((self.length_P2.sum(1) == 0).sum()), int(long_P.sum())
+        self.num_truncated -= self.num_left_out
+        self.pairs = int(self._positions(slice(None)).sum())
 
     @property
     def note(self) -> str:
         """Line of the run's header about pairs that were truncated or left out; "" if there are none."""
         parts = [f"{self.num_left_out:,} left out, whose prompt leaves no room for an answer"] * (self.num_left_out > 0)
-        parts += [f"{self.num_cut:,} with an answer cut"] * (self.num_cut > 0)
+        parts += [f"{self.num_truncated:,} with an answer cut"] * (self.num_truncated > 0)
         return (
             f"{self.documents.name}: of {self.prompts:,}, {', '.join(parts)} (seq_len {self.seq_len})" if parts else ""
         )
 
-    def _size(self, prompt: np.ndarray | slice) -> np.ndarray:
+    def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:
         return self.length_P2[prompt].sum(1) - self.shared_P[prompt]
 
-    def _shared(self, prompt: int) -> int:
+    def _shared_length(self, prompt: int) -> int:
         """How many positions both answers begin with alike, and without a label."""
-        both = [(start, start + length + 1) for start, length in zip(*self._ends(prompt), strict=True)]
+        both = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
         shortest = int(self.length_P2[prompt].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
         labelled = [self.documents.label_mask(*one)[1 : shortest + 1] for one in both]
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
-    def _ends(self, prompt: int) -> tuple[list[int], list[int]]:
+    def _starts_and_lengths(self, prompt: int) -> tuple[list[int], list[int]]:
         return self.start_P2[prompt].tolist(), self.length_P2[prompt].tolist()
 
-    def _cut(self, prompt: int) -> None:
+    def _truncate(self, prompt: int) -> None:
         length_2, room = self.length_P2[prompt], self.seq_len + int(self.shared_P[prompt])
         shorter = int(length_2.argmin())
         length_2[shorter] = min(length_2[shorter], room // 2)
         length_2[1 - shorter] = room - length_2[shorter]
-        ends = [(start, start + length + 1) for start, length in zip(*self._ends(prompt), strict=True)]
+        ends = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
         answered = all(self.documents.label_mask(*both)[1:].any() for both in ends)
         if not answered or np.array_equal(*(self.documents.read(*both) for both in ends)):
             length_2[:] = self.shared_P[prompt] = 0
@@ -78,14 +80,15 @@ class PreferencePacker(BestFitPacker):
     def _pack(self) -> PackedBuffer:
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, self.prompts))
         prompt = permute(key("documents", self.seed, self.epoch), number, self.prompts)
-        size = self._size(prompt)
+        size = self._positions(prompt)
         prompt = prompt[np.argsort(-size, kind="stable")][: int((size > 0).sum())]
-        segments = [self._pieces(prompt[bin]) for bin in pack_best_fit(self._size(prompt).tolist(), self.seq_len)]
+        packed = pack_best_fit(self._positions(prompt).tolist(), self.seq_len)
+        segments = [self._segments_of(prompt[pairs]) for pairs in packed]
         order = key("sequences", self.seed, self.epoch, self.buffer)
         none = np.empty(0, np.int64)
         return PackedBuffer(none, none, segments, permute(order, np.arange(len(segments)), len(segments)))
 
-    def _pieces(self, prompt: np.ndarray) -> Segments:
+    def _segments_of(self, prompt: np.ndarray) -> Segments:
         """Return the segments of a sequence of these pairs: per pair any shared prefix, then both completions."""
         start_P2, length_P2, shared_P1 = self.start_P2[prompt], self.length_P2[prompt], self.shared_P[prompt, None]
         if self.share_prefixes:
@@ -96,9 +99,9 @@ class PreferencePacker(BestFitPacker):
     def fill(self, segments: Segments, out: BatchArrays, n: int) -> None:
         super().fill(segments, out, n)
         length_PX = segments.pairs_G.reshape(-1, 3 if self.share_prefixes else 2)
-        answer_P2, own = np.arange(2 * len(length_PX)).reshape(-1, 2), slice(0, segments.pairs_G.sum())
-        answer_PX = np.concatenate([answer_P2[:, : length_PX.shape[1] - 2], answer_P2], 1)
-        out.extra_fields[COMPLETION][n, own] = np.repeat(answer_PX.ravel(), segments.pairs_G)
+        completion_P2, filled = np.arange(2 * len(length_PX)).reshape(-1, 2), slice(0, segments.pairs_G.sum())
+        completion_PX = np.concatenate([completion_P2[:, : length_PX.shape[1] - 2], completion_P2], 1)
+        out.extra_fields[COMPLETION][n, filled] = np.repeat(completion_PX.ravel(), segments.pairs_G)
         out.extra_fields[PAIRS][n] = len(length_PX)
         if self.share_prefixes:
-            out.until_NS[n, own], out.position_NS[n, own] = branches(length_PX)
+            out.until_NS[n, filled], out.position_NS[n, filled] = branches(length_PX)

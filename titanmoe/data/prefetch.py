@@ -111,9 +111,11 @@ def _unchanged(item: Any) -> Any:
     return item
 
 
-def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
+def _feed(
+    holder: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event
+) -> None:
     """Put items into the queue as there is room; put the error if making one raises. Runs in the thread."""
-    source = box.pop()  # the only reference: workers end with this function
+    source = holder.pop()  # the only reference: workers end with this function
     try:
         while True:
             room.acquire()

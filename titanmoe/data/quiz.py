@@ -104,14 +104,14 @@ def _question(record: Any, line: int) -> Question:
 
 def encode_choices(tokenizer: Tokenizer, pairs: list[tuple[str, str]]) -> list[EncodedChoice]:
     """Return the tokens of each pair of a question and a choice."""
-    kept = [context.rstrip() for context, _ in pairs]
-    alone = tokenizer.encode_all(kept)
-    whole = tokenizer.encode_all([context + choice for context, choice in pairs])
+    contexts = [context.rstrip() for context, _ in pairs]
+    alone = tokenizer.encode_all(contexts)
+    joined = tokenizer.encode_all([context + choice for context, choice in pairs])
     begin, encoded = [] if tokenizer.bos is None else [tokenizer.bos], []
-    for context, first, both in zip(kept, alone, whole, strict=True):
-        # As the harness does: the begin mark, or else the end mark, stands for an empty context.
-        marks = begin if context else begin or [tokenizer.eos]
-        encoded.append(EncodedChoice(np.concatenate((np.array(marks, np.int64), both)), len(both) - len(first)))
+    for context, first, both in zip(contexts, alone, joined, strict=True):
+        # As the harness does: BOS, or else EOS, stands for an empty context.
+        begin_tokens = begin if context else begin or [tokenizer.eos]
+        encoded.append(EncodedChoice(np.concatenate((np.array(begin_tokens, np.int64), both)), len(both) - len(first)))
     return encoded
 
 
@@ -161,20 +161,21 @@ class QuizSet:
             self.encoded += encoded
         if problems:
             raise ConfigError(problems)
-        self.rows = pack_best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
+        self.sequences = pack_best_fit([len(one.tokens) - 1 for one in self.encoded], config.training.seq_len)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         layout = self.layout
-        for first in range(0, len(self.rows), layout.global_batch_size):
+        for first in range(0, len(self.sequences), layout.global_batch_size):
             numbers = (first + layout.round_robin_N).tolist()
-            yield self._batch([self.rows[n] if n < len(self.rows) else [] for n in numbers]).chunk(layout.microbatches)
+            sequences = [self.sequences[n] if n < len(self.sequences) else [] for n in numbers]
+            yield self._batch(sequences).chunk(layout.microbatches)
 
-    def _batch(self, rows: list[list[int]]) -> Batch:
-        out = empty_arrays(len(rows), self.layout.seq_len, separate_documents=True)
+    def _batch(self, sequences: list[list[int]]) -> Batch:
+        out = empty_arrays(len(sequences), self.layout.seq_len, separate_documents=True)
         choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
-        for n, row in enumerate(rows):
+        for n, numbers in enumerate(sequences):
             begin = 0
-            for number in row:
+            for number in numbers:
                 tokens, labels = self.encoded[number]
                 end = begin + len(tokens) - 1
                 places = slice(begin, end)

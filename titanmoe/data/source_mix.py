@@ -67,10 +67,10 @@ class SourceMix:
 
         Each sample is taken once and in order, since packers advance.
         """
-        turn_N = self._source_indices(first, count)
-        count_K = np.bincount(turn_N[turn_N >= 0], minlength=len(self.sources)).tolist()
+        source_N = self._source_indices(first, count)
+        count_K = np.bincount(source_N[source_N >= 0], minlength=len(self.sources)).tolist()
         queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, count_K, strict=True)]
-        return [None if turn < 0 else Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
+        return [None if k < 0 else Sample(k, next(queues[k])) for k in source_N.tolist()]
 
     def _source_indices(self, first: int, count: int) -> np.ndarray:
         """Return the source of samples first, first + 1, ...; -1 after the last."""

@@ -46,8 +46,8 @@ class SyntheticPacker:
     def take(self, count: int) -> list[Segments]:
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
-        whole_1 = np.array([self.seq_len])
-        return [Segments(number_N[i : i + 1], whole_1) for i in range(count)]
+        full_1 = np.array([self.seq_len])
+        return [Segments(number_N[i : i + 1], full_1) for i in range(count)]
 
     def first_epoch(self) -> Iterator[Segments]:
         while True:

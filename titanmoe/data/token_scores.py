@@ -187,14 +187,14 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
     """
     folder = documents.folder / SCORES / name
     if not (folder / MANIFEST).is_file():
-        there = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
+        others = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
         fix = f"titanmoe score TEACHERS_RECIPE --top {classes.top} --data {documents.folder}"
         raise ConfigError(
-            [f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {there}): {fix}"]
+            [f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {others}): {fix}"]
         )
     scores, problems = StoredScores(folder, documents), []
-    own = scores.classes
-    if own is None or own.name(str(scores.manifest.get("model"))) != name:
+    settings = scores.classes
+    if settings is None or settings.name(str(scores.manifest.get("model"))) != name:
         problems.append(f"{folder} has scores of another model than its name says: give it back its name")
     else:
         problems += [
@@ -203,7 +203,7 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
             for what, field, value, wanted in zip(
                 ("--top", "--temperature", "a vocabulary"),
                 ("distillation.top", "distillation.temperature", "model.vocab_size"),
-                own,
+                settings,
                 classes,
                 strict=True,
             )

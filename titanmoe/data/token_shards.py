@@ -28,6 +28,7 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.data.documents import TokenScores
+from titanmoe.data.formats.format import completions_in_manifest
 from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
@@ -147,7 +148,7 @@ class ShardDocuments:
             self.stored_tokenizer = StoredTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
             self.skipped: int = manifest["skipped"]
             self.has_label_mask: bool = manifest["counted"] is not None
-            self.completions_per_prompt: int = manifest.get("answers", 1)
+            self.completions_per_prompt: int = completions_in_manifest(manifest)
             shards: list[dict[str, Any]] = manifest["shards"]
             self.has_label_weights = any("weights" in shard["crc32"] for shard in shards)
             problems = [problem for shard in shards for problem in find_wrong_sizes(folder, shard, self.dtype)]

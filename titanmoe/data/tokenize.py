@@ -99,9 +99,9 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     if problems:
         raise ConfigError(problems)
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
-    if not job.label_weights:  # as in shards from before there were weights
+    if not job.label_weights:  # older shards have no such setting, and keep their identity
         del settings["label_weights"]
-    if _has_fields_beside(job, sources):  # shards from before have none of the records' tools
+    if _has_optional_fields(job, sources):  # older shards were made without the records' tools
         settings["beside"] = FORMATS.look_up(job.format).optional_fields
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
@@ -109,11 +109,11 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     return ShardPlan(job, tokenizer, sources, identity)
 
 
-def _has_fields_beside(job: TokenizeJob, sources: list[InputFile]) -> bool:
+def _has_optional_fields(job: TokenizeJob, sources: list[InputFile]) -> bool:
     """Return whether the first record of one of the first files has optional fields, such as tools."""
     optional_fields = FORMATS.look_up(job.format).optional_fields
     for source in sources[:MAX_LOOKED_INTO] if optional_fields else ():
-        with suppress(ConfigError):  # said when it is read
+        with suppress(ConfigError):  # reported when it is read
             first = next(split_spans(source, MIN_UNIT_BYTES), None)
             record = first and next(
                 read_records(RecordReader(first, job.record_field, job.max_document_mb, (), optional_fields)), None
@@ -279,7 +279,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
         "counted": sum(record["counted"] for record in records) if plan.job.has_label_mask else None,
-        "answers": plan.job.completions_per_prompt,
+        "completions_per_prompt": plan.job.completions_per_prompt,
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),
         "examples": [line for record in records for line in record["examples"]][:10],
@@ -300,26 +300,26 @@ def _run_workers(
         todo: number, spans and finished records of each unit.
     """
     waiting, processes = deque(todo), []
-    answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    responses: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threads = []
     try:
         for _ in range(min(workers, len(todo))):
             processes.append(_start_worker(job))
-            threads.append(threading.Thread(target=_feed_worker, args=(processes[-1], waiting, answers), daemon=True))
+            threads.append(threading.Thread(target=_feed_worker, args=(processes[-1], waiting, responses), daemon=True))
             threads[-1].start()
         running = len(threads)
         while running:
             try:
-                answer = answers.get(timeout=0.5)
+                response = responses.get(timeout=0.5)
             except queue.Empty:
                 meter.show()
                 continue
-            if answer is None:
+            if response is None:
                 running -= 1
-            elif "problems" in answer:
-                raise ConfigError(answer["problems"])
-            elif "at" in answer:
-                meter.add(*answer["at"])
+            elif "problems" in response:
+                raise ConfigError(response["problems"])
+            elif "at" in response:
+                meter.add(*response["at"])
     finally:
         waiting.clear()
         for process in processes:
@@ -346,7 +346,7 @@ def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
 
 
 def _feed_worker(
-    process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Queue[dict[str, Any] | None]
+    process: subprocess.Popen[str], waiting: deque[Any], responses: queue.Queue[dict[str, Any] | None]
 ) -> None:
     """Hand units to a process until none are left, and put its responses into the queue; None at the end."""
     file = ""
@@ -359,18 +359,18 @@ def _feed_worker(
                     break
                 file = unit[0].file
                 items = records[-1]["items"] if records else 0
-                parts = [list(vars(span).values()) for span in unit]
-                request = {"unit": number, "shard": len(records), "items": items, "spans": parts}
+                spans = [list(vars(span).values()) for span in unit]
+                request = {"unit": number, "shard": len(records), "items": items, "spans": spans}
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
                 for line in process.stdout:
-                    answer = json.loads(line)
-                    answers.put(answer)
-                    if "at" not in answer:
+                    response = json.loads(line)
+                    responses.put(response)
+                    if "at" not in response:
                         break
                 else:
                     raise EOFError
-                if "problems" in answer:
+                if "problems" in response:
                     return
             process.stdin.close()
             process.wait()
@@ -379,11 +379,11 @@ def _feed_worker(
         why = (
             f"was killed by signal {-code} (too little memory? use fewer workers)" if code < 0 else "failed, see above"
         )
-        answers.put(
+        responses.put(
             {"problems": [f"the process at {file} {why}: the same command resumes from the last finished shard"]}
         )
     finally:
-        answers.put(None)
+        responses.put(None)
 
 
 class ProgressMeter:

@@ -11,6 +11,7 @@ from typing import Any
 from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.load import ConfigError, format_problems
 from titanmoe.data.formats import format_option
+from titanmoe.data.formats.format import completions_in_manifest
 
 EPILOG = """\
 If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
@@ -144,11 +145,12 @@ def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     """Return lines about a finished folder of token shards: tokens, documents, labels, and what was left out."""
     tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
-    if manifest.get("answers", 1) > 1:
-        documents = f"{manifest['documents'] // 2:,} pair{'s' * (manifest['documents'] != 2)} of answers"
+    has_pairs = completions_in_manifest(manifest) > 1
+    if has_pairs:
+        documents = f"{manifest['documents'] // 2:,} preference pair{'s' * (manifest['documents'] != 2)}"
     lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
     if assistant_tokens is not None:
-        whose = "the answers'" if manifest.get("answers", 1) > 1 else "the assistant's"
+        whose = "the completions'" if has_pairs else "the assistant's"
         lines.append(f"{whose}: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
     if manifest["empty"]:
         lines.append(f"left out: {manifest['empty']:,} empty documents")

@@ -96,13 +96,13 @@ class JsonTokenizer:
 
         try:
             self._source = file.read_text(encoding="utf-8")
-            self._marking = tokenizers.Tokenizer.from_str(self._source)
+            self._with_special = tokenizers.Tokenizer.from_str(self._source)
             self._plain = tokenizers.Tokenizer.from_str(self._source)
         except OSError as error:
             raise ConfigError([f"{file}: {error.strerror}"]) from None
         except Exception as error:  # the package has no exception class of its own
             raise ConfigError([f"{file} is not a tokenizer.json that tokenizers can read: {error}"]) from None
-        for tokenizer in (self._plain, self._marking):
+        for tokenizer in (self._plain, self._with_special):
             tokenizer.no_padding()
             tokenizer.no_truncation()
         # A web page that holds "<|endoftext|>" as text must not end a document.
@@ -131,22 +131,22 @@ class JsonTokenizer:
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Return the tokens of each text, without BOS and EOS. Special tokens in a text are encoded as plain text."""
-        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _split_long_text(text)]
-        codes = self._plain.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
-        pieces_of_text: list[list[np.ndarray]] = [[] for _ in texts]
-        for (number, _), code in zip(pieces, codes, strict=True):
-            pieces_of_text[number].append(np.array(code.ids, np.uint32))
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in pieces_of_text]
+        chunks = [(number, chunk) for number, text in enumerate(texts) for chunk in _split_long_text(text)]
+        codes = self._plain.encode_batch_fast([chunk for _, chunk in chunks], add_special_tokens=False)
+        chunks_of_text: list[list[np.ndarray]] = [[] for _ in texts]
+        for (number, _), code in zip(chunks, codes, strict=True):
+            chunks_of_text[number].append(np.array(code.ids, np.uint32))
+        return [chunks[0] if len(chunks) == 1 else np.concatenate(chunks) for chunks in chunks_of_text]
 
     def encode_with_offsets(self, text: str) -> EncodedWithOffsets:
         """Return the tokens of a text that a chat template wrote: special tokens in it are encoded as such."""
-        code = self._marking.encode(text, add_special_tokens=False)
+        code = self._with_special.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return EncodedWithOffsets(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
 
     def leading_special_token(self, text: str) -> int | None:
         """Return the special token that a text begins with; None if it begins with none."""
-        ids = self._marking.encode(text, add_special_tokens=False).ids
+        ids = self._with_special.encode(text, add_special_tokens=False).ids
         added = self._plain.get_added_tokens_decoder()
         return ids[0] if ids and ids[0] in added and text.startswith(added[ids[0]].content) else None
 
@@ -155,8 +155,8 @@ class JsonTokenizer:
 
     def _surrounding_tokens(self) -> tuple[int | None, int | None]:
         """Return the tokens that the tokenizer by itself puts before and after a text; None for none."""
-        plain = self._marking.encode("a", add_special_tokens=False).ids
-        ids = self._marking.encode("a").ids
+        plain = self._with_special.encode("a", add_special_tokens=False).ids
+        ids = self._with_special.encode("a").ids
         at = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
         after = ids[at + len(plain) :]
         return ids[0] if at else None, after[0] if after else None
@@ -212,19 +212,19 @@ def _settings(file: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _token_text(mark: Any) -> str | None:
+def _token_text(token: Any) -> str | None:
     """Return the text of a special token, which a config has as a string or as an object with its content."""
-    return mark.get("content") if isinstance(mark, dict) else mark
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _split_long_text(text: str) -> Iterator[str]:
     """Yield chunks of a text, split after line ends that text follows, where usual pre-tokenizers join nothing."""
     at = 0
     while len(text) - at > CHUNK:
-        cut = at + CHUNK
-        while (cut := text.rfind("\n", at, cut)) > at and text[cut + 1].isspace():
+        end = at + CHUNK
+        while (end := text.rfind("\n", at, end)) > at and text[end + 1].isspace():
             pass
-        cut = cut + 1 if cut > at else at + CHUNK
-        yield text[at:cut]
-        at = cut
+        end = end + 1 if end > at else at + CHUNK
+        yield text[at:end]
+        at = end
     yield text[at:]

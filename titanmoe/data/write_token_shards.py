@@ -45,23 +45,23 @@ class BlockSums:
     """Running CRC-32 of every block of a file that is being written."""
 
     def __init__(self) -> None:
-        self._whole: list[int] = []
+        self._full_blocks: list[int] = []
         self._crc32, self._room = 0, BLOCK
 
     def add(self, data: np.ndarray) -> None:
         """Append data to the file's checksums."""
         rest = memoryview(data).cast("B") if data.size else memoryview(b"")
         while rest:
-            part, rest = rest[: self._room], rest[self._room :]
-            self._crc32, self._room = zlib.crc32(part, self._crc32), self._room - len(part)
+            chunk, rest = rest[: self._room], rest[self._room :]
+            self._crc32, self._room = zlib.crc32(chunk, self._crc32), self._room - len(chunk)
             if not self._room:
-                self._whole.append(self._crc32)
+                self._full_blocks.append(self._crc32)
                 self._crc32, self._room = 0, BLOCK
 
     @property
     def all(self) -> list[int]:
         """CRC-32 of each block so far, the last of which may be incomplete."""
-        return [*self._whole, self._crc32] if self._room < BLOCK else self._whole
+        return [*self._full_blocks, self._crc32] if self._room < BLOCK else self._full_blocks
 
 
 class ShardWriter:
@@ -74,10 +74,11 @@ class ShardWriter:
         self._dtypes = {"tokens": dtype, "counted": np.dtype(np.uint8), "weights": WEIGHTS}
         self.tokens = self.num_labels = self.largest = self._buffered = 0
         extensions = ["tokens", *["counted"] * with_label_mask, *["weights"] * with_weights]
-        self._parts: dict[str, list[np.ndarray]] = {extension: [] for extension in extensions}
+        self._buffers: dict[str, list[np.ndarray]] = {extension: [] for extension in extensions}
         self._ends = [0]
-        self._crc32, self._sums = dict.fromkeys(self._parts, 0), {extension: BlockSums() for extension in self._parts}
-        self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._parts}
+        self._crc32 = dict.fromkeys(extensions, 0)
+        self._sums = {extension: BlockSums() for extension in extensions}
+        self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._buffers}
 
     def add(self, tokens: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Append a document.
@@ -85,12 +86,12 @@ class ShardWriter:
         Args:
             weights: weight of each token as a label; None if all tokens count alike.
         """
-        self._parts["tokens"].append(tokens)
+        self._buffers["tokens"].append(tokens)
         if weights is not None:
-            self._parts["counted"].append(weights > 0)
+            self._buffers["counted"].append(weights > 0)
             self.num_labels += int((weights > 0).sum())
-        if "weights" in self._parts:
-            self._parts["weights"].append(weights)
+        if "weights" in self._buffers:
+            self._buffers["weights"].append(weights)
         self.tokens += len(tokens)
         self._buffered += len(tokens)
         self._ends.append(self.tokens)
@@ -105,9 +106,9 @@ class ShardWriter:
         self._sums["starts"].add(starts)
         block_sums = [self._sums[name].all for name in ("tokens", "starts", "counted", "weights") if name in self._sums]
         sums = np.concatenate(block_sums).astype("<u4")
-        for name, whole in ("starts", starts), ("sums", sums):
+        for name, data in ("starts", starts), ("sums", sums):
             self._files[name] = self._unfinished_path(name).open("wb")
-            self._files[name].write(whole)
+            self._files[name].write(data)
         self._crc32["starts"] = zlib.crc32(starts)
         for extension, file in self._files.items():
             file.flush()
@@ -118,15 +119,15 @@ class ShardWriter:
         return entry | {"largest": self.largest, "sums": zlib.crc32(sums)}
 
     def _flush(self) -> None:
-        for extension, parts in self._parts.items():
+        for extension, buffer in self._buffers.items():
             dtype = self._dtypes[extension]
-            block = np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
+            block = np.concatenate(buffer).astype(dtype) if buffer else np.empty(0, dtype)
             self._files[extension].write(block)
             self._crc32[extension] = zlib.crc32(block, self._crc32[extension])
             self._sums[extension].add(block)
             if extension == "tokens" and block.size:
                 self.largest = max(self.largest, int(block.max()))
-            parts.clear()
+            buffer.clear()
         self._buffered = 0
 
     def _unfinished_path(self, extension: str) -> Path:

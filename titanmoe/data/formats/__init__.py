@@ -8,7 +8,7 @@ from functools import cache
 from titanmoe.config import ConfigError
 from titanmoe.config.component_kinds import ComponentError, ComponentKind
 from titanmoe.config.schema import Config
-from titanmoe.data.formats.format import FormatSpec, manifest_of
+from titanmoe.data.formats.format import FormatSpec, completions_in_manifest, manifest_of
 
 
 class Auto(FormatSpec):
@@ -56,11 +56,9 @@ def format_of_extension(extension: str) -> str:
 def completions_in(path: str, config: Config) -> int:
     """Return 2 if an entry of data.paths holds preference pairs, by its manifest or data.format; otherwise 1."""
     try:
-        return (
-            manifest_of(path).get("answers", 1)
-            if manifest_of(path)
-            else FORMATS.look_up(config.data.format).completions_per_prompt
-        )
+        if manifest := manifest_of(path):
+            return completions_in_manifest(manifest)
+        return FORMATS.look_up(config.data.format).completions_per_prompt
     except ComponentError:  # reported as such
         return 1
 

@@ -83,6 +83,11 @@ def _has_chats(path: str) -> bool:
     return manifest_of(path).get("counted") is not None
 
 
+def completions_in_manifest(manifest: Mapping[str, Any]) -> int:
+    """Return `completions_per_prompt` of token shards, which older manifests call "answers"."""
+    return manifest.get("completions_per_prompt", manifest.get("answers", 1))
+
+
 def manifest_of(path: str) -> dict[str, Any]:
     """Return the manifest of a folder of token shards; {} for anything else or an unreadable one."""
     try:
