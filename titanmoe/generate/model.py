@@ -137,7 +137,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
     model = replace(trained_config.model, mtp_depth=0)
-    config = Config(model=model, training=training, moe=moe, parts=Components((FAMILIES, SCORE_FUNCTIONS)))
+    config = Config(model=model, training=training, moe=moe, components=Components((FAMILIES, SCORE_FUNCTIONS)))
     try:
         without_cache = {mixer.name for mixer in mixers(model) if not cache_path(mixer)}
     except ComponentError as error:

@@ -289,7 +289,9 @@ def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
 
 def _violations(model: Model) -> list[ranges.Violation]:
     out_of_range = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
-    return out_of_range or list(laws.contradictions(Config(model=model, parts=Components((FAMILIES, SCORE_FUNCTIONS)))))
+    return out_of_range or list(
+        laws.contradictions(Config(model=model, components=Components((FAMILIES, SCORE_FUNCTIONS))))
+    )
 
 
 def nearest_size(model: Model) -> str:

@@ -129,6 +129,6 @@ def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
         raise ConfigError(problems)
     shape = dict(num_dense_layers=0, dense_hidden=0, moe_every=1)
     model = replace(dense, num_experts=experts, top_k=top_k, expert_hidden=hidden // granularity, **shape)
-    if broken := list(laws.contradictions(Config(model=model, parts=Components((FAMILIES, SCORE_FUNCTIONS))))):
+    if broken := list(laws.contradictions(Config(model=model, components=Components((FAMILIES, SCORE_FUNCTIONS))))):
         raise ConfigError([violation.text for violation in broken])
     return replace(model, size=configs.nearest_size(model))
