@@ -45,12 +45,12 @@ def living() -> list[dist.ProcessGroup]:
     return [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
 
 
-def lanes_of(meshes: Meshes) -> dict[str, set[str]]:
-    """By lane, the names of its groups."""
-    lanes: dict[str, set[str]] = {}
-    for (lane, _), group in meshes.lanes.groups.items():
-        lanes.setdefault(lane, set()).add(group.group_name)
-    return lanes
+def groups_by_kind(meshes: Meshes) -> dict[str, set[str]]:
+    """The names of the groups of each kind."""
+    names: dict[str, set[str]] = {}
+    for (kind, _), group in meshes.communicators.groups.items():
+        names.setdefault(kind, set()).add(group.group_name)
+    return names
 
 
 def sharding(meshes: Meshes) -> set[str]:
@@ -64,20 +64,20 @@ def sharding(meshes: Meshes) -> set[str]:
     [
         (1, Parallelism(), -1, {"blocking": 1}),
         (8, Parallelism(), -1, {"blocking": 1, "shards": 1}),  # attention and experts are sharded over the same ranks
-        (8, Parallelism(experts=Experts(ep=8)), -1, {"blocking": 1, "rows": 1, "shards": 1}),
-        (8, Parallelism(cp=2, tp=4, experts=Experts(ep=8)), -1, {"blocking": 3, "rows": 1, "shards": 1}),
-        (8, FIVE, -1, {"blocking": 4, "rows": 1, "shards": 1, "stages": 1}),
-        (16, FIVE, -1, {"blocking": 5, "rows": 1, "shards": 2, "stages": 1}),
-        (1024, LARGE, -1, {"blocking": 5, "rows": 1, "shards": 2, "replicas": 1, "stages": 1}),
+        (8, Parallelism(experts=Experts(ep=8)), -1, {"blocking": 1, "dispatch": 1, "shards": 1}),
+        (8, Parallelism(cp=2, tp=4, experts=Experts(ep=8)), -1, {"blocking": 3, "dispatch": 1, "shards": 1}),
+        (8, FIVE, -1, {"blocking": 4, "dispatch": 1, "shards": 1, "stages": 1}),
+        (16, FIVE, -1, {"blocking": 5, "dispatch": 1, "shards": 2, "stages": 1}),
+        (1024, LARGE, -1, {"blocking": 5, "dispatch": 1, "shards": 2, "replicas": 1, "stages": 1}),
         # Nothing is sent to the whole of a dispatch group that is split at nodes.
-        (1024, LARGE, 4, {"blocking": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
+        (1024, LARGE, 4, {"blocking": 5, "dispatch": 2, "shards": 2, "replicas": 1, "stages": 1}),
     ],
 )
 def test_as_many_groups_as_somebody_sends_in(world_size: int, parallelism: Parallelism, node: int, want: Any) -> None:
     for rank in {0, world_size // 2 + 1, world_size - 1} & set(range(world_size)):
         with rank_of(world_size, rank):
             meshes = build_meshes(derive(world_size, parallelism), "cpu", node)
-            assert Counter(lane for lane, _ in meshes.lanes.groups) == want
+            assert Counter(kind for kind, _ in meshes.communicators.groups) == want
             assert len(living()) == (sum(want.values()) if world_size > 1 else 0)
 
 
@@ -90,22 +90,22 @@ def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
     rank = 5
     with rank_of(8, rank):
         meshes = build_meshes(fold, "cpu")
-        lanes = lanes_of(meshes)
-        names = [name for lane in lanes.values() for name in lane]
+        communicators = groups_by_kind(meshes)
+        names = [name for kind in communicators.values() for name in kind]
         assert len(names) == len(set(names)) == max(len(living()), 1)
-        assert sharding(meshes) <= lanes.get("shards", set()) | lanes.get("replicas", set())
-        for group, lane, view, axes in (
+        assert sharding(meshes) <= communicators.get("shards", set()) | communicators.get("replicas", set())
+        for group, kind, view, axes in (
             (meshes.pp, "stages", "attention", ("pp",)),
             (meshes.cp, "blocking", "attention", ("cp",)),
             (meshes.tp, "blocking", "attention", ("tp",)),
             (meshes.data, "blocking", "attention", ("dp",)),
             (meshes.sequence, "blocking", "attention", ("cp", "tp")),
-            (meshes.expert_group, "rows", "experts", ("ep", "etp")),
+            (meshes.expert_group, "dispatch", "experts", ("ep", "etp")),
         ):
             ranks = group_of(fold, view, axes, rank)
             assert (group.size, group.rank) == (len(ranks), ranks.index(rank))
             if group.size > 1:
-                assert group.name in lanes[lane] and ranks_of(group.name) == ranks
+                assert group.name in communicators[kind] and ranks_of(group.name) == ranks
         assert ranks_of(meshes.world.name) == tuple(range(8))
         for mesh, view, axes in (
             (meshes.dense_data, "attention", ("dp_replicate", "dp_shard", "cp")),
@@ -129,15 +129,15 @@ def test_over_nccl_every_group_is_split_off_the_world_in_the_same_order(rank: in
 
     fold, patience = derive(8, FIVE), timedelta(seconds=77)
     with rank_of(8, rank), pytest.MonkeyPatch.context() as patch:
-        plain = list(build_meshes(fold, "cpu").lanes.groups)
+        plain = list(build_meshes(fold, "cpu").communicators.groups)
         patch.setattr(dist.ProcessGroup, "bound_device_id", property(lambda group: GPU, lambda group, device: None))
         patch.setattr(dist, "split_group", split_group)
         patch.setattr("titanmoe.fold.meshes._high_priority_options", lambda: None)  # a test of its own, below
         meshes = build_meshes(fold, "cpu", timeout=patience)
-        assert list(meshes.lanes.groups) == plain
-        assert [(lane, tuple(map(tuple, parts))) for lane, parts, _ in calls] == plain[1:]
+        assert list(meshes.communicators.groups) == plain
+        assert [(kind, tuple(map(tuple, parts))) for kind, parts, _ in calls] == plain[1:]
         assert all(sorted(chain(*parts)) == list(range(8)) and wait == patience for _, parts, wait in calls)
-        assert {g.group_desc for g in list(meshes.lanes.groups.values())[1:]} == {lane for lane, *_ in calls}
+        assert {g.group_desc for g in list(meshes.communicators.groups.values())[1:]} == {kind for kind, *_ in calls}
 
 
 def test_an_axis_on_which_nobody_sends_says_so() -> None:
@@ -147,13 +147,16 @@ def test_an_axis_on_which_nobody_sends_says_so() -> None:
             with pytest.raises(RuntimeError, match="nobody sends along this axis"):
                 meshes.experts[axis].get_group()
         whole = build_meshes(derive(8, Parallelism(tp=2)), "cpu", trains=False)
-        assert set(lanes_of(whole)) == {"blocking"}
+        assert set(groups_by_kind(whole)) == {"blocking"}
 
 
 @pytest.mark.parametrize(
-    ("node", "lanes"), [(-1, {"rows": 1, "shards": 2, "stages": 1}), (2, {"rows": 2, "shards": 2, "stages": 1})]
+    ("node", "communicators"),
+    [(-1, {"dispatch": 1, "shards": 2, "stages": 1}), (2, {"dispatch": 2, "shards": 2, "stages": 1})],
 )
-def test_groups_for_rows_and_shards_have_nccl_streams_of_high_priority_and_no_others(node: int, lanes: Any) -> None:
+def test_groups_for_dispatch_and_shards_have_nccl_streams_of_high_priority_and_no_others(
+    node: int, communicators: Any
+) -> None:
     """ProcessGroupNCCL.Options is replaced by a stand-in, and a split by a group of torch's `fake` backend."""
     config, patience = SimpleNamespace(cga_cluster_size=4), timedelta(seconds=77)
     of_world = SimpleNamespace(is_high_priority_stream=False, _timeout=timedelta(seconds=600), config=config)
@@ -172,9 +175,9 @@ def test_groups_for_rows_and_shards_have_nccl_streams_of_high_priority_and_no_ot
     ):
         dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
         build_meshes(derive(16, FIVE), "cpu", node, patience)
-    high = [(lane, options) for lane, options, _ in splits if options is not None]
-    assert Counter(lane for lane, _, _ in splits) == {"blocking": 4} | lanes
-    assert Counter(lane for lane, _ in high) == {lane: lanes[lane] for lane in ("rows", "shards")}
+    high = [(kind, options) for kind, options, _ in splits if options is not None]
+    assert Counter(kind for kind, _, _ in splits) == {"blocking": 4} | communicators
+    assert Counter(kind for kind, _ in high) == {kind: communicators[kind] for kind in ("dispatch", "shards")}
     for _, options in high:
         assert options.is_high_priority_stream and options._timeout == of_world._timeout and options.config == config
     # Each is a copy of its own, because torch writes into it; and the time-out of the groups is the one asked for.
@@ -198,7 +201,7 @@ def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
     saver = Saver(Path(folder), Checkpoint(save="sync"))
     own = (
         saver.group not in before | by_hand | new_groups
-        and saver.group not in trainer.training.meshes.lanes.groups.values()
+        and saver.group not in trainer.training.meshes.communicators.groups.values()
     )
     return len(new_groups), more, threads_then - threads_before, own
 

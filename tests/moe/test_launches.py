@@ -34,7 +34,7 @@ def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
             # Norm and residual sum have no region; those of attention are as many.
             counted[site.phase] += times if site.region else times / 2
     for message in found.log.messages:
-        if message.site.layer == layer and found.groups[message.group].lane == "rows":
+        if message.site.layer == layer and found.groups[message.group].kind == "dispatch":
             counted["backward" if message.backward else "forward"] += 1
     return counted
 

@@ -221,7 +221,7 @@ def test_a_stage_is_gathered_once_a_step_however_many_a_rank_has() -> None:
     changes = {"parallelism.pp": 2, "pipeline.schedule": "Interleaved1F1B", "pipeline.virtual_stages": 4}
     changes |= {"model.num_layers": 8, "training.global_batch_size": 8}
     found = rehearse(config_of(changes, 4, "h100"), 4, 0, "h100")
-    gathers = [m for m in found.log.messages if found.groups[m.group].lane == "shards" and m.op == "all-gather"]
+    gathers = [m for m in found.log.messages if found.groups[m.group].kind == "shards" and m.op == "all-gather"]
     assert len(gathers) == 2 * 4 + 1  # blocks and experts of four layers, and the embedding
 
 

@@ -46,7 +46,7 @@ def sent(**changes: Any) -> Counter[str]:
     given = {name.replace("__", "."): value for name, value in changes.items()}
     config = config_of({"training.mixed_precision_param": "bfloat16", "model.num_layers": 1} | given, 4, "h100")
     found = rehearse(config, 4, 0, "h100")
-    return Counter(m.op for m in found.log.messages if found.groups[m.group].lane == "shards")
+    return Counter(m.op for m in found.log.messages if found.groups[m.group].kind == "shards")
 
 
 def test_gradients_are_sent_once_a_step() -> None:

@@ -115,7 +115,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
             trainer.train_step()
     state = trainer.training.optimizer.on_device
     return Real(
-        comparable(recorder.log, name_groups(trainer.training.meshes.lanes, trainer.training.fold, rank, 8)),
+        comparable(recorder.log, name_groups(trainer.training.meshes.communicators, trainer.training.fold, rank, 8)),
         sum(p.numel() * p.element_size() for p in trainer.training.optimizer.local_shards.values()),
         gradients[-1],
         sum(x.numel() * x.element_size() for x in state),

@@ -28,7 +28,7 @@ def comparable(log: Log, groups: dict[str, NamedGroup]) -> Comparable:
         if kind == "issue":
             group = groups[m.group]
             what = m.op, str(m.dtype), m.sent_bytes, m.received_bytes, m.splits, m.peer, m.batch >= 0
-            out.append((group.lane, group.axes, group.ranks, *what, m.backward, m.wait_timing, *m.site))
+            out.append((group.kind, group.axes, group.ranks, *what, m.backward, m.wait_timing, *m.site))
         else:
             out.append(("waits for", number))
     return out

@@ -57,13 +57,15 @@ def test_a_rank_of_1024_has_at_most_15(dispatcher: str) -> None:
         with fake_world(rank, 1024), as_on(HARDWARE["h100"]):
             runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
             training = build_training(config, runtime, loader=Samples, garbage=no_collection, build=without_numbers)
-            counts = Counter(lane for (lane, _), group in training.meshes.lanes.groups.items() if group is not None)
+            counts = Counter(
+                kind for (kind, _), group in training.meshes.communicators.groups.items() if group is not None
+            )
             assert len(living()) == sum(counts.values()) <= MOST
-            planned = Counter(lane for lane, _ in communicators(config, training.meshes.fold, 8))
-            by_lane = Counter(lane.partition(" ")[0] for lane in counts.elements())
+            planned = Counter(kind for kind, _ in communicators(config, training.meshes.fold, 8))
+            by_kind = Counter(kind.partition(" ")[0] for kind in counts.elements())
             assert counts == planned or rank == 600  # which is at no end of the pipeline
             if dispatcher == "hierarchical" and rank == 0:
-                assert on_page == {lane: str(count) for lane, count in by_lane.items()}
+                assert on_page == {kind: str(count) for kind, count in by_kind.items()}
 
 
 @pytest.mark.parametrize("pp", [1, 2])

@@ -115,10 +115,10 @@ def counts(rehearsal: Rehearsal, layer: str, phase: str) -> Counts:
     def here(site: Any) -> bool:
         return (site.layer, site.phase) == (layer, phase)
 
-    sent = [(rehearsal.groups[m.group].lane, m.op) for m in rehearsal.log.messages if here(m.site)]
+    sent = [(rehearsal.groups[m.group].kind, m.op) for m in rehearsal.log.messages if here(m.site)]
     ran = [(operation, n) for operation, n in rehearsal.operations.items() if here(operation.site)]
     return Counts(
-        sum(lane == "rows" for lane, _ in sent),
+        sum(kind == "dispatch" for kind, _ in sent),
         sum(n for operation, n in ran if operation.name == "_grouped_mm"),
         sum(map(here, rehearsal.log.syncs)),
         sent.count(("shards", "all-gather")),

@@ -68,22 +68,22 @@ class Recorded:
         self.steps = [Step(kind, of[kind][number]) for kind, number in log.events]
         self.groups, self.created_groups = dict(rehearsal.groups), list(rehearsal.created_groups)
 
-    def messages(self, lane: str, op: str, **fields: Any) -> list[Message]:
+    def messages(self, kind: str, op: str, **fields: Any) -> list[Message]:
         return [
             step.of
             for step in self.steps
             if step.kind == "issue"
             and step.of.op == op
-            and self.named(step.of.group) == lane
+            and self.named(step.of.group) == kind
             and all(getattr(step.of, name) == value for name, value in fields.items())
         ]
 
     def named(self, group: str) -> str:
-        """Its lane, the same for all channels of the pipeline, and its axes."""
-        return f"{self.groups[group].lane.partition(' ')[0]} {self.groups[group].axes}"
+        """Its kind, the same for all channels of the pipeline, and its axes."""
+        return f"{self.groups[group].kind.partition(' ')[0]} {self.groups[group].axes}"
 
-    def group(self, lane: str) -> str:
-        return next(name for name in self.groups if self.named(name) == lane)
+    def group(self, kind: str) -> str:
+        return next(name for name in self.groups if self.named(name) == kind)
 
     def drop(self, message: Message) -> None:
         self.steps = [step for step in self.steps if step.of is not message]
@@ -228,7 +228,7 @@ def groups_crossed(world: World) -> Message:
 @fault("flat", 1, 2)
 def two_ranks_swap_rows_and_results(world: World) -> Message:
     for rank in 1, 2:
-        there, back = world[rank].messages("rows ep", "all-to-all", dtype=torch.bfloat16, backward=False)[:2]
+        there, back = world[rank].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16, backward=False)[:2]
         world[rank].swap(there, back)
     return there
 
@@ -236,9 +236,9 @@ def two_ranks_swap_rows_and_results(world: World) -> Message:
 @fault("flat", 2)
 def rows_and_weights_of_one_dtype_swapped(world: World) -> Message:
     for recorded in world.values():
-        for message in recorded.messages("rows ep", "all-to-all", dtype=torch.float32):
+        for message in recorded.messages("dispatch ep", "all-to-all", dtype=torch.float32):
             message.dtype = torch.bfloat16
-    rows, weights = world[2].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[:2]
+    rows, weights = world[2].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[:2]
     assert rows.row > weights.row
     world[2].swap(rows, weights)
     return rows
@@ -246,14 +246,14 @@ def rows_and_weights_of_one_dtype_swapped(world: World) -> Message:
 
 @fault("flat", 7)
 def another_width(world: World) -> Message:
-    message = world[7].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[0]
+    message = world[7].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[0]
     message.row *= 2
     return message
 
 
 @fault("flat", 2, 0)
 def splits_not_mirrored(world: World) -> Message:
-    message = world[2].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[3]
+    message = world[2].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[3]
     send, receive = message.splits
     message.splits = (send[0] - 1, *send[1:3], send[3] + 1), receive
     return message
@@ -261,9 +261,9 @@ def splits_not_mirrored(world: World) -> Message:
 
 @fault("flat", 6)
 def no_rows_no_call(world: World) -> Message:
-    message = world[6].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[4]
+    message = world[6].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[4]
     world[6].drop(message)
-    return world[4].messages("rows ep", "all-to-all", dtype=torch.bfloat16)[4]
+    return world[4].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[4]
 
 
 @fault("flat", 0, 2)
@@ -272,10 +272,10 @@ def a_sum_between_them(world: World) -> Message:
     for rank, before in (0, True), (2, False):
         recorded = world[rank]
         sums = copy.copy(recorded.messages("blocking dp", "all-reduce")[-1])
-        rows = copy.copy(recorded.messages("rows ep", "all-to-all", dtype=torch.int64)[-1])
+        rows = copy.copy(recorded.messages("dispatch ep", "all-to-all", dtype=torch.int64)[-1])
         recorded.add(*((sums, rows) if before else (rows, sums)))
     for rank in 1, 3:
-        world[rank].add(copy.copy(world[rank].messages("rows ep", "all-to-all", dtype=torch.int64)[-1]))
+        world[rank].add(copy.copy(world[rank].messages("dispatch ep", "all-to-all", dtype=torch.int64)[-1]))
     for rank in 4, 6:
         world[rank].add(copy.copy(world[rank].messages("blocking dp", "all-reduce")[-1]))
     return sums
@@ -292,7 +292,7 @@ def groups_in_another_order(world: World) -> None:
 
 @fault("flat", 5)
 def one_group_more(world: World) -> None:
-    world[5].created_groups.append(("rows", (tuple(range(8)),)))
+    world[5].created_groups.append(("dispatch", (tuple(range(8)),)))
 
 
 @fault("flat", 7)
@@ -403,9 +403,9 @@ def a_microbatch_less_along_dp(world: World) -> Message:
 
 @fault("large", 7)
 def the_last_along_ep(world: World) -> Message:
-    message = world[7].messages("rows ep", "all-to-all", dtype=torch.int64)[0]
+    message = world[7].messages("dispatch ep", "all-to-all", dtype=torch.int64)[0]
     world[7].drop(message)
-    return world[0].messages("rows ep", "all-to-all", dtype=torch.int64)[0]
+    return world[0].messages("dispatch ep", "all-to-all", dtype=torch.int64)[0]
 
 
 @fault("large", 15)
@@ -470,9 +470,9 @@ def test_data_ranks_with_a_microbatch_less(world: int, rank: int) -> None:
 def test_a_rank_that_makes_its_groups_in_another_order() -> None:
     real = meshes._expert_groups
 
-    def later(fold: Any, lanes: Any, node: int) -> Any:
-        lanes.group("blocking", groups(fold, "attention", "tp"))
-        return real(fold, lanes, node)
+    def later(fold: Any, communicators: Any, node: int) -> Any:
+        communicators.group("blocking", groups(fold, "attention", "tp"))
+        return real(fold, communicators, node)
 
     verdict = run(4, lambda rank: mock.patch.object(meshes, "_expert_groups", later if rank == 3 else real))
     names(verdict, 0, 3)

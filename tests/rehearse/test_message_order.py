@@ -15,16 +15,16 @@ ALL, LEFT = (0, 1, 2, 3), (0, 1)
 
 
 class Script:
-    """A rank's program, written by hand. A group's name is its lane; messages are waited for at once unless `open`."""
+    """A rank's program, written by hand. A group's name is its kind; messages are waited for at once unless `open`."""
 
     def __init__(self, rank: int, **groups: tuple[int, ...]):
         self.rank, self.log, self.groups, self.line = rank, Log(), groups, 0
 
-    def __call__(self, op: str, lane: str, size: int = 64, open: bool = False, **more: object) -> Script:
+    def __call__(self, op: str, kind: str, size: int = 64, open: bool = False, **more: object) -> Script:
         self.line += 1
         sent_bytes, received_bytes = (0 if op == "receive" else size), (0 if op == "send" else size)
         dtype = more.pop("dtype", torch.float32)
-        message = Message(op, lane, dtype, sent_bytes, received_bytes, CodeSite("made.py", self.line), **more)
+        message = Message(op, kind, dtype, sent_bytes, received_bytes, CodeSite("made.py", self.line), **more)
         self.log.messages.append(message)
         self.log.events.append(Event("issue", len(self.log.messages) - 1))
         return self if open else self.wait()
@@ -40,7 +40,7 @@ class Script:
 
     @property
     def program(self) -> Program:
-        return Program(self.rank, self.log, {lane: Comm(lane, ranks, ranks) for lane, ranks in self.groups.items()})
+        return Program(self.rank, self.log, {kind: Comm(kind, ranks, ranks) for kind, ranks in self.groups.items()})
 
 
 def judged(*scripts: Script) -> Verdict:
@@ -48,21 +48,21 @@ def judged(*scripts: Script) -> Verdict:
 
 
 def pair(**groups: tuple[int, ...]) -> tuple[Script, Script]:
-    groups = groups or {"rows": LEFT, "shards": LEFT}
+    groups = groups or {"dispatch": LEFT, "shards": LEFT}
     return Script(0, **groups), Script(1, **groups)
 
 
 def test_equal_programs_are_safe():
     a, b = pair()
     for script in (a, b):
-        script("all-gather", "shards", open=True)("all-to-all", "rows", splits=((1, 1), (1, 1))).wait(0).sync()
+        script("all-gather", "shards", open=True)("all-to-all", "dispatch", splits=((1, 1), (1, 1))).wait(0).sync()
     assert judged(a, b) == Verdict(HOST_ORDER, True)
 
 
 def test_groups_in_swapped_order_need_streams():
     a, b = pair()
-    a("all-gather", "shards", open=True)("all-gather", "rows", open=True).wait(0).wait(1)
-    b("all-gather", "rows", open=True)("all-gather", "shards", open=True).wait(0).wait(1)
+    a("all-gather", "shards", open=True)("all-gather", "dispatch", open=True).wait(0).wait(1)
+    b("all-gather", "dispatch", open=True)("all-gather", "shards", open=True).wait(0).wait(1)
     verdict = judged(a, b)
     assert verdict.safe and verdict.text == STREAMS
     assert "rank 0" in verdict.details[0] and "made.py:1" in verdict.details[0] and "shards" in verdict.details[0]
@@ -70,34 +70,34 @@ def test_groups_in_swapped_order_need_streams():
 
 def test_groups_in_swapped_order_that_wait_are_stuck():
     a, b = pair()
-    a("all-gather", "shards")("all-gather", "rows")
-    b("all-gather", "rows")("all-gather", "shards")
+    a("all-gather", "shards")("all-gather", "dispatch")
+    b("all-gather", "dispatch")("all-gather", "shards")
     verdict = judged(a, b)
     assert not verdict.safe and len(verdict.details) == 2 and "cycle" in verdict.text
 
 
 def test_a_host_that_reads_a_number_orders_what_follows():
     a, b = pair()
-    for script, lanes in (a, ("shards", "rows")), (b, ("rows", "shards")):
-        script("all-gather", lanes[0], open=True).wait().sync()("all-gather", lanes[1], open=True)
+    for script, communicators in (a, ("shards", "dispatch")), (b, ("dispatch", "shards")):
+        script("all-gather", communicators[0], open=True).wait().sync()("all-gather", communicators[1], open=True)
     assert not judged(a, b).safe
 
 
 def test_one_more_or_one_less():
     a, b = pair()
-    a("all-reduce", "rows")("all-reduce", "rows")
-    b("all-reduce", "rows")
+    a("all-reduce", "dispatch")("all-reduce", "dispatch")
+    b("all-reduce", "dispatch")
     assert "rank 0: operation 1 of rows" in judged(a, b).text and "rank 1 never issues operation 1" in judged(a, b).text
     a, b = pair()
-    a("all-reduce", "rows")
+    a("all-reduce", "dispatch")
     assert "rank 1 never issues any operation of that group" in judged(a, b).text
 
 
 def test_sizes_dtypes_and_kinds_agree():
     for wrong in ({"size": 32}, {"dtype": torch.bfloat16}, {"op": "all-gather"}):
         a, b = pair()
-        a("all-reduce", "rows")
-        b(**{"op": "all-reduce", "lane": "rows"} | wrong)
+        a("all-reduce", "dispatch")
+        b(**{"op": "all-reduce", "kind": "dispatch"} | wrong)
         verdict = judged(a, b)
         assert not verdict.safe and verdict.text.count("made.py:1") == 2
 
@@ -105,15 +105,15 @@ def test_sizes_dtypes_and_kinds_agree():
 @pytest.mark.parametrize("op", ALL_TO_ALLS)
 def test_split_sizes_agree(op: str):
     a, b = pair()
-    a(op, "rows", splits=((2, 3), (2, 5)))
-    b(op, "rows", splits=((5, 0), (4, 0)))
+    a(op, "dispatch", splits=((2, 3), (2, 5)))
+    b(op, "dispatch", splits=((5, 0), (4, 0)))
     assert "sends rank 1 3 rows" in judged(a, b).text and "expects 4" in judged(a, b).text
 
 
 def test_rows_of_the_same_width_are_exchanged():
     a, b = pair()
     for script, row in (a, 32), (b, 4):
-        script("all-to-all", "rows", row=row, splits=((2, 2), (2, 2)))
+        script("all-to-all", "dispatch", row=row, splits=((2, 2), (2, 2)))
     verdict = judged(a, b)
     assert not verdict.safe and "in rows of 32" in verdict.text and "in rows of 4" in verdict.text
 
@@ -121,7 +121,7 @@ def test_rows_of_the_same_width_are_exchanged():
 def test_every_message_is_waited_for():
     a, b = pair()
     for script in (a, b):
-        script("all-gather", "shards")("all-reduce", "rows", open=script is b)
+        script("all-gather", "shards")("all-reduce", "dispatch", open=script is b)
     verdict = judged(a, b)
     assert not verdict.safe and "rank 1" in verdict.text and "made.py:2, which is never waited for" in verdict.text
 
@@ -129,30 +129,33 @@ def test_every_message_is_waited_for():
 def test_all_ranks_make_the_same_groups():
     a, b = pair()
     programs = [
-        replace(a.program, created_groups=[("rows", (LEFT,))]),
-        replace(b.program, created_groups=[("rows", (ALL,))]),
+        replace(a.program, created_groups=[("dispatch", (LEFT,))]),
+        replace(b.program, created_groups=[("dispatch", (ALL,))]),
     ]
     verdict = check(programs)
-    assert not verdict.safe and "rank 0 makes rows over ranks 0,1, and rank 1 rows over ranks 0,1,2,3" in verdict.text
+    assert (
+        not verdict.safe
+        and "rank 0 makes dispatch over ranks 0,1, and rank 1 dispatch over ranks 0,1,2,3" in verdict.text
+    )
 
 
 def test_ranks_that_were_not_rehearsed_are_not_waited_for():
     a, b = pair(rows=LEFT)
     for script in (a, b):
-        script("all-reduce", "rows")
-        script.groups = {"rows": ALL}
-    programs = [replace(program, comms={"rows": Comm("rows", ALL, LEFT)}) for program in (a.program, b.program)]
+        script("all-reduce", "dispatch")
+        script.groups = {"dispatch": ALL}
+    programs = [replace(program, comms={"dispatch": Comm("dispatch", ALL, LEFT)}) for program in (a.program, b.program)]
     assert check(programs).text == HOST_ORDER
-    b("all-reduce", "rows").sync()
+    b("all-reduce", "dispatch").sync()
     assert "rank 0 never issues operation 1" in check(programs).text
 
 
 def test_ranks_that_stand_for_others_are_alike():
-    groups = {"rows": (0, 2), "shards": (1, 3)}
+    groups = {"dispatch": (0, 2), "shards": (1, 3)}
     a, b = Script(0, **groups), Script(1, **groups)
-    for script, lane in (a, "rows"), (b, "shards"):
-        script("all-reduce", lane).sync()
-    alone = {lane: Comm("rows", ranks, ranks[:1]) for lane, ranks in groups.items()}
+    for script, kind in (a, "dispatch"), (b, "shards"):
+        script("all-reduce", kind).sync()
+    alone = {kind: Comm("dispatch", ranks, ranks[:1]) for kind, ranks in groups.items()}
     programs = [replace(program, comms=alone) for program in (a.program, b.program)]
     assert check(programs, [tuple(programs)]).text == HOST_ORDER
     b.sync()
@@ -194,8 +197,8 @@ def test_a_reduction_between_another_groups_messages():
     """Rank 0 reduces over shards between the two all-to-alls of backward, rank 1 after them; both wait at once."""
     a, b = pair()
     splits = ((1, 1), (1, 1))
-    a("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")("all-to-all", "rows", splits=splits)
-    b("all-to-all", "rows", splits=splits)("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")
+    a("all-to-all", "dispatch", splits=splits)("reduce-scatter", "shards")("all-to-all", "dispatch", splits=splits)
+    b("all-to-all", "dispatch", splits=splits)("all-to-all", "dispatch", splits=splits)("reduce-scatter", "shards")
     verdict = judged(a, b)
     assert not verdict.safe and "reduce-scatter" in " ".join(verdict.details)
 

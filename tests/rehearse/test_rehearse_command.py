@@ -38,7 +38,9 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     (report,) = json.loads(file.read_text())["ranks"]
     assert (report["rank"], report["world"], report["hardware"]) == (3, 4, "h100")
     rows = [
-        row for row in report["messages"] if (row["lane"], row["dtype"], row["pass"]) == ("rows", "bfloat16", "forward")
+        row
+        for row in report["messages"]
+        if (row["communicator"], row["dtype"], row["pass"]) == ("dispatch", "bfloat16", "forward")
     ]
     tokens = 4 * 64 // 2  # samples, positions over tp
     assert {row["count"] for row in rows} == {1}  # a microbatch and a layer: there, and back

@@ -45,8 +45,8 @@ def test_a_reduction_waits_for_the_one_before_it() -> None:
 def test_replicas_are_summed_on_a_stream_of_their_own() -> None:
     """The computation waits for them when backward ends."""
     rehearsal = of(dp_replicate=2)
-    lanes = [rehearsal.groups[m.group].lane for m in rehearsal.log.messages]
-    numbers = [i for i, lane in enumerate(lanes) if lane == "replicas"]
+    communicators = [rehearsal.groups[m.group].kind for m in rehearsal.log.messages]
+    numbers = [i for i, kind in enumerate(communicators) if kind == "replicas"]
     last = max(i for i, m in enumerate(rehearsal.log.messages) if m.op == "reduce-scatter")
     assert numbers and waits(rehearsal.log, numbers[0]) > rehearsal.log.events.index(("issue", last))
 
@@ -61,12 +61,12 @@ def test_routers_are_gathered_and_reduced_by_nobody() -> None:
             config_of({"training.mixed_precision_param": "bfloat16"} | changes, 4, "h100"), 4, 0, "h100"
         )
         log = rehearsal.log
-        last = max(i for i, m in enumerate(log.messages) if rehearsal.groups[m.group].lane == "shards")
+        last = max(i for i, m in enumerate(log.messages) if rehearsal.groups[m.group].kind == "shards")
         sums = [i for i, m in enumerate(log.messages) if m.site.file == "parallel/tensor.py"]
         assert sums and all(i > last for i in sums)
         assert sum(log.messages[i].sent_bytes for i in sums) == layers * 8 * 16 * 4  # experts x width, float32
         of_layers = [m for m in log.messages if m.site.layer.startswith("layers.")]
-        return Counter(f"{rehearsal.groups[m.group].lane} {m.op}" for m in of_layers) + Counter(router=len(sums))
+        return Counter(f"{rehearsal.groups[m.group].kind} {m.op}" for m in of_layers) + Counter(router=len(sums))
 
     one_layer, two_layers, more_microbatches = message_counts(1, 1), message_counts(2, 1), message_counts(1, 2)
     for more in two_layers - one_layer, more_microbatches - one_layer:

@@ -76,7 +76,7 @@ def eager(config: Config, ep: int) -> Costs:
         costs[site.phase].launches += times
         costs[site.phase].moved += times * (operation.read + operation.written)
     for message in found.log.messages:
-        if message.site.layer == layer and found.groups[message.group].lane == "rows":
+        if message.site.layer == layer and found.groups[message.group].kind == "dispatch":
             cost = costs["backward" if message.backward else "forward"]
             cost.launches += 1
             cost.moved += message.sent_bytes + message.received_bytes

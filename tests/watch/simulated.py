@@ -18,7 +18,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.rank_groups import groups
 from titanmoe.observe import Observer, listening
 from titanmoe.watch import slow_links
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 from titanmoe.watch.stragglers import WINDOW, Stragglers
 
@@ -45,10 +45,10 @@ class Cluster:
         self.draw = np.random.default_rng(seed)
         everyone = (tuple(range(self.fold.world)),)
         self.groups = [
-            LaneGroups("blocking", everyone, "world"),
-            LaneGroups("rows", tuple(groups(self.fold, "experts", "ep")), "ep"),
-            LaneGroups("shards", tuple(groups(self.fold, "attention", "dp_shard")), "dp_shard"),
-            LaneGroups("stages", tuple(groups(self.fold, "attention", "pp")), "pp"),
+            AxisGroups("blocking", everyone, "world"),
+            AxisGroups("dispatch", tuple(groups(self.fold, "experts", "ep")), "ep"),
+            AxisGroups("shards", tuple(groups(self.fold, "attention", "dp_shard")), "dp_shard"),
+            AxisGroups("stages", tuple(groups(self.fold, "attention", "pp")), "pp"),
         ]
         self.offset_PS = self.draw.uniform(-OFF_S, OFF_S, (pp, shards))
 
@@ -106,8 +106,8 @@ class Cluster:
         found: slow_links.PairSeconds = {}
         for number in slow_links.groups_to_probe(self.groups):
             group = self.groups[number]
-            for distance in slow_links.distances(len(group.parts[0]), group.lane):
-                for part in group.parts:
+            for distance in slow_links.distances(len(group.ranks[0]), group.communicator):
+                for part in group.ranks:
                     for i, rank in enumerate(part):
                         if i < i ^ distance < len(part):
                             across = rank // NODE != part[i ^ distance] // NODE

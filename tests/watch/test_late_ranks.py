@@ -12,13 +12,13 @@ from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, RankStatus, find_late_ranks
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 
 GROUPS = [
-    LaneGroups("blocking", ((0, 1, 2, 3),), "world"),
-    LaneGroups("blocking", ((0, 1), (2, 3)), "tp"),
-    LaneGroups("rows", ((0, 1, 2, 3),), "ep"),
-    LaneGroups("stages", ((0, 2), (1, 3)), "pp"),
+    AxisGroups("blocking", ((0, 1, 2, 3),), "world"),
+    AxisGroups("blocking", ((0, 1), (2, 3)), "tp"),
+    AxisGroups("dispatch", ((0, 1, 2, 3),), "ep"),
+    AxisGroups("stages", ((0, 2), (1, 3)), "pp"),
 ]
 WORLD, TP, EP, PP = range(4)
 IN_MESSAGE = ["/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/moe/layer.py:50 in forward"]

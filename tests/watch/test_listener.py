@@ -83,8 +83,10 @@ def two_steps(skips: bool) -> tuple[FlightRecord, list[str]]:
             trainer.train_step()
         finally:
             module.all_reduce = real
-    axes = [group.axes for group in name_groups(trainer.training.meshes.lanes, trainer.training.fold)]
-    return read_recorder(own_groups(trainer.training.meshes.lanes), numbers[STEP_BEGUN], numbers[PREVIOUS_BEGUN]), axes
+    axes = [group.axes for group in name_groups(trainer.training.meshes.communicators, trainer.training.fold)]
+    return read_recorder(
+        own_groups(trainer.training.meshes.communicators), numbers[STEP_BEGUN], numbers[PREVIOUS_BEGUN]
+    ), axes
 
 
 def test_what_the_flight_recorder_has_of_a_step() -> None:

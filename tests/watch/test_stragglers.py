@@ -19,7 +19,7 @@ from tests.watch import simulated
 from tests.watch.simulated import Cluster, Fault, Told
 from titanmoe.observe import listening
 from titanmoe.watch import slow_links, stragglers
-from titanmoe.watch.process_groups import LaneGroups, name_groups, own_groups
+from titanmoe.watch.process_groups import AxisGroups, name_groups, own_groups
 from titanmoe.watch.slow_links import Link, distances, find_slow_link, groups_to_probe
 from titanmoe.watch.step_times import CudaEventTimer, HostTimer, StepTimes
 from titanmoe.watch.stragglers import ON_ONE_HOST, peer_times
@@ -129,12 +129,12 @@ def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
     for size in (2, 5, 16):
         met = {(i, i ^ d) for d in distances(size, "blocking") for i in range(size) if i < i ^ d < size}
         assert len(met) == size * (size - 1) / 2
-    assert len(distances(64, "rows")) == 63 and distances(24, "shards") == [1, 2, 4, 8, 16]
+    assert len(distances(64, "dispatch")) == 63 and distances(24, "shards") == [1, 2, 4, 8, 16]
     whole, halves = ((0, 1, 2, 3),), ((0, 1), (2, 3))
     groups = [
-        LaneGroups("blocking", whole, "world"),
-        LaneGroups("rows", halves, "ep"),
-        LaneGroups("rows", whole, "ep = dp"),
+        AxisGroups("blocking", whole, "world"),
+        AxisGroups("dispatch", halves, "ep"),
+        AxisGroups("dispatch", whole, "ep = dp"),
     ]
     assert groups_to_probe(groups) == [1, 2]
 
@@ -266,7 +266,7 @@ def step_with_a_late_rank(changes: dict[str, Any]) -> dict[str, float]:
     """Rank SLOW is late in the only step; returns what this rank spent its time on."""
     trainer = parity.make_trainer(changes)
     parts, slices = trainer.training, trainer.training.slicer.slices
-    groups, own = name_groups(parts.meshes.lanes, parts.fold), own_groups(parts.meshes.lanes)
+    groups, own = name_groups(parts.meshes.communicators, parts.fold), own_groups(parts.meshes.communicators)
     times = StepTimes([group.axes for group in groups], own, HostTimer())
     times.phase("data", 0)  # the first step of a process is not measured
 

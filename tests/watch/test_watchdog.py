@@ -20,12 +20,12 @@ from titanmoe.watch import machines as machine_memory
 from titanmoe.watch.flight_recorder import Collective, FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.machines import MachineMessages, Machines
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
 RECORDED = FlightRecord(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
-GROUPS = [LaneGroups("blocking", ((0, 1, 2, 3),), "world")]
+GROUPS = [AxisGroups("blocking", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
 
@@ -137,7 +137,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
     assert event["text"] == "hang: rank 3 on node1 is late, in step 3"
     assert event["report"] == report.removeprefix("error: ").splitlines()
-    assert event["groups"] == [{"lane": "blocking", "axes": "world", "parts": [[0, 1, 2, 3]]}]
+    assert event["groups"] == [{"communicator": "blocking", "axes": "world", "ranks": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
     assert FlightRecord.from_json(first["recorded"]) == RECORDED and last["recorded"]["numbers"] == {}
     assert last["state"] == "silent" and last["position"] == {

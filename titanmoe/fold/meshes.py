@@ -1,7 +1,7 @@
 """The fold as process groups and DeviceMeshes: a group for each axis that something is sent along, and no other.
 
 A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
-share one, but only within a lane: messages that may be in flight at the same time never share a group.
+share one, but only within a kind: messages that may be in flight at the same time never share a group.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-# Registers the backend of `Lanes.placeholder`; nothing else of torch does.
+# Registers the backend of `Communicators.placeholder`; nothing else of torch does.
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.rank_groups import View, coordinates, group_of, groups
 
-Lane = Literal["blocking", "rows", "shards", "replicas", "stages"]
-"""Who sends: docs/parallelism.md has the table.
+CommunicatorKind = Literal["blocking", "dispatch", "shards", "replicas", "stages"]
+"""The kind of a communicator, by what it is used for. docs/parallelism.md has the table.
 
-    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the world's own group too
-    rows      the dispatchers, whose rows travel while the device computes
+    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the default group too
+    dispatch  the dispatchers' all-to-alls, in flight while the device computes
     shards    FSDP's all-gathers and reduce-scatters, of either view
     replicas  HSDP's all-reduces, of either view
     stages    the pipeline; on GPUs also "stages 1" and so on, over the same ranks (`titanmoe.parallel.pipeline`)
 
-Saving has a group of its own, outside these lanes (`titanmoe.checkpoint.saver`).
+Saving has a group of its own, of no such kind (`titanmoe.checkpoint.saver`).
 """
 
-HIGH_PRIORITY: tuple[Lane, ...] = ("rows", "shards")
-"""Lanes whose NCCL streams have high priority: their messages travel while the device computes, and a grouped product
-could take all of its multiprocessors before their kernels start."""
+HIGH_PRIORITY: tuple[CommunicatorKind, ...] = ("dispatch", "shards")
+"""The kinds whose NCCL streams have high priority: their messages are in flight while the device computes, and a
+grouped matmul could occupy all multiprocessors before their kernels start."""
 
 SILENT = "(nobody sends along this axis)"
 """The name given to a group that was not made; torch repeats it when the group is asked for."""
 
 
-class Lanes:
-    """This rank's process groups. All ranks ask for the same ones in the same order."""
+class Communicators:
+    """The process groups of this rank, made on first use. All ranks must ask for the same groups in the same order."""
 
     def __init__(self, timeout: timedelta | None = None):
         self.timeout = timeout
@@ -54,34 +54,39 @@ class Lanes:
             ("blocking", (everyone,)): dist.group.WORLD
         }
 
-    def group(self, lane: Lane | str, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """The group of this rank's part, if it is in one. No rank is in two parts, and all have the same size."""
-        key = lane, tuple(parts)
+    def group(self, kind: CommunicatorKind | str, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """Return this rank's group of a kind, or None if it is in none of them. Collective over the world.
+
+        Args:
+            kind: What the group is used for. Only requests of one kind share a group.
+            parts: The ranks of each group to make. No rank is in two of them, and all have the same size.
+        """
+        key = kind, tuple(parts)
         if len(key[1][0]) == 1:
             return self.placeholder
         if key not in self.groups:
             self.groups[key] = self._make(*key)
         return self.groups[key]
 
-    def _make(self, lane: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+    def _make(self, kind: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
         if dist.group.WORLD.bound_device_id is not None:  # NCCL: else each group would split the whole world
-            options = _high_priority_options() if lane in HIGH_PRIORITY else None  # None: a copy of the world's
+            options = _high_priority_options() if kind in HIGH_PRIORITY else None  # None: a copy of the world's
             ranks = [list(part) for part in parts]
-            return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=lane)
-        new_groups = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
+            return dist.split_group(split_ranks=ranks, timeout=self.timeout, pg_options=options, group_desc=kind)
+        new_groups = [dist.new_group(list(part), self.timeout, group_desc=kind) for part in parts]
         own_groups = [group for part, group in zip(parts, new_groups, strict=True) if dist.get_rank() in part]
         return own_groups[0] if own_groups else None
 
     @cached_property
     def placeholder(self) -> dist.ProcessGroup:
-        """For meshes, which need a group for every axis: no thread, socket or communicator, because nothing is sent."""
+        """A group of this rank alone, without thread, socket or communicator, for axes along which nothing is sent."""
         if dist.get_world_size() == 1:
             return dist.group.WORLD
         return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="alone")
 
 
 def _high_priority_options() -> Any:
-    """The world's NCCL options, with streams of high priority. A copy each time, because a split writes into it."""
+    """Return a copy of the world's NCCL options, with streams of high priority. A split writes into its options."""
     world = dist.group.WORLD
     options = copy.deepcopy(world._get_backend(world.bound_device_id).options)
     options.is_high_priority_stream = True
@@ -91,7 +96,7 @@ def _high_priority_options() -> Any:
 @dataclass(frozen=True)
 class Meshes:
     fold: Fold
-    lanes: Lanes
+    communicators: Communicators
     dense: DeviceMesh  # (dp_replicate, fsdp, tp) of this rank's stage, fsdp being dp_shard x cp
     experts: DeviceMesh  # (edp_replicate, edp, ep, etp) of the same ranks
     dense_data: DeviceMesh  # where attention, dense layers and vocabulary are sharded: ([dp_replicate,] fsdp)
@@ -123,21 +128,23 @@ def build_meshes(
     etp: whether gradients are summed over it.
     trains: False if weights are whole on every data rank and nothing is trained, so that FSDP sends nothing.
     """
-    lanes = Lanes(timeout)
+    communicators = Communicators(timeout)
 
-    def group_over(lane: Lane, view: View, *axes: str) -> dist.ProcessGroup:
-        return lanes.group(lane, groups(fold, view, axes))
+    def group_over(kind: CommunicatorKind, view: View, *axes: str) -> dist.ProcessGroup:
+        return communicators.group(kind, groups(fold, view, axes))
 
-    def mesh(view: View, **axes: tuple[Lane | None, tuple[str, ...]]) -> DeviceMesh:
-        """A mesh of this rank's stage. For each axis, its lane (None if nothing is sent) and what it is made of."""
+    def mesh(view: View, **axes: tuple[CommunicatorKind | None, tuple[str, ...]]) -> DeviceMesh:
+        """Build a mesh of this rank's stage from the kind of communicator (None: nothing is sent) and the axes of each
+        dimension.
+        """
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
         ranks = torch.arange(stage, stage + fold.stage).view(sizes)
-        used = [lane is not None and (trains or lane == "blocking") for lane, _ in axes.values()]
+        used = [kind is not None and (trains or kind == "blocking") for kind, _ in axes.values()]
         device_mesh = DeviceMesh.from_group(
             [
-                group_over(lane, view, *parts) if is_used else lanes.placeholder
-                for (lane, parts), is_used in zip(axes.values(), used, strict=True)
+                group_over(kind, view, *parts) if is_used else communicators.placeholder
+                for (kind, parts), is_used in zip(axes.values(), used, strict=True)
             ],
             device_type,
             ranks,
@@ -148,7 +155,7 @@ def build_meshes(
                 device_mesh._dim_group_names[i] = SILENT
         return device_mesh
 
-    expert_group, within, across = _expert_groups(fold, lanes, node)
+    expert_group, within, across = _expert_groups(fold, communicators, node)
     dense = mesh(
         "attention",
         dp_replicate=("replicas", ("dp_replicate",)),
@@ -164,7 +171,7 @@ def build_meshes(
     )
     return Meshes(
         fold=fold,
-        lanes=lanes,
+        communicators=communicators,
         dense=dense,
         experts=experts,
         dense_data=dense["fsdp"] if fold.dp_replicate == 1 else dense["dp_replicate", "fsdp"],
@@ -182,18 +189,18 @@ def build_meshes(
     )
 
 
-def _expert_groups(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]:
+def _expert_groups(fold: Fold, communicators: Communicators, node: int) -> tuple[Group, Group, Group]:
     """Return the group ep x etp, and its ranks within and across nodes. Collective over the world.
 
     If it is split at nodes, nothing is sent to the whole of it.
     """
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:
-        whole = Group.of(lanes.group("rows", groups(fold, "experts", axes)))
+        whole = Group.of(communicators.group("dispatch", groups(fold, "experts", axes)))
         return whole, whole, NO_GROUP
     members = group_of(fold, "experts", axes, rank)
     size = len(members)
     within = [range(first, first + node) for first in range(0, fold.world, node)]
     across = [range(first + i, first + size, node) for first in range(0, fold.world, size) for i in range(node)]
-    node_groups = (Group.of(lanes.group("rows", map(tuple, parts))) for parts in (within, across))
+    node_groups = (Group.of(communicators.group("dispatch", map(tuple, parts))) for parts in (within, across))
     return Group(SILENT, size, members.index(rank)), *node_groups

@@ -15,7 +15,7 @@ from titanmoe.fold.degrees import Fold
 
 View = Literal["attention", "experts"]
 COMBINED_AXES = {"dp": ("dp_replicate", "dp_shard")}
-LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
+COMMUNICATOR_AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
     "blocking": (
         ("attention", ("tp",)),
         ("attention", ("cp",)),
@@ -24,12 +24,12 @@ LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
         ("attention", ("dp_shard", "cp", "tp")),
         ("experts", ("edp", "etp")),
     ),
-    "rows": (("experts", ("ep", "etp")),),
+    "dispatch": (("experts", ("ep", "etp")),),
     "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),
     "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
     "stages": (("attention", ("pp",)),),
 }
-"""For each lane of titanmoe.fold.meshes, the axes that its groups may span."""
+"""The axes that the groups of each communicator kind (titanmoe.fold.meshes) may span."""
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -55,18 +55,18 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
     return tuple(first + member for member in _ranks([spans[name] for name in spans if name in names]))
 
 
-def axes_of(fold: Fold, lane: str, ranks: tuple[int, ...]) -> str:
-    """The axes that a group of this lane spans; all names of them, where axes have the same ranks."""
+def axes_of(fold: Fold, kind: str, ranks: tuple[int, ...]) -> str:
+    """Return the names of the axes that a group of this kind spans, joined by " = " where several have these ranks."""
     names = list(
         dict.fromkeys(
             " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
-            for view, axes in LANES[lane.partition(" ")[0]]
+            for view, axes in COMMUNICATOR_AXES[kind.partition(" ")[0]]
             if group_of(fold, view, axes, ranks[0]) == ranks
         )
     )
-    if lane == "rows" and not names:
+    if kind == "dispatch" and not names:
         names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
-    if lane == "blocking" and len(ranks) == fold.world:
+    if kind == "blocking" and len(ranks) == fold.world:
         names.append("world")
     return " = ".join(names) or "ends of the pipeline"
 

@@ -135,7 +135,7 @@ class Team:
         members = members_of(meshes.fold, view, dist.get_rank())
         places = tuple(members.values())
         if cuts:
-            team = meshes.lanes.group("blocking", groups(meshes.fold, view, TEAM_AXES[view]))
+            team = meshes.communicators.group("blocking", groups(meshes.fold, view, TEAM_AXES[view]))
             return cls(Group.of(team), places)
         return cls(Group(SILENT, len(members), list(members).index(dist.get_rank())), places)
 

@@ -112,7 +112,9 @@ def message_groups(ranks: list[int], meshes: Meshes, device: torch.device) -> di
     numbers = channels(ranks)
     numbers = way(device, numbers, cpu=dict.fromkeys(numbers, 0))
     parts = groups(meshes.fold, "attention", "pp")
-    made = {n: meshes.lanes.group(f"stages {n}" if n else "stages", parts) for n in sorted(set(numbers.values()))}
+    made = {
+        n: meshes.communicators.group(f"stages {n}" if n else "stages", parts) for n in sorted(set(numbers.values()))
+    }
     return {ends: made[number] for ends, number in numbers.items()}
 
 

@@ -34,7 +34,7 @@ class TiedEnds:
             self.ends = []
         if ranks[0] != ranks[-1]:
             pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
-            self.group = meshes.lanes.group("blocking", pairs)
+            self.group = meshes.communicators.group("blocking", pairs)
 
     @torch.no_grad()
     def add_gradients(self) -> None:

@@ -14,9 +14,9 @@ from titanmoe.plan.links import LinkGroup
 
 
 def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
-    """A rank's communicators, as lane and group. Axes of a lane over the same ranks share one."""
+    """Return the kind and group of each communicator of a rank. Axes of a kind over the same ranks share one."""
     sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
-    lane_groups = {
+    kinds_and_groups = {
         ("blocking", LinkGroup(fold.world, 1)),
         ("blocking", LinkGroup(fold.tp, 1)),
         ("blocking", LinkGroup(fold.cp, fold.tp)),
@@ -29,16 +29,18 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
     }
     if fold.pp > 1:
         several = max(channels(stage_ranks(config.pipeline, fold.pp)).values())
-        lane_groups |= {(f"stages {n}" if n else "stages", LinkGroup(fold.pp, fold.stage)) for n in range(several + 1)}
+        kinds_and_groups |= {
+            (f"stages {n}" if n else "stages", LinkGroup(fold.pp, fold.stage)) for n in range(several + 1)
+        }
     if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node and inner > domain:
-        lane_groups |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
+        kinds_and_groups |= {("dispatch", LinkGroup(domain, 1)), ("dispatch", LinkGroup(inner // domain, domain))}
     else:
-        lane_groups.add(("rows", LinkGroup(inner, 1)))
+        kinds_and_groups.add(("dispatch", LinkGroup(inner, 1)))
     if config.lora.rank:  # gradients of what every etp rank has whole
-        lane_groups.add(("blocking", LinkGroup(fold.etp, 1)))
+        kinds_and_groups.add(("blocking", LinkGroup(fold.etp, 1)))
     if config.model.tie_embeddings and fold.pp > 1:
-        lane_groups.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
-    return {(lane, group) for lane, group in lane_groups if group.size > 1}
+        kinds_and_groups.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
+    return {(kind, group) for kind, group in kinds_and_groups if group.size > 1}
 
 
 def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
@@ -47,16 +49,18 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
     The pipeline has several communicators, but to the same two ranks; and what a communicator itself takes, it takes at
     its first collective (NCCL_RUNTIME_CONNECT, from NCCL 2.22 on), which these never have. They are counted as one.
     """
-    lane_groups = {(lane, group) for lane, group in communicators(config, fold, device.domain) if "stages " not in lane}
+    kinds_and_groups = {
+        (kind, group) for kind, group in communicators(config, fold, device.domain) if "stages " not in kind
+    }
     peers = 0
-    for lane, group in lane_groups:
-        ring = lane == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
+    for kind, group in kinds_and_groups:
+        ring = kind == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
         near = group.ranks_per_domain(device.domain) - 1
-        if lane == "rows" or (ring and config.parallelism.cp_kind == "ulysses"):
+        if kind == "dispatch" or (ring and config.parallelism.cp_kind == "ulysses"):
             peers += near
-        elif lane == "stages" or (ring and config.parallelism.cp_kind == "ring"):
+        elif kind == "stages" or (ring and config.parallelism.cp_kind == "ring"):
             peers += min(2, near)
-    return device.communicator * len(lane_groups) + device.peer * peers
+    return device.communicator * len(kinds_and_groups) + device.peer * peers
 
 
 def usable_bytes(config: Config, fold: Fold, device: Device) -> float:

@@ -73,7 +73,7 @@ def programs(rehearsals: list[Rehearsal]) -> list[Program]:
             rehearsal.rank,
             rehearsal.log,
             {
-                name: Comm(f"{group.lane} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed))
+                name: Comm(f"{group.kind} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed))
                 for name, group in rehearsal.groups.items()
             },
             rehearsal.created_groups,

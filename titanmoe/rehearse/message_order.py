@@ -31,13 +31,13 @@ POINT_TO_POINT = ("send", "receive")
 MOST = 8
 """Errors that are reported: one often causes many."""
 CreatedGroups = list[tuple[str, tuple[tuple[int, ...], ...]]]
-"""Lanes and the ranks of each group, in the order in which they are made."""
+"""The kind and the ranks of all groups that a world makes together, in order."""
 
 
 class Comm(NamedTuple):
     """A communicator."""
 
-    lane: str
+    kind: str
     ranks: tuple[int, ...]
     members: tuple[int, ...]
     """Those of its ranks that were rehearsed."""
@@ -100,7 +100,7 @@ def describe(program: Program, message: Message, number: int | None = None) -> s
     size = message.sent_bytes or message.received_bytes
     count = f"{size} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
     return (
-        f"rank {program.rank}: operation{number_text} of {comm.lane} over ranks {_ranks_text(comm.ranks)}: "
+        f"rank {program.rank}: operation{number_text} of {comm.kind} over ranks {_ranks_text(comm.ranks)}: "
         f"{message.op}{peer_text}, {count}, {message.site}{layer}{phase}"
     )
 
@@ -128,9 +128,9 @@ def different_groups(programs: list[Program]) -> Iterator[str]:
 def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
     if group is None:
         return "no group"
-    lane, parts = group
+    kind, parts = group
     more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
-    return f"{lane} over ranks {' | '.join(map(_ranks_text, parts[:4]))}{more}"
+    return f"{kind} over ranks {' | '.join(map(_ranks_text, parts[:4]))}{more}"
 
 
 # ---- agreement
@@ -266,7 +266,7 @@ def _event_signature(program: Program, event: Event) -> tuple:
     if event.kind != "issue":
         return event
     message = program.log.messages[event.number]
-    return *_signature(message), program.comm(message).lane, message.peer, message.batch
+    return *_signature(message), program.comm(message).kind, message.peer, message.batch
 
 
 def _event_text(program: Program, event: Event | None) -> str:

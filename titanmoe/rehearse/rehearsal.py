@@ -26,7 +26,7 @@ from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, TEACHER_IDS, TEACHER_LOG_P, WEIGHT, Batch
 from titanmoe.data.loader import BatchLayout
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.meshes import Lanes
+from titanmoe.fold.meshes import Communicators
 from titanmoe.fold.rank_groups import axes_of
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import HARDWARE, Hardware, as_on
@@ -56,7 +56,7 @@ from titanmoe.train.training import Training
 class NamedGroup:
     """A process group, named by the axes of the fold."""
 
-    lane: str
+    kind: str
     axes: str
     ranks: tuple[int, ...]
     across: bool
@@ -111,7 +111,7 @@ class Rehearsal:
     groups: dict[str, NamedGroup]
     """By torch's name for the group."""
     created_groups: list[tuple[str, tuple[tuple[int, ...], ...]]]
-    """In the order in which they are made, as all ranks make them together: lanes, and the ranks of each group."""
+    """The kind and the ranks of all groups that the world makes together, in order."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -128,14 +128,14 @@ class Rehearsal:
     """Which step it is, from 1."""
 
 
-def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
+def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
     out = {}
-    for (lane, parts), group in lanes.groups.items():
+    for (kind, parts), group in communicators.groups.items():
         if group is None:
             continue
         ranks = next(part for part in parts if rank in part)
         across = len({r // node for r in ranks}) > 1
-        out[group.group_name] = NamedGroup(lane, axes_of(fold, lane, ranks), ranks, across)
+        out[group.group_name] = NamedGroup(kind, axes_of(fold, kind, ranks), ranks, across)
     return out
 
 
@@ -320,8 +320,8 @@ def rehearse(
             name,
             assumed,
             recorder.log,
-            name_groups(training.meshes.lanes, fold, rank, node),
-            list(training.meshes.lanes.groups),
+            name_groups(training.meshes.communicators, fold, rank, node),
+            list(training.meshes.communicators.groups),
             sum(p.numel() * p.element_size() for p in weights),
             sum(p.numel() * p.element_size() for p in trained),
             sum(x.numel() * x.element_size() for x in training.optimizer.on_device),

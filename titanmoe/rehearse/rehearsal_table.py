@@ -35,7 +35,7 @@ def rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, An
     for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
-            "lane": group.lane,
+            "communicator": group.kind,
             "axes": group.axes,
             "ranks": len(group.ranks),
             "nodes": "across" if group.across else "within",
@@ -77,7 +77,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _group(group: NamedGroup) -> dict[str, Any]:
-    return {"lane": group.lane, "axes": group.axes, "ranks": list(group.ranks), "across": group.across}
+    return {"communicator": group.kind, "axes": group.axes, "ranks": list(group.ranks), "across": group.across}
 
 
 def table(rehearsal: Rehearsal) -> list[str]:
@@ -98,7 +98,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
     used = {message.group for message in rehearsal.log.messages}
     created = [group for name, group in rehearsal.groups.items() if name in used]
     lines += ["", f"Communicators that the step creates: {len(created)}", ""]
-    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in created], right=())
+    lines += columns([(group.kind, group.axes, f"{len(group.ranks)} ranks") for group in created], right=())
     lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
     if rehearsal.start_up:
         lines += ["", "Before the first step symmetric memory sends:", "", *_messages(rehearsal, rehearsal.start_up)]

@@ -15,7 +15,7 @@ from typing import Any
 from titanmoe.watch.connections import Connections
 from titanmoe.watch.flight_recorder import CollectiveKind, FlightRecord
 from titanmoe.watch.heartbeat import Position
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 from titanmoe.watch.stacks import innermost_own_line, is_communicating
 
 MAX_LINES = 8
@@ -69,7 +69,7 @@ class LateRanks:
     """The phase of the step that each late rank is in."""
 
 
-def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
+def find_late_ranks(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> LateRanks:
     """Find the ranks that a hung run waits for, and write the report.
 
     Args:
@@ -147,7 +147,7 @@ def _cut_off(statuses: Sequence[RankStatus]) -> dict[int, str]:
     return late
 
 
-def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
     """Return the ranks in the step that the fewest ranks are in, if ranks of two steps wait for each other.
 
     That is so if a rank waits for a collective that a rank in a later step has not issued: one of the two has called it
@@ -173,7 +173,7 @@ def _alone_in_step(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups])
     return late
 
 
-def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
     """Return the ranks whose collective of some number in a group is another operation than that of most members."""
     issued: dict[tuple[int, int, tuple[int, ...]], dict[int, str]] = {}
     for status in statuses:
@@ -193,7 +193,7 @@ def _with_odd_number(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups
     return {}
 
 
-def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
+def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return the ranks whose collective at some index of a step differs from that of most ranks of their stage.
 
     If a stage is split evenly, the other stages decide.
@@ -221,7 +221,7 @@ def _with_odd_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
     return {}
 
 
-def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
+def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[AxisGroups], stage: int) -> dict[int, str]:
     """Return the ranks whose collective differs from that of the step before, where another rank of the stage
     repeated its own.
     """
@@ -238,7 +238,7 @@ def _with_new_message(statuses: Sequence[RankStatus], groups: Sequence[LaneGroup
     return late
 
 
-def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> dict[int, str]:
+def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> dict[int, str]:
     """Return the ranks that others wait for and that wait for nobody; if there is none, the ranks of a cycle of waits.
 
     A rank in a collective that all its group has issued is left out: it waits for the network.
@@ -252,7 +252,7 @@ def _last_of_chains(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]
 
 
 def _stuck_collectives(
-    by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]
+    by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]
 ) -> dict[tuple[int, int, tuple[int, ...]], list[int]]:
     """Return the ranks that wait in a collective that all of its group have issued, by group, number and members."""
     stuck: dict[tuple[int, int, tuple[int, ...]], list[int]] = {}
@@ -265,7 +265,7 @@ def _stuck_collectives(
     return stuck
 
 
-def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups]) -> set[int]:
+def _waits_for(status: RankStatus, by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups]) -> set[int]:
     """Return the ranks that have not issued a collective that this rank has."""
     late = set()
     for name, number in status.recorded.numbers.items():
@@ -293,7 +293,7 @@ def _is_saving(status: RankStatus) -> bool:
 # ---- the report
 
 
-def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: dict[int, str], cut_off: bool) -> str:
+def report(by_rank: dict[int, RankStatus], groups: Sequence[AxisGroups], late: dict[int, str], cut_off: bool) -> str:
     """Return the report.
 
     Args:
@@ -334,7 +334,7 @@ def report(by_rank: dict[int, RankStatus], groups: Sequence[LaneGroups], late: d
     return "\n".join(lines)
 
 
-def _late_rank_lines(status: RankStatus, groups: Sequence[LaneGroups], why: str) -> list[str]:
+def _late_rank_lines(status: RankStatus, groups: Sequence[AxisGroups], why: str) -> list[str]:
     lines = [
         f"  rank {status.rank}, process {status.pid} on {status.host}: "
         + (why or "others wait for it, and it waits for nobody")
@@ -366,7 +366,7 @@ def _during(status: RankStatus) -> str:
     return during
 
 
-def _waits_in(status: RankStatus, groups: Sequence[LaneGroups]) -> str:
+def _waits_in(status: RankStatus, groups: Sequence[AxisGroups]) -> str:
     place = f" at {innermost_own_line(status.stack)}" if status.stack else ""
     if not status.recorded.last or status.phase in ("starting", "between steps"):
         return f"{status.phase}{place}"
@@ -374,11 +374,11 @@ def _waits_in(status: RankStatus, groups: Sequence[LaneGroups]) -> str:
     return f"{_collective_text(groups, last.group, last.op)}, number {last.number}{place}"
 
 
-def _collective_text(groups: Sequence[LaneGroups], group: int, op: str) -> str:
+def _collective_text(groups: Sequence[AxisGroups], group: int, op: str) -> str:
     return f"{op.replace('_', '-')} over {groups[group].axes}"
 
 
-def _sized_collective_text(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
+def _sized_collective_text(groups: Sequence[AxisGroups], group: int, op: str, dtype: str, elements: int) -> str:
     return _collective_text(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
 
 

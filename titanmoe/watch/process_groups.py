@@ -1,33 +1,38 @@
-"""The process groups of a run, as all its ranks number them."""
+"""The process groups of a run, numbered alike on all ranks.
+
+Heartbeats, flight recorders and reports name a group by its index in `name_groups`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.meshes import Lanes
+from titanmoe.fold.meshes import Communicators
 from titanmoe.fold.rank_groups import axes_of
 
 
 @dataclass(frozen=True)
-class LaneGroups:
-    """The groups of a lane over the same axes."""
+class AxisGroups:
+    """The process groups of one communicator kind over the same axes."""
 
-    lane: str
-    parts: tuple[tuple[int, ...], ...]
+    communicator: str
+    """The kind (`titanmoe.fold.meshes.CommunicatorKind`)."""
+    ranks: tuple[tuple[int, ...], ...]
     """The ranks of each group."""
     axes: str
+    """The names of the axes."""
 
     def of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the group that this rank is in."""
-        return next((part for part in self.parts if rank in part), ())
+        """Return the ranks of the group that a rank is in; empty if it is in none."""
+        return next((ranks for ranks in self.ranks if rank in ranks), ())
 
 
-def name_groups(lanes: Lanes, fold: Fold) -> list[LaneGroups]:
-    """The same list on every rank, because all make their groups in the same order."""
-    return [LaneGroups(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.groups]
+def name_groups(communicators: Communicators, fold: Fold) -> list[AxisGroups]:
+    """Return all process groups, in the same order on every rank."""
+    return [AxisGroups(kind, ranks, axes_of(fold, kind, ranks[0])) for kind, ranks in communicators.groups]
 
 
-def own_groups(lanes: Lanes) -> dict[str, int]:
-    """Those that this rank is in: their numbers in that list, by torch's names."""
-    return {group.group_name: i for i, group in enumerate(lanes.groups.values()) if group is not None}
+def own_groups(communicators: Communicators) -> dict[str, int]:
+    """Return the index in `name_groups` of each group that this rank is in, by torch's name for the group."""
+    return {group.group_name: i for i, group in enumerate(communicators.groups.values()) if group is not None}

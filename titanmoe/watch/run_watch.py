@@ -94,8 +94,8 @@ class Watch:
         self.folder, self.rank = training.folder, runtime.rank
         self.machines = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.machines.own_heart
-        lanes, gpu = training.meshes.lanes, device.kind(training.device) == "cuda"
-        groups, own = name_groups(lanes, training.fold), own_groups(lanes)
+        communicators, gpu = training.meshes.communicators, device.kind(training.device) == "cuda"
+        groups, own = name_groups(communicators, training.fold), own_groups(communicators)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if options.stragglers and isinstance(checks, NumberChecks):
             times = StepTimes([group.axes for group in groups], own, CudaEventTimer() if gpu else HostTimer())

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 
 BYTES = 1 << 16
 """The size of the message."""
@@ -48,23 +48,23 @@ class Link(NamedTuple):
     """All slow pairs."""
 
 
-def distances(size: int, lane: str) -> list[int]:
+def distances(size: int, kind: str) -> list[int]:
     """Return the distance of each round in a group of this size: rank i meets rank i ^ distance."""
     past = 1 << (size - 1).bit_length()
-    return list(range(1, past)) if size <= FEW or lane == "rows" else [1 << i for i in range(past.bit_length() - 1)]
+    return list(range(1, past)) if size <= FEW or kind == "dispatch" else [1 << i for i in range(past.bit_length() - 1)]
 
 
-def groups_to_probe(groups: Sequence[LaneGroups]) -> list[int]:
+def groups_to_probe(groups: Sequence[AxisGroups]) -> list[int]:
     """Return the indices of the groups to probe: one for each set of ranks, if possible one that tries all pairs."""
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
-        if group.parts not in chosen or group.lane == "rows":
-            chosen[group.parts] = number
+        if group.ranks not in chosen or group.communicator == "dispatch":
+            chosen[group.ranks] = number
     return sorted(chosen.values())
 
 
 def probe_links(
-    groups: Sequence[LaneGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
+    groups: Sequence[AxisGroups], process_groups: Sequence[dist.ProcessGroup | None], device: torch.device
 ) -> list[float]:
     """Return the seconds of the round trip that this rank timed in each round, or 0 where it timed none.
 
@@ -72,8 +72,8 @@ def probe_links(
     """
     x, seconds = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
     for number in groups_to_probe(groups):
-        process_group, size = process_groups[number], len(groups[number].parts[0])
-        for distance in distances(size, groups[number].lane):
+        process_group, size = process_groups[number], len(groups[number].ranks[0])
+        for distance in distances(size, groups[number].communicator):
             own_rank = -1 if process_group is None else process_group.rank()
             peer = own_rank ^ distance if own_rank >= 0 else size
             seconds.append(_round_trip(x, process_group, own_rank, peer) if peer < size else 0.0)
@@ -97,7 +97,7 @@ def _round_trip(x: torch.Tensor, group: dist.ProcessGroup, own_rank: int, peer: 
     return fastest if own_rank < peer else 0.0
 
 
-def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> PairSeconds:
+def pair_times(table_RC: np.ndarray, groups: Sequence[AxisGroups]) -> PairSeconds:
     """Return the seconds of each pair's round trip.
 
     Args:
@@ -108,11 +108,11 @@ def pair_times(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> PairSecond
     column = 0
     for number in groups_to_probe(groups):
         group = groups[number]
-        for distance in distances(len(group.parts[0]), group.lane):
-            for part in group.parts:
-                for i, rank in enumerate(part):
-                    if i < i ^ distance < len(part):
-                        pair, seconds = (rank, part[i ^ distance]), float(table_RC[rank, column])
+        for distance in distances(len(group.ranks[0]), group.communicator):
+            for ranks in group.ranks:
+                for i, rank in enumerate(ranks):
+                    if i < i ^ distance < len(ranks):
+                        pair, seconds = (rank, ranks[i ^ distance]), float(table_RC[rank, column])
                         times[pair] = min(times.get(pair, seconds), seconds)
             column += 1
     return times
@@ -161,7 +161,7 @@ def find_slow_link(
     )
 
 
-def messages_over_link(link: Link, groups: Sequence[LaneGroups], messages: Mapping[str, float]) -> float:
+def messages_over_link(link: Link, groups: Sequence[AxisGroups], messages: Mapping[str, float]) -> float:
     """Return how many messages of a step go through groups that contain the link.
 
     Args:

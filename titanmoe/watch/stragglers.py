@@ -25,7 +25,7 @@ from titanmoe.comm.host import ToHost
 from titanmoe.parallel.batch_slice import to_device
 from titanmoe.watch import slow_links
 from titanmoe.watch.machines import Machines
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 from titanmoe.watch.slow_links import Link
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS, StepTimes
 
@@ -143,7 +143,7 @@ def _lower_median(x: np.ndarray) -> np.ndarray:
 class Stragglers:
     """Compares the ranks' times and reports stragglers."""
 
-    def __init__(self, training: Training, times: StepTimes, machines: Machines, groups: list[LaneGroups]):
+    def __init__(self, training: Training, times: StepTimes, machines: Machines, groups: list[AxisGroups]):
         self.training, self.times, self.groups = training, times, groups
         self.host_of = {
             rank: name for name, ranks in zip(machines.names, machines.ranks, strict=True) for rank in ranks
@@ -241,7 +241,9 @@ class Stragglers:
     def _pair_times(self) -> slow_links.PairSeconds:
         """Probe all pairs and return their seconds. Collective over the world; the host waits for the device."""
         training = self.training
-        own_times = slow_links.probe_links(self.groups, list(training.meshes.lanes.groups.values()), training.device)
+        own_times = slow_links.probe_links(
+            self.groups, list(training.meshes.communicators.groups.values()), training.device
+        )
         row = to_device(torch.tensor([own_times + self.times.messages], dtype=torch.float32), training.device)
         table = ToHost(all_gather(row, 0, training.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(own_times) :].max(0).tolist(), strict=True))

@@ -32,7 +32,7 @@ from titanmoe.watch.flight_recorder import FlightRecord
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.late_ranks import LateRanks, RankStatus, find_late_ranks
 from titanmoe.watch.machines import MachineMessages, Machines
-from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.process_groups import AxisGroups
 from titanmoe.watch.stacks import is_communicating, main_stack, other_stacks
 
 TICK_S = 0.5
@@ -73,7 +73,7 @@ class Watchdog(threading.Thread):
         self,
         rank: int,
         machines: Machines,
-        groups: list[LaneGroups],
+        groups: list[AxisGroups],
         stage: int,
         limits: Limits,
         folder: Callable[[], Path | None],
