@@ -21,7 +21,7 @@ from titanmoe.plan.candidates import candidates_of
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.plan_table import ERROR
+from titanmoe.plan.plan_table import TIE
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import evaluate, is_unfolded, search
 from titanmoe.plan.totals_by_mode import MODES
@@ -107,13 +107,16 @@ def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> N
     assert steps[0] == steps[1] and len(steps[0]) == 5
 
 
-def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_differences_within_the_error_of_a_ratio_are_ties(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
-    assert plan("--ranks", "4", "--json", str(data), *SMALL) == 0
+    assert main(["plan", "train_configs/olmoe_7b_a1b.toml", "--top", "30", "--json", str(data)]) == 0
     best = json.loads(data.read_text())["best"]
-    ties = [mapping["step_s"] / best[0]["step_s"] <= 1 + ERROR for mapping in best]
+    ties = [mapping["step_s"] / best[0]["step_s"] <= 1 + TIE for mapping in best]
     assert [mapping["within_error"] for mapping in best] == ties and 1 < sum(ties) < len(ties)
-    assert f"The first {sum(ties)} are within the model's error of 6%: take the simplest" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"The first {sum(ties)} are ties, within 13% of the fastest: take the simplest" in out
+    low, high = (best[0]["step_s"] * (1 + sign * best[0]["range"]) for sign in (-1, 1))
+    assert best[0]["kind"] == "FSDP" and f"(FSDP) would put the first at {low:.3g} to {high:.3g} s." in out
 
 
 def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
@@ -180,8 +183,8 @@ def test_the_search_finds_the_fastest() -> None:
 def test_the_search_keeps_weights_gathered_where_memory_allows() -> None:
     def reshards(choice: str) -> list[str]:
         words = ["--config", "train_configs/olmoe_7b_a1b.toml", f"--parallelism.reshard_after_forward={choice}"]
-        found = search(load(words, COMPONENTS, lambda config: []), 8, read_device("h100"), Factors(), 2).best
+        found = search(load(words, COMPONENTS, lambda config: []), 8, read_device("h100"), Factors(), 4).best
         return [one.config.parallelism.reshard_after_forward for one in found]
 
-    assert sorted(reshards("auto")) == ["auto", "never"]  # with 8 samples in a microbatch, and with 2
-    assert reshards("always") == ["always", "always"]  # the recipe says so
+    assert set(reshards("auto")) == {"auto", "never"}  # with 8 samples in a microbatch, and with 4
+    assert set(reshards("always")) == {"always"}  # the recipe says so

@@ -25,15 +25,12 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.dispatch_costs import BLOCK_KERNELS, DispatchChoice, DispatchCosts
 from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.sizes import ADDED, KERNELS, Adapter, adapters_of
+from titanmoe.plan.training_stacks import TITANMOE, Stack
 
 BACKWARD = 2.0
 """Matrix products in backward, relative to forward."""
 ATTENTION_BACKWARD = 2.5
 """The same for attention, which recomputes its scores in backward (arXiv 2205.14135)."""
-NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL, REGROUP = (4, 8), (4, 4), (6, 15), (3, 7), (6, 4), (4, 4)
-"""Bytes that kernels move, forward and backward, per element in 16 bits: reads and writes of each, to agree with what
-is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more per row that an all-to-all brings, from the
-order of senders to that of experts."""
 RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
 """Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
 the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
@@ -47,6 +44,8 @@ SHORT_CAUSAL, SHORT = 900, 190
 """Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, or without a
 causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024 to 16,384 tokens, and 979, 1069, 1113,
 1147 and 1153 without (B200, heads of 64; github.com/Dao-AILab/flash-attention/pull/2605)."""
+FULL = ("full", "full_except_dispatch")
+"""Modes of recomputation that launch a block's forward again."""
 WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
@@ -78,12 +77,11 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
 class BlockCosts(DispatchCosts):
     """The costs for one model and batch. What several mappings share is priced once."""
 
-    head_recompute = 4 / 3
-    """The head's forward product runs twice, because it does not keep the logits: 4 products instead of 3."""
-
-    def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
+    def __init__(
+        self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
+    ):
         self.config, self.model, self.device, self.factors = config, config.model, device, factors
-        self.imbalance = imbalance
+        self.imbalance, self.stack = imbalance, stack
         self.links = Links(device, factors)
         self.w = WIDTHS[config.training.mixed_precision_param]
         self.row_bytes = config.model.dim * self.w
@@ -115,15 +113,15 @@ class BlockCosts(DispatchCosts):
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
 
     def _norms(self, elements: float, part: int) -> float:
-        return self.move_seconds(elements * (NORM[part] + RESIDUAL[part]))
+        return self.move_seconds(elements * (self.stack.norm[part] + self.stack.residual[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self.move_seconds(elements * SWIGLU[part])
+        return self.move_seconds(elements * self.stack.swiglu[part])
 
     def _row_copies(self, left: float, arrived: float, exchanged: bool, part: int) -> float:
         """Seconds to copy routed tokens before they are sent, and back."""
-        regrouped = 2 * arrived * REGROUP[part] * exchanged
-        return self.move_seconds(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
+        regrouped = 2 * arrived * self.stack.regroup[part] * exchanged
+        return self.move_seconds(((left + arrived) * self.stack.permute[part] + regrouped) * self.model.dim)
 
     def _adapted(
         self, adapters: list[Adapter], prefix: str, rows: float, split: int, groups: float = 1.0
@@ -150,7 +148,8 @@ class BlockCosts(DispatchCosts):
 
     def _mixer_bytes(self, work: MixerWork, part: int) -> float:
         """Bytes moved per position between a mixer's products: norms of heads, rotation, joins, and others."""
-        return work.rotated * ROPE[part] + work.normed * NORM[part] + 2 * work.moved[part]
+        rotated = 4 * work.queries if self.stack.joins_latent_heads and self.model.kv_lora_rank else work.rotated
+        return rotated * self.stack.rope[part] + work.normed * self.stack.norm[part] + 2 * work.moved[part]
 
     # ---- forward and backward of one microbatch
 
@@ -186,7 +185,7 @@ class BlockCosts(DispatchCosts):
 
     def _attention_rate(self, cp: int, ring: bool) -> float:
         rate = self.peak * self.device.attention * self.factors.attention
-        if not ring:
+        if not (ring and self.stack.merges_ring):
             return rate
         options, widths = self.config.parallelism, head_widths(self.model)
         # By itself the ring takes cuDNN's kernel too, where that knows the widths (titanmoe.parallel.attention_kernel).
@@ -212,6 +211,8 @@ class BlockCosts(DispatchCosts):
         pieces."""
         passes = group.size - 1
         message_seconds = passes * self.links.pass_on(group, keys * self.w)
+        if not self.stack.merges_ring:
+            return Cost(cp=self.links.exposed(message_seconds * (1 + part), attention * passes / group.size))
         if part:
             message_seconds += group.size * self.links.pass_on(group, keys * max(self.w, 4))
         element_bytes = sum(
@@ -230,8 +231,9 @@ class BlockCosts(DispatchCosts):
         """Forward and backward."""
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
+        products = self.stack.head_products - BACKWARD + self.backward[-1].ffn
         return Cost(
-            matrix=((1 + BACKWARD) * self.head_recompute - BACKWARD + self.backward[-1].ffn) * self.product(X, V, D),
+            matrix=products * self.product(X, V, D),
             memory=self.move_seconds(X * V * 16),
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
@@ -282,6 +284,7 @@ class BlockCosts(DispatchCosts):
                 self._norms(T * D, part)
                 + self._activation(R * model.expert_hidden / etp, part)
                 + self._row_copies(T * model.top_k, R, exchanged, part)
+                + self._expert_biases(R, etp, part)
             )
             times = (1.0, min(backward, self.most))[part]
             host = parts * self.factors.block * 2 / 9 * factor
@@ -295,11 +298,17 @@ class BlockCosts(DispatchCosts):
             costs.append(cost + shared_cost._replace(host=0.0, memory=shared_cost.memory / 2))
         return costs[0], costs[1]
 
+    def _expert_biases(self, R: float, etp: int, part: int) -> float:
+        """Seconds that experts' biases take in passes of their own."""
+        hidden, output = (per_element[part] for per_element in self.stack.expert_biases)
+        elements = R * (self.model.expert_hidden / etp * hidden + self.model.dim * output)
+        return self.move_seconds(elements) * self.model.expert_biases
+
     def _router_product(self, T: float) -> float:
         """Seconds forward: of a float32 product; or of one in 16 bits with as many columns as the weights' three parts
         have, and of its sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted")."""
         E, D = self.model.num_experts, self.model.dim
-        if not routes_by_parts(self.config):
+        if not (self.stack.router_in_parts and routes_by_parts(self.config)):
             return self.product(T, E, D) * 4
         return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 
@@ -358,6 +367,10 @@ class BlockCosts(DispatchCosts):
         attention = half[0].times(2), half[1].times(2) + self.cost_of_halves(weights, 0.0, 1, backward.products)
         return attention, self.experts(*degrees, choice, backward.ffn, between)
 
+    def launches(self, fold: Fold, mode: str) -> float:
+        """Return the seconds in which the host launches a block, forward and backward."""
+        return (self.stack.host_tp if fold.tp > 1 else self.stack.host) * (4 / 3 if mode in FULL else 1.0)
+
     def block(self, fold: Fold, samples: int, layer: int, choice: DispatchChoice, mode: str) -> Cost:
         attention, ffn = self.attention_and_ffn(fold, samples, layer, choice)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
@@ -368,8 +381,10 @@ class BlockCosts(DispatchCosts):
         if mode in ("moe", "full", "full_except_dispatch") and has_experts(self.model, layer):
             degrees = fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp
             return total + again + self.experts_again(ffn[0], mode, *degrees, choice)
-        if mode in ("full", "full_except_dispatch"):
+        if mode in FULL:
             return total + again + ffn[0]
         if mode == "selective":
-            return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
+            memory, products = self.stack.selective
+            forward = attention[0] + ffn[0]
+            return total + Cost(matrix=forward.matrix * products, memory=forward.memory * memory)
         return total

@@ -110,6 +110,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                 (attention_bytes, seconds), ffn = attention[tp, cp, samples], ffns[ffn_key]
                 for i, mode in enumerate(MODES):
                     block = (attention_bytes[i] + ffn[i]) * layers / pp
+                    launches = layers * pricer.launches(fold, mode)
                     for (name, v, idle), schedule_loads in zip(schedules, loads, strict=True):
                         if mode != "none" and SCHEDULES[name].zero_bubble:
                             continue  # what recomputation keeps between both halves of backward is not in the memory
@@ -132,7 +133,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
                             if NEAR * halves[halves_key][i] < seconds[i] + more:
                                 choice = DispatchChoice(dispatcher, halves=True)
                                 more = halves[halves_key][i] - seconds[i]
-                            bound = (seconds[i] + more) / pp * (m + idle) + hop * v
+                            bound = max(seconds[i] + more, launches) / pp * (m + idle) + hop * v
                             yield Candidate(bound, least_bytes, fold, samples, mode, name, v, choice)
 
 

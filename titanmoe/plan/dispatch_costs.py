@@ -14,6 +14,7 @@ from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links
+from titanmoe.plan.training_stacks import Stack
 
 NEAR = 1.02
 """What saves at most 2 % is left out: no formula is that exact."""
@@ -96,11 +97,12 @@ class DispatchCosts:
     device: Device
     factors: Factors
     links: Links
+    stack: Stack
     w: int
     """Bytes of a number that is computed with."""
 
     def move_seconds(self, count: float) -> float:
-        return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
+        return count * self.stack.memory * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def rows(
         self,
@@ -159,10 +161,14 @@ class DispatchCosts:
 
     def covering(self, matrix: float) -> float:
         """Return the seconds of the shared expert's products while which routed tokens are in flight."""
-        return matrix
+        return matrix if self.stack.hides_behind_shared else 0.0
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
         """Return the seconds to send tokens to their experts and back in forward. Backward sends as much."""
+        if self.stack.gathers_etp and dispatcher == "alltoall" and etp > 1:
+            routed = T * self.model.top_k * self.model.dim * self.w
+            gathered = self.links.gather(LinkGroup(etp, 1), routed * etp)
+            return 2 * (self.links.exchange(LinkGroup(ep, etp), routed) + gathered)
         return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
 
     def expert_group(self, ep: int, etp: int) -> LinkGroup:

@@ -32,14 +32,19 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--hardware", metavar="NAME", default="h100", help="a known device, or a TOML file (default h100)"
     )
+    plan.add_argument(
+        "--stack",
+        metavar="NAME",
+        default="titanmoe",
+        help="whose software: titanmoe (default), megatron, automodel or torchtitan",
+    )
     plan.add_argument("--explain", action="store_true", help="the recipe's own mapping: where time and memory go")
     plan.add_argument("--top", type=int, metavar="N", default=10, help="mappings that are listed (default 10)")
     plan.add_argument(
         "--imbalance",
         type=float,
         metavar="X",
-        default=1.0,
-        help="rows of the busiest rank over the mean (default 1: balanced)",
+        help="routed tokens of the busiest rank over the mean (default: 1, balanced; other stacks: what they showed)",
     )
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
@@ -50,9 +55,12 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from titanmoe.components import COMPONENTS
     from titanmoe.plan.devices import read_device
+    from titanmoe.plan.training_stacks import stack_of
 
     def report() -> Report:
         args.ranks = world_of(args.ranks, args.overrides, COMPONENTS)
+        args.stack = stack_of(args.stack)
+        args.imbalance = args.stack.busiest if args.imbalance is None else args.imbalance
         lines, data, files, code = _plan(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
@@ -74,7 +82,7 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
         notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance)
+        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance, args.stack)
         lines = [*notes, *explanation(mapping, device)]
         budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
@@ -110,7 +118,7 @@ def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.search import search
 
     _check_imbalance(config, args.imbalance)
-    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance)
+    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance, args.stack)
     if result.best:
         return result
     if result.nearest is None:
@@ -214,7 +222,6 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
             config.optimizer.offload,
             "optimizer.offload: moments are counted on the device, and take no time to reach it",
         ),
-        (config.parallelism.reduce_once, "parallelism.reduce_once: gradients are reduced after each microbatch"),
         (
             "torch" in (moe.kernels, config.parallelism.attention_backend)
             or config.parallelism.attention_backend == "plain"
@@ -241,7 +248,7 @@ def _problems(args: argparse.Namespace) -> list[str]:
     problems = []
     if args.top < 1:
         problems.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
-    if not args.imbalance >= 1:
+    if args.imbalance is not None and not args.imbalance >= 1:
         problems.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
     if args.tokens is not None and not args.tokens > 0:
         problems.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")

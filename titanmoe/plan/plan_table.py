@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import KEYS
+from titanmoe.fold.degrees import KEYS, Fold
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.planned_overlap import overlap_text
+from titanmoe.plan.price import Price
 from titanmoe.plan.search import PricedMapping, Search
 from titanmoe.text_report import columns, format_bytes
 
@@ -17,8 +18,16 @@ HEAD = (
     *("edp", "ep", "etp", "microbatch", "recompute", "reshard", "schedule", "dispatcher", "binds"),
 )
 
-ERROR = 0.06
-"""The planner's own median error of step time (docs/planner.md). Mappings that differ by less are ties."""
+TIE = 0.13
+"""Error of the ratio of two steps within which four of five pairs of published mappings of one model are. Mappings that
+differ by less are ties (docs/planner.md)."""
+RANGES = {"etp": 0.09, "pipeline": 0.24, "FSDP + EP": 0.17, "FSDP": 0.12, "launch-bound": 0.6}
+"""Error of step time within which four of five published runs are, by kind of mapping (docs/planner.md)."""
+LAUNCH_BOUND = 0.2
+"""Fraction of a step that waits for the host, above which a mapping is of that kind."""
+TIGHT = 0.95
+"""Fraction of the usable memory above which the allocator may have to free and allocate again: with 1.03 times the peak
+Qwen3's layers took a third longer on an H200, with 1.05 no longer (docs/benchmarks.md)."""
 HELPS = {
     "attention": "nothing but fewer tokens a sample, or a device with faster attention",
     "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
@@ -60,7 +69,20 @@ def stages_per_rank(config: Config) -> int:
 
 
 def is_tie(mapping: PricedMapping, best: PricedMapping) -> bool:
-    return mapping.price.step <= (1 + ERROR) * best.price.step
+    return mapping.price.step <= (1 + TIE) * best.price.step
+
+
+def kind_of_mapping(fold: Fold, price: Price) -> str:
+    """Return the kind of mapping by which RANGES says how sure its price is."""
+    if price.components["waiting for the host"] > LAUNCH_BOUND * price.step:
+        return "launch-bound"
+    return "etp" if fold.etp > 1 else "pipeline" if fold.pp > 1 else "FSDP + EP" if fold.ep > 1 else "FSDP"
+
+
+def range_text(mapping: PricedMapping) -> str:
+    """Return the range of a step's time, such as "2.1 to 2.9 s"."""
+    error = RANGES[kind_of_mapping(mapping.fold, mapping.price)]
+    return f"{mapping.price.step * (1 - error):.3g} to {mapping.price.step * (1 + error):.3g} s"
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
@@ -68,12 +90,15 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
     ties = sum(is_tie(mapping, result.best[0]) for mapping in result.best)
     if ties > 1:
-        lines += ["", f"The first {ties} are within the model's error of {ERROR:.0%}: take the simplest of them."]
+        lines += ["", f"The first {ties} are ties, within {TIE:.0%} of the fastest: take the simplest of them."]
+    best = result.best[0]
+    lines += ["", f"Four of five published runs of that kind ({kind_of_mapping(best.fold, best.price)}) would put the "
+              f"first at {range_text(best)}."]  # fmt: skip
     if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
         lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
     elif result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
-        within = ", which is within the model's error" if is_tie(result.best_unfolded, result.best[0]) else ""
+        within = ", which is a tie" if is_tie(result.best_unfolded, result.best[0]) else ""
         lines += [
             "",
             f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all{within}:",
@@ -92,7 +117,8 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
         f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
         f"{f'; rows travel {rows}' if rows else ''}.",
-        f"A step takes {price.step:.4g} s: {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
+        f"A step takes {price.step:.4g} s ({range_text(mapping)} by published runs of that kind, "
+        f"{kind_of_mapping(fold, price)}): {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
         f"After matrix work most of it goes on {price.bottleneck}. What helps: {HELPS[price.bottleneck]}.",
         "",
         "Time of a step:",
@@ -112,6 +138,9 @@ def explanation(mapping: PricedMapping, device: Device) -> list[str]:
         f"Most of it during {rank.peak_during}:",
         "",
     ]
+    if TIGHT * usable < rank.peak <= usable:
+        note = f"Over {TIGHT:.0%} of it: the allocator may free and allocate again, which has cost a third of a step."
+        lines[-1:] = [f"{note} Leave 5 % free.", ""]
     components = sorted(rank.components.items(), key=lambda item: -item[1])
     lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in components], right=(1, 2))
     return lines
@@ -140,6 +169,8 @@ def as_json(mapping: PricedMapping) -> dict[str, Any]:
         "reshard_after_forward": config.parallelism.reshard_after_forward,
         "unfolded": mapping.unfolded,
         "step_s": price.step,
+        "kind": kind_of_mapping(fold, price),
+        "range": RANGES[kind_of_mapping(fold, price)],
         "tokens_per_second_per_gpu": price.tokens,
         "mfu": price.mfu,
         "binds": price.bottleneck,

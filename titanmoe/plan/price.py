@@ -23,6 +23,7 @@ from titanmoe.plan.memory import stages_of
 from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.schedule_cost import schedule_cost
 from titanmoe.plan.sizes import Sizes, WeightUnit, fsdp
+from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.plan.weight_copies import WeightCopies
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
@@ -83,14 +84,20 @@ def blocks_of_rank(
 class Pricer(BlockCosts):
     """Prices mappings of one model, batch and world."""
 
-    def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
-        super().__init__(config, device, factors, imbalance)
+    def __init__(
+        self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0, stack: Stack = TITANMOE
+    ):
+        super().__init__(config, device, factors, imbalance, stack)
         self.flops = flops_per_token(self.model, config.training.seq_len, Tuning.of(config))
         self.counts = cache(self._counts)
 
     def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
         """The layers of each stage. uneven: how many each has, where the recipe says so."""
-        return stages_of(self.config, stages, uneven)
+        if self.stack.balances_stages or uneven:
+            return stages_of(self.config, stages, uneven)
+        each, more = divmod(self.model.num_layers, stages)
+        ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
+        return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
     def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
         """For each stage, how many blocks of each kind it has, and the index of one of them."""
@@ -134,11 +141,13 @@ class Pricer(BlockCosts):
 
     def weight_copies(self, config: Config, fold: Fold, m: int) -> WeightCopies | None:
         """None: nothing is copied."""
+        if not self.stack.fsdp2:
+            return None
         training = config.training
         reduced = max(self.w, WIDTHS[training.mixed_precision_reduce])
-        often = self.gathers(config, fold) == "microbatch"
-        accumulated = config.moe.accumulate_weight_gradients
-        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, fold.pp > 1, m, accumulated)
+        often = self.gathers_often(config, fold)
+        accumulated, once = config.moe.accumulate_weight_gradients, not self.reduces_often(config, fold)
+        return WeightCopies(WIDTHS[training.dtype], self.w, reduced, often, once, m, accumulated)
 
     def block_copies(
         self, copies: WeightCopies | None, config: Config, fold: Fold, sizes: Sizes, layer: int
@@ -157,7 +166,7 @@ class Pricer(BlockCosts):
 
     def leaves_out_experts(self, config: Config, fold: Fold) -> bool:
         """Whether FSDP has not got the experts."""
-        return experts_are_unsharded(config.parallelism, config.training, fold.edp)
+        return self.stack.unshards_experts and experts_are_unsharded(config.parallelism, config.training, fold.edp)
 
     def edge_copies(self, copies: WeightCopies | None, fold: Fold, unit: WeightUnit) -> tuple[float, float]:
         """The same of the embedding or the head."""
@@ -180,10 +189,8 @@ class Pricer(BlockCosts):
         stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
         layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
         choice = self.dispatch_choice(config, fold, m, len(owners))
-        blocks = {
-            kind: self.block(fold, samples, layer, choice, options.mode if kind.recomputed else "none")
-            for kind, layer in layers.items()
-        }
+        modes = {kind: options.mode if kind.recomputed else "none" for kind in layers}
+        blocks = {kind: self.block(fold, samples, layer, choice, modes[kind]) for kind, layer in layers.items()}
         how = self.weight_copies(config, fold, m)
         copies = {kind: self.block_copies(how, config, fold, sizes, layer) for kind, layer in layers.items()}
         blocks = {kind: cost + Cost(copies=copies[kind][0]) for kind, cost in blocks.items()}
@@ -198,20 +205,24 @@ class Pricer(BlockCosts):
             ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
         ranks[0] += edge_copies[0][0]
         ranks[owners[-1]] += ends.seconds + edge_copies[1][0]
+        counts = [blocks_of_rank(stages, owners, rank) for rank in range(fold.pp)]
+        launches = [sum(n * self.launches(fold, modes[kind]) for kind, n in count.items()) for count in counts]
+        ranks = list(map(max, ranks, launches))  # where the host takes longer, the device waits for it
         worst = max(range(fold.pp), key=ranks.__getitem__)
         slowest, copies_per_step = ends if owners[-1] == worst else Cost(), 0.0
         for owner, (microbatch, step) in zip((0, owners[-1]), edge_copies, strict=True):
             if owner == worst:
                 slowest, copies_per_step = slowest + Cost(copies=microbatch), copies_per_step + step
-        for kind, count in blocks_of_rank(stages, owners, worst).items():
+        for kind, count in counts[worst].items():
             slowest = slowest + blocks[kind].times(count)
             copies_per_step += count * copies[kind][1]
         messages = 2 * hop * owners.count(worst)
+        slowest = slowest + Cost(host=max(0.0, launches[worst] - slowest.seconds - messages))
         busy = m * (slowest.seconds + messages)
         bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
         first_rank_blocks = {}  # blocks of the first rank, with experts and without, by mixer
-        for kind, count in blocks_of_rank(stages, owners, 0).items():
+        for kind, count in counts[0].items():
             key = kind.experts, kind.like
             first_rank_blocks[key] = first_rank_blocks.get(key, (0, 0))[0] + count, layers[kind]
         weights_exposed = self._weights_exposed(config, fold, sizes, first_rank_blocks, m, slowest)
@@ -266,10 +277,14 @@ class Pricer(BlockCosts):
             return float(fold.pp - 1)
         return schedule_cost(config.pipeline.schedule, fold.pp, per_rank, m).idle
 
-    def gathers(self, config: Config, fold: Fold) -> str:
-        """How often weights are gathered: for each microbatch, or once a step."""
+    def gathers_often(self, config: Config, fold: Fold) -> bool:
+        """Return whether weights are gathered for each microbatch, rather than once a step."""
         choice = config.parallelism.reshard_after_forward
-        return "microbatch" if choice == "always" or (choice == "auto" and fold.pp == 1) else "step"
+        return choice == "always" or (choice == "auto" and fold.pp == 1)
+
+    def reduces_often(self, config: Config, fold: Fold) -> bool:
+        """Return whether gradients are reduced for each microbatch, rather than once a step."""
+        return fold.pp == 1 and not config.parallelism.reduce_once
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Seconds that a step takes longer because weights and gradients are under way."""
@@ -284,15 +299,16 @@ class Pricer(BlockCosts):
         gather += self.links.gather(group, ends * self.w)
         trained = sizes.head.trained.whole
         reduce += self.links.gather(group, trained * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
-        frequency = self.gathers(config, fold)
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
             behind += busy.tp + busy.cp  # those are on the other link
         if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
             behind += busy.rows
         forward, backward = behind / 3, behind * 2 / 3
-        often = frequency == "microbatch"
-        each = gather * often + reduce * (fold.pp == 1 and frequency in ("microbatch", "step"))
-        after = last + reduce * (fold.pp > 1 or frequency not in ("microbatch", "step"))  # the last microbatch
+        gathers, reduces = self.gathers_often(config, fold), self.reduces_often(config, fold)
+        each, after = gather * gathers + reduce * reduces, last + reduce * (not reduces)
         backwards = (m - 1) * self.links.exposed(each, backward) + self.links.exposed(each + after, backward)
-        return (m if often else 1) * self.links.exposed(gather, forward) + backwards
+        # Nothing hides the first gather of a forward and the last reduction of a backward.
+        units = sum(count for count, _ in blocks.values()) + 1
+        ends = (gather * (m if gathers else 1) + reduce * (m if reduces else 1)) / units
+        return (m if gathers else 1) * self.links.exposed(gather, forward) + backwards + ends

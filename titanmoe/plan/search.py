@@ -28,6 +28,7 @@ from titanmoe.plan.links import Factors, Links
 from titanmoe.plan.memory import RankMemory, rank_memories
 from titanmoe.plan.planned_overlap import planned_overlap
 from titanmoe.plan.price import Price, Pricer
+from titanmoe.plan.training_stacks import TITANMOE, Stack
 from titanmoe.train.find_teacher import problems_of_teacher
 
 SMALLEST = 40
@@ -60,11 +61,18 @@ def is_unfolded(fold: Fold) -> bool:
     return fold.etp == fold.tp and fold.dp % fold.ep == 0
 
 
-def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> PricedMapping:
+def evaluate(
+    config: Config,
+    world: int,
+    device: Device,
+    factors: Factors,
+    imbalance: float = 1.0,
+    stack: Stack = TITANMOE,
+) -> PricedMapping:
     """The recipe's own mapping."""
     fold = derive(world, config.parallelism)
     config, _ = planned_overlap(config, world, device)
-    price = Pricer(config, device, factors, imbalance=imbalance).price(config, fold)
+    price = Pricer(config, device, factors, imbalance, stack).price(config, fold)
     return PricedMapping(config, fold, price, rank_memories(config, fold, imbalance))
 
 
@@ -90,10 +98,10 @@ def search(
     factors: Factors,
     count: int = 10,
     imbalance: float = 1.0,
+    stack: Stack = TITANMOE,
 ) -> Search:
     """Considers the mappings that divide everything evenly and may fit. config has a global batch size."""
-    pricer = Pricer(config, device, factors, imbalance=imbalance)
-    one_mesh = OneMesh(config, device, factors, imbalance=imbalance)
+    pricer, one_mesh = (kind(config, device, factors, imbalance, stack) for kind in (Pricer, OneMesh))
     candidates = list(candidates_of(config, world, pricer, device.memory - device.reserved))
     best: dict[MappingKey, PricedMapping] = {}
     best_unfolded, unfolded_step = None, inf

@@ -20,13 +20,20 @@ SecondsByMode = tuple[float, ...]
 
 
 def _add(
-    totals: list[float], count: int, forward: Cost, backward: Cost, again: dict[str, Cost] | None = None
+    costs: BlockCosts,
+    totals: list[float],
+    count: int,
+    forward: Cost,
+    backward: Cost,
+    again: dict[str, Cost] | None = None,
 ) -> list[float]:
     """The totals with this part of `count` blocks added. again: what each mode computes twice of it; full recomputation
     all, if nothing is said."""
     once = sum(forward) + sum(backward)
     again = again or {"full": forward, "full_except_dispatch": forward}
-    recompute = {mode: sum(cost) for mode, cost in again.items()} | {"selective": forward.memory / 2}
+    memory, products = costs.stack.selective
+    recompute = {mode: sum(cost) for mode, cost in again.items()}
+    recompute["selective"] = forward.memory * memory + forward.matrix * products
     return [x + count * (once + recompute.get(mode, 0.0)) for x, mode in zip(totals, MODES, strict=True)]
 
 
@@ -34,10 +41,10 @@ def non_expert_seconds(costs: BlockCosts, tp: int, cp: int, samples: int) -> Sec
     """Of everything that the experts' mapping does not touch."""
     totals = [sum(costs.head(tp, cp, samples))] * len(MODES)
     for (experts, like), count in costs.kinds.items():
-        totals = _add(totals, count, *costs.attention(tp, cp, samples, like))
+        totals = _add(costs, totals, count, *costs.attention(tp, cp, samples, like))
         if not experts:
             dense = costs.dense(tp, cp, samples, costs.model.dense_hidden, costs.backward[like].ffn)
-            totals = _add(totals, count, *dense)
+            totals = _add(costs, totals, count, *dense)
     return tuple(totals)
 
 
@@ -53,7 +60,7 @@ def expert_seconds(
         if count:
             forward, backward = costs.experts(*degrees, choice, factor)
             again = {mode: costs.experts_again(forward, mode, *degrees, choice) for mode in ("moe", *MODES[3:])}
-            totals = _add(totals, count, forward, backward, again)
+            totals = _add(costs, totals, count, forward, backward, again)
     return tuple(totals)
 
 
