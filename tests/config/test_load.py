@@ -464,7 +464,7 @@ def test_help_shows_every_field_with_its_value_and_where_it_comes_from(recipe, c
         assert f"  --{path} " in page
     for table, cls in tables().items():
         assert f"[{table}] {cls.__doc__[:20]}" in page
-    assert "  --training.steps INT = 7   (my.toml:4)\n      Optimizer steps" in page
+    assert "  --training.steps INT = 7   (my.toml:4)\n      Number of optimizer steps" in page
     assert "  --moe.z_loss FLOAT = 0.5   (command line)\n" in page
     assert "  --model.num_layers INT = 2\n" in page
     assert f"  --moe.dispatcher {{{','.join(DISPATCHERS.table)},MODULE:NAME}} = " in page

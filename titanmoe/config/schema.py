@@ -1,8 +1,8 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what; `titanmoe.config.fields` puts the names and lines of components where it says {components}.
-The laws that tie fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the
-mapping). `train.py --help` prints this page with the recipe's values.
+A field's docstring says what it is and when to choose what. `--help` prints these docstrings with the recipe's values,
+and docs/config.md is generated from them; `titanmoe.config.fields` replaces {components} by the list of components.
+Constraints between fields are in `titanmoe.config.laws` (on any machine) and `titanmoe.fold` (of the mapping).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titanmoe.config.ranges import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-"""No float16: its small range needs loss scaling, which is not implemented."""
+"""The dtypes of weights, compute and reductions. No float16: it would need loss scaling, which is not implemented."""
 
 
 FAR_BELOW_ONE = "a step of AdamW moves every weight by about lr, and weights are far below 1"
@@ -37,277 +37,277 @@ OWN = "model.own"
 
 
 class Own(dict[str, int | float | bool | str]):
-    """What only the layers of one family need: each family says which fields there are (docs/extending.md)."""
+    """Fields that only the layers of one family need. Each family declares its own (docs/extending.md)."""
 
 
 @dataclass
 class Job:
-    """Where the run is stored."""
+    """Name, place and number of ranks of the run."""
 
     dump_folder: str = "runs"
-    """Folder that holds one sub-folder per run."""
+    """Folder that holds one subfolder per run."""
     name: str = ""
     """Name of the run's folder. Empty: the recipe's file name, or family_size without a recipe."""
     ranks: Annotated[int, Range(0, RANKS)] = 0
-    """Ranks on all machines together that the recipe is written for: those of its mapping. train, plan, rehearse and fold take as many unless --ranks N says otherwise; torchrun's own number always wins, also when a run resumes on more or fewer. 0: not stated; train then takes one per GPU, or per core without GPUs."""
+    """Number of ranks, on all machines together, that the recipe is written for. train, plan, rehearse and fold use it unless --ranks N is given; the number that torchrun starts always wins, also when a run resumes on more or fewer ranks. 0: not stated; train then starts one rank per GPU, or per core without GPUs."""
 
 
 @dataclass
 class Model:
-    """The model. A family and a size give every other field its value, and any of them can be overridden; or `hf` names a model whose own file gives them all."""
+    """The model. `family` and `size` set the default of every other field, and any of them can be overridden. Or `hf` names a published model, whose config.json sets them all."""
 
     hf: str = ""
-    """A model in Hugging Face's format whose config.json says what the model is: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (with @REVISION for another than is cached, else main), or a URL (docs/huggingface.md). Every other field of this table but mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add its loss, then come from there: one that is set besides has to agree or be listed in `change`. Sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) has its sizes and no hf."""
+    """A model in Hugging Face's format: a folder, a name on the hub such as "Qwen/Qwen3-30B-A3B" (@REVISION selects a revision; without it the cached one, else main), or a URL (docs/huggingface.md). Its config.json sets every other field of this table except mtp_depth and mtp_after_norm, and moe.aux_loss if transformers would add that loss. A field that is set here as well must agree with it or be listed in `change`. Also sets checkpoint.initial_hf, and data.tokenizer if the model has a tokenizer. A resolved recipe (--print-config) contains the sizes and no hf."""
     change: list[str] = field(default_factory=list)
-    """With hf or checkpoint.initial_hf: fields whose values here win over the model's own file, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context; those of other tables by their path, "moe.aux_loss"."""
+    """Fields whose values in the recipe override config.json, with hf or checkpoint.initial_hf, such as ["rope_theta", "rope_scaling", "rope_factor"] for a longer context. Fields of other tables are named by their path: "moe.aux_loss"."""
     family: str = "mixtral"
     """The architecture. {components} Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
-    """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
+    """A size of the family, such as debug, 8x7b or 30b_a3b. Sets the shapes."""
     vocab_size: Annotated[int, Range(2, 2**24)] = 320
     """Rows of the embedding. At least the tokenizer's vocabulary; a multiple of tp."""
     media_tokens: Annotated[list[int], NOT_NEGATIVE] = field(default_factory=list)
-    """Ids that stand for images or video in models that also take these (Qwen3.5). Only text is trained here, so data with such a token is refused; empty: none is."""
+    """Token ids that stand for images or video in multimodal models (Qwen3.5). Only text can be trained on, so data with such an id is refused. Empty: no id is refused."""
     dim: Annotated[int, Range(1, WIDTH)] = 64
     """Width of the residual stream."""
     num_layers: Annotated[int, Range(1, LAYERS)] = 4
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_heads: Annotated[int, Range(1, WIDTH)] = 8
-    """Query heads; a multiple of tp."""
+    """Number of query heads; a multiple of tp."""
     num_kv_heads: Annotated[int, Range(1, WIDTH)] = 8
-    """Key and value heads (grouped-query attention); a divisor of num_heads, and a multiple or a divisor of tp: with fewer than tp, each is on several ranks."""
+    """Number of key and value heads (grouped-query attention): a divisor of num_heads, and a multiple or a divisor of tp. If it is smaller than tp, each head is on several ranks."""
     head_dim: Annotated[int, Range(2, WIDTH)] = 8
     """Width of one head; num_heads * head_dim need not equal dim."""
     qkv_bias: bool = False
-    """Bias on the query, key and value projections (Qwen2)."""
+    """Whether the query, key and value projections have a bias (Qwen2)."""
     out_bias: bool = False
-    """Bias on attention's output projection (gpt-oss)."""
+    """Whether attention's output projection has a bias (gpt-oss)."""
     attention_sinks: bool = False
-    """One learned logit per head next to the keys' in the softmax, so that a head may attend to nothing (gpt-oss)."""
+    """Whether each head has a learned logit in the softmax besides those of the keys, so that it can attend to nothing (gpt-oss)."""
     sliding_window: Annotated[int, Range(0, TOKENS)] = 0
-    """Positions that a block with a window sees, including its own (gpt-oss: 128); 0: no block has a window. full_attention_every says which blocks have one."""
+    """Positions that a block with a window sees, including its own (gpt-oss: 128). full_attention_every says which blocks have one. 0: no block has a window."""
     full_attention_every: Annotated[int, Range(0, LAYERS)] = 1
-    """Every n-th block attends to the whole sequence. The others before it have a window with sliding_window (gpt-oss: 2), or linear attention in families that have that (Qwen3-Next: 4). 0: no block attends to all of it."""
+    """Every n-th block attends to the full sequence. The others have a window of sliding_window positions (gpt-oss: 2), or linear attention in families that have it (Qwen3-Next: 4). 0: no block attends to the full sequence."""
     attention_gate: bool = False
-    """Multiply what attention gives by a sigmoid of another projection of its input, as wide as the queries (Qwen3-Next)."""
+    """Whether attention's output is multiplied by a sigmoid gate, another projection of its input as wide as the queries (Qwen3-Next)."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys before RoPE, which stabilises their products. head: each head by itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two more small messages."""
+    """RMSNorm on queries and keys before RoPE, which stabilises the attention logits. head: over each head separately (Qwen3). full: over all heads together (OLMoE), which needs two more small messages under tp."""
     kv_lora_rank: Annotated[int, Range(0, WIDTH)] = 0
     """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, and head_dim to the sum of qk_nope_head_dim and qk_rope_head_dim."""
     q_lora_rank: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: queries come from a latent vector of this width too (DeepSeek-V3: 1536). 0: straight from the residual stream (Moonlight)."""
     qk_nope_head_dim: Annotated[int, Range(0, WIDTH)] = 0
-    """Latent attention: width of the part of a head's query and key that RoPE leaves alone."""
+    """Latent attention: dims of a head's query and key without RoPE."""
     qk_rope_head_dim: Annotated[int, Range(0, WIDTH)] = 0
-    """Latent attention: width of the part that RoPE turns; all heads share its key."""
+    """Latent attention: dims of a head's query and key with RoPE. All heads share these dims of the key."""
     v_head_dim: Annotated[int, Range(0, WIDTH)] = 0
     """Latent attention: width of a head's value."""
     rotary_dim: Annotated[int, Range(0, WIDTH)] = 0
-    """RoPE turns so many dims of each head, the first, and leaves the others alone (GLM-4.5: 64 of 128). 0: all of them."""
+    """Number of dims of each head that RoPE rotates, from the first (GLM-4.5: 64 of 128). 0: all of them."""
     rope_theta: Annotated[float, POSITIVE] = 1e6
-    """RoPE base. Larger for longer contexts."""
+    """Base of RoPE. Larger for longer contexts."""
     rope_scaling: Literal["none", "yarn"] = "none"
-    """yarn (arXiv 2309.00071) stretches the slow frequencies: to extend the context of a checkpoint, or for a checkpoint that was published stretched."""
+    """Scaling of RoPE's frequencies. yarn (arXiv 2309.00071) stretches the low frequencies: to extend the context of a checkpoint, or for a checkpoint that was published with it."""
     rope_factor: Annotated[float, COUNT] = 1.0
     """yarn: how many times longer the context becomes (DeepSeek-V3: 40). Above 1 with yarn, else 1."""
     rope_original_len: Annotated[int, Range(1, TOKENS)] = 4096
-    """yarn: the context the unstretched frequencies were trained for."""
+    """yarn: the context length that the unscaled frequencies were trained for."""
     rope_beta_fast: Annotated[float, POSITIVE] = 32.0
-    """yarn: a pair that turns more often than this in the original context keeps its frequency."""
+    """yarn: a pair of dims that rotates more often than this within the original context keeps its frequency."""
     rope_beta_slow: Annotated[float, POSITIVE] = 1.0
-    """yarn: a pair that turns less often than this is slowed by the whole factor; those in between, by a part of it."""
+    """yarn: the frequency of a pair that rotates less often than this is divided by rope_factor. Pairs in between are interpolated."""
     rope_truncate: bool = True
-    """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints that were made that way (gpt-oss)."""
+    """yarn: whether the ends of that interpolation are rounded outward to whole pairs. false only for checkpoints that were trained without it (gpt-oss)."""
     rope_mscale: Annotated[float, NOT_NEGATIVE] = 0.0
-    """yarn: queries and keys are each scaled by m(rope_mscale) / m(rope_mscale_all_dim), m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
+    """yarn: queries and keys are each multiplied by m(rope_mscale) / m(rope_mscale_all_dim), where m(s) = 1 + 0.1 * s * ln(rope_factor). With 0 for both, by m(1). DeepSeek-V3: 1 for both."""
     rope_mscale_all_dim: Annotated[float, NOT_NEGATIVE] = 0.0
-    """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
+    """yarn: see rope_mscale. Latent attention also multiplies its logits by m(rope_mscale_all_dim)^2."""
     norm_eps: Annotated[float, POSITIVE] = 1e-5
-    """Epsilon of every RMSNorm except those of latent attention's latents, which is 1e-6 in all published models."""
+    """Epsilon of every RMSNorm, except those on latent attention's latent vectors, which use 1e-6 as all published models do."""
     norm_adds_one: bool = False
-    """RMSNorms multiply by one plus their weight, which begins at 0 (Qwen3-Next). Not the gated one inside linear attention."""
+    """Whether RMSNorms multiply by 1 + weight, with weights initialised to 0 (Qwen3-Next). The gated norm inside linear attention does not."""
     tie_embeddings: bool = False
-    """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
+    """Whether embedding and output head are one matrix. Saves vocab_size * dim weights; usual below about 2B parameters."""
     num_dense_layers: Annotated[int, Range(0, LAYERS)] = 0
-    """Leading blocks with a dense FFN instead of experts."""
+    """Number of leading blocks with a dense FFN instead of experts."""
     dense_hidden: Annotated[int, Range(0, 2**24)] = 0
-    """Hidden width of the dense FFN blocks; needed when num_dense_layers or moe_every lead to any."""
+    """Hidden width of the dense FFN. Needed if num_dense_layers or moe_every make any block dense."""
     moe_every: Annotated[int, Range(1, LAYERS)] = 1
-    """Of the blocks after the dense ones, every n-th has experts; 1 means all."""
+    """Every n-th block after the leading dense ones has experts. 1: all of them."""
     num_experts: Annotated[int, Range(1, EXPERTS)] = 8
-    """Routed experts per MoE block; a multiple of ep."""
+    """Number of routed experts per MoE block; a multiple of ep."""
     top_k: Annotated[int, Range(1, EXPERTS)] = 2
-    """Experts a token visits."""
+    """Number of experts that each token is routed to."""
     expert_hidden: Annotated[int, Range(1, 2**24)] = 128
     """Hidden width of one expert; a multiple of etp."""
     expert_biases: bool = False
-    """Biases on the three projections of every routed expert (gpt-oss). Then dim must be a multiple of etp too."""
+    """Whether the three projections of every routed expert have biases (gpt-oss). dim must then be a multiple of etp too."""
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """Activation of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    """Activation of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), with gate clamped to at most 7 and up to [-7, 7] (gpt-oss)."""
     shared_hidden: Annotated[int, Range(0, 2**24)] = 0
-    """Hidden width of the shared expert that every token visits; 0 for none."""
+    """Hidden width of the shared expert, which processes every token. 0: none."""
     shared_gate: bool = False
-    """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
+    """Whether the shared expert's output is multiplied by a learned sigmoid gate (Qwen2-MoE)."""
     score_function: str = "softmax"
-    """How the router's logits become routing weights. {components}"""
+    """Function from the router's logits to routing weights. {components}"""
     router_bias: bool = False
-    """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and affects the weights."""
+    """Whether the router's logits have a learned bias (gpt-oss). Unlike the selection bias of moe.bias_update_rate, it has a gradient and affects the routing weights."""
     norm_topk: bool = True
-    """Scale the chosen weights of a token to sum to one."""
+    """Whether the routing weights of a token's top_k experts are normalised to sum to 1."""
     route_scale: Annotated[float, POSITIVE] = 1.0
     """Factor on the routing weights, after normalisation (DeepSeek-V3: 2.5)."""
     num_groups: Annotated[int, Range(1, EXPERTS)] = 1
-    """Expert groups for group-limited routing; 1 for none."""
+    """Number of expert groups for group-limited routing. 1: none."""
     top_groups: Annotated[int, Range(1, EXPERTS)] = 1
-    """Groups a token may choose its experts from."""
+    """Number of groups that a token may choose its experts from."""
     mtp_depth: Annotated[int, Range(0, 1)] = 0
-    """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
+    """Number of multi-token prediction blocks (DeepSeek-V3). 1: an extra block predicts the token after the next, for a denser training signal and for speculative decoding. It costs about as much as a block and the head. 0: none."""
     mtp_after_norm: bool = False
-    """That block sees hidden states after the final norm, as vLLM and Megatron feed it, instead of before it. True to draft with their servers, and with model.hf unless set."""
+    """Whether the multi-token prediction block receives hidden states after the final norm, as in vLLM and Megatron, instead of before it. Set it to use the block for speculative decoding there. Default with model.hf: true."""
     init_std: Annotated[float, POSITIVE] = 0.02
-    """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
+    """Standard deviation of the initial weights; output projections into the residual stream use init_std / sqrt(2 * num_layers)."""
     own: Own = field(default_factory=Own)
 
 
 @dataclass
 class Data:
-    """What to train on."""
+    """The training data."""
 
     source: Literal["stdlib", "files", "synthetic"] = "stdlib"
-    """stdlib: the Python standard library's own source, found on this machine. files: what `paths` names. synthetic: counted random tokens, for benchmarks."""
+    """Where the training text comes from. stdlib: the source code of this machine's Python standard library. files: the entries of `paths`. synthetic: random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
-    """For source = "files": files, folders, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
+    """Files, folders, globs, or folders of token shards (made by `titanmoe tokenize`, recommended for large runs), for source = "files". Each entry is one source of the mix."""
     weights: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
-    """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
+    """Relative number of samples drawn from each entry of `paths`. Empty: in proportion to their tokens, so that all sources finish an epoch together."""
     format: str = "auto"
-    """Format of the files in `paths`. auto goes by their extensions: name one where these mislead, and for chats. Token shards are recognised by their manifest. {components}"""
+    """Format of the files in `paths`. auto decides by file extension: name the format where the extension misleads, and for chats. Token shards are recognised by their manifest. {components}"""
     tokenizer: str = "bytes"
-    """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Not set: that of model.hf, if it has one. Token shards bring their own."""
+    """Tokenizer: "bytes", which needs no file, or the path of a Hugging Face tokenizer.json or its folder. Default with model.hf: that model's tokenizer, if it has one. Token shards contain theirs."""
     chat_template: str = ""
-    """For chats and preferences, a Jinja file. Empty: the tokenizer folder's own. Checkpoints and exports have the one that was used."""
+    """Jinja file with the template for chats and preference pairs. Empty: the template in the tokenizer's folder. Checkpoints and exports include the template that was used."""
     label_weights: bool = False
-    """Read how much each label counts, for training.objective = "weighted_cross_entropy": in a chat, each message's `weight` (1 unless given). Without it a weight must be 0, for an answer that is not to be learned, or 1."""
+    """Whether to read a loss weight for each label, for training.objective = "weighted_cross_entropy": in a chat, the `weight` of each message (default 1). If false, a message's weight must be 0 (no loss on that answer) or 1."""
     bad_lines: Literal["error", "skip"] = "error"
-    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: stop, and name the line. skip: leave it out, and report how many there were."""
+    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: stop and name the line. skip: omit it and report how many were omitted."""
     max_document_mb: Annotated[int, Range(1, 2**20)] = 128
-    """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything longer is an error, whatever bad_lines says. It keeps a small compressed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
+    """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything larger is an error, whatever bad_lines is. It prevents a small compressed file from exhausting memory. Raise it for larger documents; reading one takes several times its size in memory."""
     cache: str = "cache"
-    """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
+    """Folder for the token shards that a run writes at its first start when `paths` are text, JSONL or Parquet; relative to job.dump_folder unless absolute. For large data run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
-    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt, and the default for chats and preferences (format = "chat" or "preference", and token shards of them)."""
+    """How documents are packed into sequences of seq_len tokens. stream: documents are concatenated and split anywhere, and tokens attend to earlier documents: fastest, usual in pre-training. documents: split the same way, but attention, positions and labels stay within each document. best_fit: like documents, but only documents longer than seq_len are split and the others are packed as units, at the price of some padding: for fine-tuning, and the default for chats and preference pairs (format = "chat" or "preference", and token shards made from them)."""
     long_chats: Literal["drop", "cut", "refuse"] = "drop"
-    """What becomes of chats longer than training.seq_len under packing = "best_fit". drop: they are left out. cut: each is cut after its last answer that fits, so that it keeps its system prompt and first turns, and is left out if its first answer does not fit. refuse: the run does not start. The header and the report say how many there are and how much is lost."""
+    """What happens to chats longer than training.seq_len under packing = "best_fit". drop: they are omitted. cut: each is truncated after the last answer that fits, so that it keeps its system prompt and first turns, and is omitted if the first answer does not fit. refuse: the run does not start. The header and the report give their number and the tokens lost."""
     share_prefixes: bool = False
-    """Compute the prompt of a pair of answers once, and let both go on from it. Loss and gradients are the same; a prompt of 3/4 of the length saves 3/8 of the tokens, and pairs of that much more length fit into seq_len. For format = "preference" (docs/fine-tuning.md). What counts tokens counts the prompt once, too: balance losses, capacities and biases of experts (docs/moe.md)."""
+    """Whether the prompt of a preference pair is computed once for both completions, for format = "preference" (docs/fine-tuning.md). Loss and gradients are unchanged. A prompt that is 3/4 of each sequence saves 3/8 of the tokens, and correspondingly longer pairs fit into seq_len. Everything that counts tokens counts the prompt once as well: balance losses, expert capacities and selection biases (docs/moe.md)."""
     balance_work: bool = False
-    """Distribute a step's samples so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
+    """Whether a step's samples are distributed over data ranks and microbatches so that attention's work, which grows with the square of document length, is even. For packing = "documents" or "best_fit" with a few long documents among many short ones."""
     workers: Annotated[int, Range(0, 1024)] = 0
-    """Processes per rank that read samples. 0: a thread of the rank does it, which is enough while data_wait_s (docs/metrics.md) is near 0."""
+    """Number of processes per rank that read samples. 0: a thread of the rank reads them, which is enough while data_wait_s (docs/metrics.md) is near 0."""
     prefetch: Annotated[int, Range(1, 2**16)] = 2
-    """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
+    """Number of steps to read ahead, for each worker if there are any. More if reading speed varies, at the price of memory."""
     skip_steps: list[str] = field(default_factory=list)
-    """Steps whose batches are passed over, such as ["120", "130-140"]: they make no update, and the run goes on with the next step. For batches that spoiled a run: resume it from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step equals one that skipped it. Empty: none."""
+    """Steps whose batches are not trained on, such as ["120", "130-140"]: they make no update, and the run continues with the next step. For batches that spoiled a run: resume from a checkpoint before them. The result equals that of a run in which optimizer.skip_spikes skipped the same steps (`events.jsonl` lists these). Empty: none."""
     fields: list[str] = field(default_factory=list)
-    """Where the entries of `paths` name their text differently: one such field for each entry, in place of `field`. Empty: `field` for all."""
+    """The text field of each entry of `paths`, if they differ; replaces `field`. Empty: `field` for all."""
     field: str = "text"
-    """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
+    """The field of each JSONL or Parquet record that contains the text. Default for chats: "messages"."""
 
 
 @dataclass
 class Answers:
-    """Questions with choices, answered while training goes on, under the run's own mapping, as lm-evaluation-harness would (docs/evaluate.md). It does not affect training."""
+    """Multiple-choice quizzes, scored during training under the run's own mapping, as lm-evaluation-harness scores them (docs/evaluate.md). They do not affect training."""
 
     paths: list[str] = field(default_factory=list)
-    """JSONL files, each a task by the file's name: {"question": "The capital of Norway is", "choices": ["Paris", "Oslo"], "answer": 1} with `answer` counted from 0."""
+    """JSONL files, one per task, named after it. A line is {"question": "The capital of Norway is", "choices": ["Paris", "Oslo"], "answer": 1}, with `answer` counted from 0."""
     interval: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between two scorings; the last step has one too. 0: none."""
+    """Steps between scorings; the last step is followed by one as well. 0: none."""
     delimiter: str = " "
-    """What stands between a question and a choice; the harness calls it target_delimiter."""
+    """Text between a question and a choice; lm-evaluation-harness calls it target_delimiter."""
 
 
 @dataclass
 class Validation:
-    """Loss on data that is not trained on, under the run's own mapping. It does not affect training."""
+    """Loss on held-out data, computed under the run's own mapping. It does not affect training."""
 
     interval: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between validations; the last step has one too. 0: none."""
+    """Steps between validations; the last step is followed by one as well. 0: none."""
     steps: Annotated[int, NOT_NEGATIVE] = 10
-    """Batches of global_batch_size samples per validation, the same ones each time. 0: the whole set."""
+    """Number of batches of global_batch_size samples per validation, the same ones each time. 0: the full set."""
     paths: list[str] = field(default_factory=list)
-    """What to validate on, as in data.paths; each entry has an equal share of `steps`."""
+    """Validation data, in the form of data.paths. `steps` are divided evenly among the entries."""
     held_out: Annotated[int, NOT_NEGATIVE] = 0
-    """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0; of a source with fewer documents, such as a single file of text, the last n-th of its tokens. 0: keep none; give paths."""
+    """Every n-th document of the training data, such as every 100th, is held out of training and validated on. It is held out even while interval = 0. Of a source with fewer than n documents, such as a single text file, the last 1/n of its tokens is held out. 0: none; give `paths`."""
     answers: Answers = field(default_factory=Answers)
 
 
 @dataclass
 class Training:
-    """How long, how much at a time, in which precision."""
+    """Length of the run, batch sizes, precision and objective."""
 
     steps: Annotated[int, Range(1, derived=True, instead=NO_STEPS)] = 100
-    """Optimizer steps of the whole run. The schedule ends with them. -1: as many as `epochs` take, which is the default where those are set."""
+    """Number of optimizer steps of the run; the learning rate schedule ends with them. -1: as many as `epochs` need, the default if `epochs` is set."""
     epochs: Annotated[int, Range(0, EPOCHS)] = 0
-    """In place of `steps`: how often every sequence of every source is trained on, for fine-tuning (docs/data.md). A run says how many steps that is, and --print-config too. 0: `steps` says how long, and sources that end start over."""
+    """Number of times that every sequence of every source is trained on, instead of `steps`; for fine-tuning (docs/data.md). The header and --print-config give the resulting number of steps. 0: `steps` sets the length, and a source that ends starts over."""
     seq_len: Annotated[int, Range(1, TOKENS)] = 256
     """Tokens per sample; a multiple of tp * cp."""
     local_batch_size: Annotated[int, Range(1, TOKENS)] = 1
-    """Samples per microbatch on one data rank. As large as memory allows; grouping-dependent terms (see docs/moe.md) see it."""
+    """Samples per microbatch on one data rank. As large as memory allows. Balance losses per microbatch depend on it (docs/moe.md)."""
     global_batch_size: Annotated[int, Range(1, TOKENS, derived=True)] = -1
-    """Samples per optimizer step over all data ranks; the number of microbatches follows. -1: one microbatch per data rank."""
+    """Samples per optimizer step over all data ranks, from which the number of microbatches follows. -1: one microbatch per data rank."""
     dtype: Dtype = "float32"
-    """Dtype that parameters are stored and updated in. float32 for training, float64 to compare mappings."""
+    """Dtype in which parameters are stored and updated. float32 for training, float64 to compare mappings."""
     mixed_precision_param: Dtype = "bfloat16"
-    """Dtype that parameters are computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
+    """Dtype in which forward and backward compute; never wider than dtype. bfloat16 for speed, equal to dtype for no mixed precision."""
     mixed_precision_reduce: Dtype = "float32"
-    """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
+    """Dtype in which gradients are reduced over data ranks. bfloat16 halves the traffic and loses precision."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained, by name, such as ["embed.*", "layers.*.attention.*"]: * stands for anything. They have no gradient and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (a router in float32 at least). A frozen router keeps its selection bias too, and balance losses then only act on what comes before it. docs/adapters.md. Empty: everything is trained."""
+    """Name patterns of parameters that are not trained, such as ["embed.*", "layers.*.attention.*"], where * matches anything (docs/adapters.md). They have no gradients and no moments, do not count in the gradient norm, and are stored in mixed_precision_param (routers in float32 at least). The selection bias of a frozen router is frozen too, and balance losses then act only on the layers before it. Empty: all parameters are trained."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses a GPU if there is one."""
+    """Device to train on. auto: a GPU if there is one."""
     objective: str = "cross_entropy"
-    """What the run minimises, as a sum over the step that is divided once by what it counts. {components}"""
+    """The loss that is minimised: a sum over the step's samples, divided once by the number of tokens or pairs. {components}"""
     mtp_weight: Annotated[float, NOT_NEGATIVE] = 0.3
-    """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
+    """Factor on the loss of multi-token prediction, with model.mtp_depth = 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     loss_chunks: Annotated[int, Range(0, 2**24, derived=True)] = -1
-    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB on CPUs, 1 GiB on GPUs. More to save memory; 0 keeps the logits, which saves backward one product with the head."""
+    """Number of vocabulary slices that the loss is computed in, so that the full logits are never in memory. More slices save memory. -1: as many as keep the logits of a slice within 32 MiB on CPUs and 1 GiB on GPUs. 0: the full logits are saved for backward, which saves one product with the head."""
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Weights, data order and router noise are functions of it, the same under every mapping."""
+    """Seed of initial weights, data order and router noise. They are the same under every mapping."""
     deterministic: bool = False
-    """Two runs of one mapping give the same bits. Slower on GPUs."""
+    """Whether two runs under the same mapping are bitwise identical. Slower on GPUs."""
     gc_every: Annotated[int, COUNT] = 50
-    """Steps between garbage collections, which all ranks make together so that none stalls the others."""
+    """Steps between Python garbage collections. All ranks collect in the same step, so that none delays the others."""
     first_step_timeout_s: Annotated[int, Range(1, SECONDS)] = 600
-    """How long a collective may take until the first step is done (start-up, compilation)."""
+    """Seconds that a collective may take until the first step has finished (start-up and compilation)."""
     timeout_s: Annotated[int, Range(1, SECONDS)] = 120
-    """How long a collective may take after that, before the run is considered hung."""
+    """Seconds that a collective may take after the first step before the run is considered hung."""
     watch: bool = True
-    """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
+    """Whether a hanging run is reported, with the rank that is late, and all ranks are ended (docs/reliability.md). false to stop a rank in a debugger."""
     stragglers: bool = True
-    """With watch: measure how long every rank computes, reads data and waits, and name a rank, or a link between two, that the others wait for (docs/reliability.md). It sends one small message every 16 steps, and on suspicion small messages between pairs of ranks."""
+    """Whether slow ranks and slow links between ranks are detected and named, with watch (docs/reliability.md). It measures how long every rank computes, reads data and waits. It costs one small message every 16 steps, and small messages between pairs of ranks when one is suspected."""
 
 
 @dataclass
 class Distillation:
-    """Learning from another model's distributions, with training.objective = "distillation" (docs/distillation.md)."""
+    """Knowledge distillation from a teacher model, with training.objective = "distillation" (docs/distillation.md)."""
 
     teacher: str = ""
-    """The model to learn from: a folder in Hugging Face's format, a run or a checkpoint, with the vocabulary of this model and the tokenizer of the data. It is computed in each step, under the run's own mapping, and is not trained."""
+    """The teacher: a folder in Hugging Face's format, a run or a checkpoint, with the same vocabulary as the model and the same tokenizer as the data. Its forward pass runs in each step, under the run's own mapping. It is not trained."""
     scores: str = ""
-    """In place of `teacher`: what it says, counted once and kept beside the token shards, by the name that `titanmoe score --top` gives it. Such a run has no second model in memory."""
+    """Name of stored teacher log-probabilities, instead of `teacher`: those that `titanmoe score --top` computed once and wrote beside the token shards. Such a run has no second model in memory."""
     top: Annotated[int, COUNT] = 64
-    """How many ids of each position are kept of the teacher's distribution, the likeliest; all others are one more class. model.vocab_size keeps everything. More costs memory: a number for each, per token."""
+    """k of the teacher's top-k distribution: the k most probable ids of each position are separate classes, and all other ids together are one more class. model.vocab_size uses the full distribution. Costs memory for k numbers per token."""
     temperature: Annotated[float, Range(0, without_low=True)] = 1.0
-    """What the logits of both are divided by. Above 1 unlikely tokens count for more."""
+    """Temperature that the logits of student and teacher are divided by. Above 1, improbable tokens count for more."""
     weight: Annotated[float, Range(0, 1, without_low=True)] = 1.0
-    """Share of the divergence from the teacher in the loss; the rest is cross-entropy."""
+    """Fraction of the loss that is the divergence from the teacher; the rest is cross-entropy."""
 
 
 @dataclass
 class DPO:
-    """For training.objective = "dpo" (arXiv 2305.18290): pairs of answers, and the model that the run begins from as the reference (docs/fine-tuning.md)."""
+    """Direct preference optimization (arXiv 2305.18290), with training.objective = "dpo": pairs of completions, with the initial model as the reference (docs/fine-tuning.md)."""
 
     beta: Annotated[float, POSITIVE] = 0.1
-    """How much a gain over the reference counts, in nats. Larger keeps the model closer to the reference. 0.1 is usual, 0.01 to 0.5 are tried."""
+    """Factor on the log-probability ratios to the reference, in nats. Larger values keep the model closer to the reference. 0.1 is usual, 0.01 to 0.5 have been used."""
 
 
 @dataclass
@@ -315,301 +315,301 @@ class LoRA:
     """Low-rank adapters (arXiv 2106.09685) on frozen weights: y = W x + alpha / rank * B A x (docs/adapters.md)."""
 
     rank: Annotated[int, Range(0, 2**16)] = 0
-    """Rows of A. Above 0 only the adapters are trained. 8 to 64 is usual, with ten times the learning rate of full fine-tuning. 0: none."""
+    """Rank of the adapters. Above 0 only the adapters are trained. 8 to 64 is usual, with ten times the learning rate of full fine-tuning. 0: no adapters."""
     experts_rank: Annotated[int, Range(1, 2**16, derived=True)] = -1
-    """The same for routed experts, of which each has adapters of its own. -1: rank // model.top_k, at least 1, so that a token meets as many adapter weights in experts as elsewhere."""
+    """Rank of the adapters of routed experts, each of which has its own. -1: rank // model.top_k, at least 1, so that a token passes through as many adapter weights in experts as in other layers."""
     alpha: Annotated[float, POSITIVE] = 32.0
-    """Each adapter's product is multiplied by alpha divided by its own rank."""
+    """Numerator of the scaling: each adapter's product is multiplied by alpha / its rank."""
     targets: list[str] = field(default_factory=list)
-    """Matrices that have adapters, by pattern, such as ["*.attention.*", "*.experts.*"]: among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of them."""
+    """Name patterns of the matrices that have adapters, such as ["*.attention.*", "*.experts.*"], among attention's projections, dense and shared feed-forward networks and routed experts. Empty: all of these."""
 
 
 @dataclass
 class Optimizer:
-    """How gradients change the weights."""
+    """The optimizer, gradient clipping and skipped updates."""
 
     name: str = "adamw"
-    """Which optimizer. {components}"""
+    """The optimizer. {components}"""
     lr: Annotated[float, Range(0, 1, without_low=True, reason=FAR_BELOW_ONE)] = 3e-4
-    """Peak learning rate. Smaller for larger models. The header warns above 2e-2, and for muon's matrices above 2e-1."""
+    """Peak learning rate. Smaller for larger models. The header warns above 2e-2, and above 2e-1 for muon's matrices."""
     beta1: Annotated[float, BELOW_ONE] = 0.9
-    """Decay of the first moment, AdamW's running mean of gradients. Nearly always 0.9."""
+    """Decay of the first moment, AdamW's running mean of gradients. 0.9 is usual."""
     beta2: Annotated[float, BELOW_ONE] = 0.95
     """Decay of the second moment. 0.95 for large batches, 0.999 for small ones."""
     eps: Annotated[float, POSITIVE] = 1e-8
-    """Added to the root of the second moment. A larger one stabilises steps where gradients are tiny."""
+    """Number added to the root of the second moment. A larger one stabilises steps with tiny gradients."""
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay. 0.1 is usual; 0 for none."""
     decay_all: bool = False
-    """Also decay norms, biases and router weights. By default they are not decayed, as is usual."""
+    """Whether norms, biases and router weights are decayed as well. Usually they are not."""
     max_grad_norm: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Clip the global gradient norm to this; 0 measures the norm without clipping."""
+    """Global gradient norm above which gradients are clipped. 0: the norm is measured without clipping."""
     skip_spikes: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Skip the update of a step whose loss or gradient norm is not finite, or more than this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: every step is trained on, and only a number that is not finite ends the run."""
+    """Standard deviations above the mean of earlier steps from which a loss or gradient norm is a spike; 6 is usual. The update of a step with a spike or a number that is not finite is skipped: weights, moments and selection biases do not change, the learning rate schedule continues, and `events.jsonl` names the samples. For long runs on unchecked data. 0: no step is skipped, and a number that is not finite ends the run."""
     skip_window: Annotated[int, Range(4, 2**16)] = 128
-    """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
+    """With skip_spikes: number of steps over which mean and deviation are computed, without skipped ones. Until half as many have been seen, only steps with numbers that are not finite are skipped."""
     skip_limit: Annotated[int, COUNT] = 10
-    """With skip_spikes: this many skips in a row end the run, because bad batches do not come in such numbers."""
+    """With skip_spikes: number of consecutive skipped steps that end the run, because bad batches alone do not explain so many."""
     momentum: Annotated[float, BELOW_ONE] = 0.95
     """muon only: decay of the running mean of gradients. 0.95 is usual."""
     nesterov: bool = True
-    """muon only: a matrix moves by its momentum as it would be after one more such gradient. Nearly always."""
+    """muon only: whether to use Nesterov momentum. Usual."""
     ns_coefficients: Literal["classic", "polar_express"] = "classic"
-    """muon only: classic steps leave singular values between 0.68 and 1.13, whatever their number; polar_express steps come closer to 1 with each, and amplify rounding more: 6 of them are within 0.3 %."""
+    """muon only: coefficients of the Newton-Schulz steps. classic: singular values end between 0.68 and 1.13, whatever ns_steps is. polar_express: each step brings them closer to 1, within 0.3 % after 6, and amplifies rounding errors more."""
     ns_steps: Annotated[int, Range(1, 20)] = 5
-    """muon only: Newton-Schulz steps. 5 is usual."""
+    """muon only: number of Newton-Schulz steps. 5 is usual."""
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """muon only: what Newton-Schulz steps compute in, and matrices are sent in. They are in float64 where gradients are."""
+    """muon only: dtype in which Newton-Schulz steps compute and matrices are sent. float64 gradients stay in float64."""
     ns_eps: Annotated[float, NOT_NEGATIVE] = 1e-7
-    """muon only: this times the norm of the whole model's gradient is added to the norm that a matrix is divided by. A gradient that is only rounding then stays small."""
+    """muon only: each matrix is divided by its own gradient norm + ns_eps * the global gradient norm, so that a gradient that is only rounding error stays small."""
     adjust_lr: Literal["original", "match_rms"] = "match_rms"
-    """muon only: by what to multiply the rate of a matrix. match_rms: 0.2 sqrt(larger dim), with which weights move as far as with AdamW, so that rates of AdamW fit; original: sqrt(rows / columns), at least 1."""
+    """muon only: factor on a matrix's learning rate. match_rms: 0.2 sqrt(larger dim), which makes updates as large as AdamW's, so that AdamW's learning rates fit. original: sqrt(rows / columns), at least 1."""
     by_head: bool = False
-    """muon only: every head's queries, keys and values are matrices of their own. By default those of all heads are one."""
+    """muon only: whether each head's query, key and value weights are separate matrices. If false, those of all heads form one matrix."""
     router_matrix: bool = False
-    """muon only: take routers for matrices too. By default AdamW trains them: their rows are experts, and Muon would move those that are seldom chosen, whose gradients are mostly noise, as far as all others."""
+    """muon only: whether routers are updated as matrices. If false, AdamW updates them: their rows are experts, and Muon would move the rows of rarely chosen experts, whose gradients are mostly noise, as far as all others."""
     adamw_lr: Annotated[float, Range(0, 1, without_low=True, reason=FAR_BELOW_ONE, derived=True)] = -1.0
-    """muon only: peak rate of what AdamW trains: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose rates are some 50 times those of AdamW."""
+    """muon only: peak learning rate of the parameters that AdamW updates: embeddings, head, norms, biases, routers. -1: lr. Needed with adjust_lr = "original", whose learning rates are about 50 times those of AdamW."""
     moments_dtype: Literal["as_weights", "bfloat16"] = "as_weights"
-    """bfloat16 halves the memory of moments and momentum, which are then updated in float32 and rounded."""
+    """Dtype in which moments and momentum are stored. bfloat16 halves their memory; they are then updated in float32 and rounded."""
     stochastic_rounding: bool = False
-    """Round what is kept in bfloat16 (weights with training.dtype = "bfloat16", moments with moments_dtype) up or down at random, so that the mean is right. To the nearest, updates below 1/512 of a weight are lost. Every mapping and a resumed run round alike."""
+    """Whether bfloat16 weights (training.dtype = "bfloat16") and moments (moments_dtype) are rounded up or down at random so that they are right on average. With rounding to nearest, updates below 1/512 of a weight are lost. The rounding is the same under every mapping and after a resume."""
     qk_clip: Annotated[float, NOT_NEGATIVE] = 0.0
-    """QK-Clip: after a step in which an attention logit was above this, the weights that make the head's queries and keys are scaled down so far that it would not have been. Kimi-K2 used 100, with Muon, whose logits can grow without end. 0: none. Refused with model.qk_norm, which undoes the scaling."""
+    """QK-Clip: largest attention logit allowed. After a step in which a head exceeded it, the head's query and key weights are scaled down so that its largest logit would have been this. Kimi-K2 used 100 with Muon, under which logits can grow without bound. Refused with model.qk_norm, which undoes the scaling. 0: none."""
     qk_clip_every: Annotated[int, COUNT] = 1
-    """With qk_clip: only in every so many steps are logits measured and clipped. Measuring costs about half a forward pass of attention's scores, and with cp a message of the keys."""
+    """With qk_clip: steps between measuring and clipping. A measurement costs about half of attention's forward pass, and with cp a message with the keys."""
     qk_clip_measure: Literal["exact", "bound"] = "exact"
-    """How the largest logits are measured, for metrics.max_logit_every too. bound: by the log-sum-exp that attention's kernels have anyway, which costs next to nothing; it is above the largest by at most the ln of how many keys a query sees, so that heads are clipped up to that much earlier, and `max_logit` is the bound."""
+    """How the largest attention logits are measured, also for metrics.max_logit_every. exact: by a product of queries and keys. bound: by the log-sum-exp that attention kernels return anyway, which costs almost nothing. It exceeds the largest logit by at most ln(number of keys that a query sees), so heads are clipped up to that much earlier, and `max_logit` reports the bound."""
     groups: list[dict] = field(default_factory=list)
-    """Parameters with a peak rate or a weight decay of their own: a table `[[optimizer.groups]]` for each group, with `match`, a list of patterns of names as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
+    """Groups of parameters with another peak learning rate or weight decay: one table `[[optimizer.groups]]` per group, with `match`, a list of name patterns as in training.freeze, and `lr` or `weight_decay` or both. Two groups may not match the same name."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
-    """fused is fastest; for_loop needs the least extra memory."""
+    """torch's implementation of AdamW. fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
-    """Keep both moments in the host's memory (twice training.dtype for each parameter of the rank), page-locked for a GPU. They visit the device for the update, 64 MiB or one larger parameter at a time, and the device holds three of these; copies overlap with the update. It changes no number, and checkpoints are the same. For runs short of memory whose steps are long; not run on GPUs yet."""
+    """Whether both moments stay in host memory, page-locked for a GPU (2 numbers of training.dtype per parameter of the rank). For the update they are copied to the device in buffers of 64 MiB or of one larger parameter; three buffers overlap copies with the update. Results and checkpoints are unchanged. For runs short of memory with long steps. Not yet run on GPUs."""
 
 
 @dataclass
 class LRSchedule:
-    """Learning rate over the steps."""
+    """The learning rate schedule."""
 
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 10
-    """Steps of linear warm-up from 0. More for larger rates."""
+    """Number of steps of linear warm-up from 0. More for larger learning rates."""
     decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
-    """cosine or linear: over all steps after warm-up; wsd: stay at the peak and decay linearly at the end; none: stay at the peak."""
+    """Shape of the decay. cosine, linear: over all steps after warm-up. wsd: constant at the peak, then a linear decay at the end. none: constant at the peak."""
     decay_fraction: Annotated[float, FRACTION] = 0.2
-    """wsd only: the last part of the steps, in which the rate decays."""
+    """wsd only: fraction of the steps, at the end, in which the learning rate decays."""
     min_ratio: Annotated[float, FRACTION] = 0.1
-    """Floor, as a fraction of the peak."""
+    """Smallest learning rate, as a fraction of the peak."""
 
 
 @dataclass
 class Experts:
-    """How the experts are mapped onto the ranks of a pipeline stage. edp = stage ranks / (ep * etp) data ranks hold the same experts."""
+    """The mapping of the experts onto the ranks of a pipeline stage: edp_replicate x edp x ep x etp = ranks of a stage. edp_replicate x edp data ranks have the same experts."""
 
     ep: Annotated[int, Range(1, RANKS)] = 1
-    """Expert parallel: ranks that divide up the experts. May span tp, cp and dp. Raise it first when expert weights do not fit."""
+    """Expert parallel: number of ranks that the experts are divided among. May span tp, cp and dp. Raise it first if expert weights do not fit."""
     etp: Annotated[int, Range(1, RANKS)] = 1
-    """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
+    """Expert tensor parallel: number of ranks that each expert's hidden dim is sharded over. Only for few, large experts; need not divide tp."""
     edp: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks that shard the state of the same experts. -1: derived. A value set here is checked, and adjusted as dp_shard is."""
+    """Expert data parallel: number of ranks that the state of the same experts is sharded over (FSDP2). -1: derived. A value set here is checked, and adjusted as dp_shard is."""
     edp_replicate: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Groups of those that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
+    """Number of replicas of the sharded expert state (HSDP). -1: gcd(dp_replicate, ranks of a stage / (ep * etp))."""
 
 
 @dataclass
 class Parallelism:
-    """How attention, dense layers and the vocabulary are mapped onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
+    """The mapping of attention, dense layers and the vocabulary onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
     dp_replicate: Annotated[int, Range(1, RANKS)] = 1
-    """Groups of ranks that replicate the sharded state (HSDP). Use it when one replica fits a node or a few. A run that is restarted on another number of ranks lowers it if it has to (docs/multi_node.md)."""
+    """Number of replicas of the sharded state (HSDP). Use it when one replica fits a node or a few. A run that is restarted on another number of ranks lowers it if necessary (docs/multi_node.md)."""
     dp_shard: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived. A value set here is checked, and adjusted when a run is restarted on another number of ranks."""
+    """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2). -1: derived. A value set here is checked, and adjusted when a run is restarted on another number of ranks."""
     cp: Annotated[int, Range(1, RANKS)] = 1
-    """Context parallel: ranks that split each sequence. For long sequences."""
+    """Context parallel: number of ranks that each sequence is sharded over. For long sequences."""
     tp: Annotated[int, Range(1, RANKS)] = 1
-    """Tensor parallel with sequence parallel. Keep it inside a node."""
+    """Tensor parallel, with sequence parallel: number of ranks that matrices are sharded over. Keep it inside a node."""
     pp: Annotated[int, Range(1, RANKS)] = 1
-    """Pipeline parallel: ranks that each run some of the layers. For models that do not fit otherwise."""
+    """Pipeline parallel: number of ranks that the layers are divided among. For models that do not fit otherwise."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again; all of a rank's stages then stay gathered). Experts with edp = 1 have nothing to gather: unless always is set, one copy of them in mixed_precision_param lives from a step's first forward to its last backward, 2 bytes for each parameter in bfloat16, none where training.dtype is the same."""
+    """Whether FSDP frees gathered weights between forward and backward. always: least memory. never: saves an all-gather. auto: always without a pipeline, never with one (else each microbatch would gather again; all stages of the rank then stay gathered). Experts with edp = 1 need no gathering: unless this is "always", a copy of them in mixed_precision_param exists from the step's first forward to its last backward (2 bytes per parameter in bfloat16; no copy if training.dtype is the same)."""
     reduce_once: bool = False
-    """Without a pipeline, with several microbatches per step: sum gradients over the microbatches on each rank and send them once, after the last, not once per microbatch (a pipeline always does that). It needs memory for gradients that are not sharded, in mixed_precision_reduce: 4 bytes for each parameter of attention, dense layers and vocabulary over tp, and for each parameter of the rank's experts (all experts over ep and etp). Off by default, because sharding is usually chosen where that does not fit, and the messages of one unit overlap with the backward of the next: turn it on if they take longer than that and the memory is there."""
+    """Whether gradients are reduced over data ranks once per step, after the last microbatch, instead of once per microbatch. For runs without a pipeline and with several microbatches; a pipeline always does this. It needs memory for unsharded gradients in mixed_precision_reduce: 4 bytes for each parameter of attention, dense layers and vocabulary divided by tp, and for each parameter of the experts divided by ep * etp. Turn it on if that memory is available and the reductions take longer than the backward that they overlap with."""
     cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"
-    """How context parallel attention works. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
+    """Algorithm of context parallel attention. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, every rank gathers the full keys and values."""
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
-    """zigzag gives each cp rank an early and a late piece of the sequence, so that the work of causal attention is even."""
+    """Which chunks of the sequence a cp rank has. zigzag: an early and a late one, so that the work of causal attention is even. contiguous: one."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
-    """Whose implementation of attention runs, with or without cp. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
+    """Implementation of attention, with or without cp. auto: on GPUs torch's where it supports the run (its ring attention; flex_attention for documents, windows and sinks), else titanmoe's. torch: torch's, or the run is refused; on CPUs only the ring. plain: always titanmoe's, to compare or where torch's fails."""
     attention_kernel: Literal["auto", "fa2", "fa3", "fa4", "cudnn"] = "auto"
-    """Which kernel computes causal attention in 16 bits on GPUs, whole or in pieces (ring, blocks between windows). auto: on Hopper FlashAttention-3 and on B200 FlashAttention-4 where its package is installed and torch is 2.13 or newer, else cuDNN's where it takes the widths of heads and training.deterministic is off, else FlashAttention-2, which other GPUs always get. Any other value: that kernel or a refusal."""
+    """Kernel of causal attention in 16 bits on GPUs, for full attention and for the blocks of ring attention and windows. auto: FlashAttention-3 on Hopper and FlashAttention-4 on B200 if its package is installed and torch is 2.13 or newer; else, on these GPUs, cuDNN's if it supports the head widths and training.deterministic is off; else FlashAttention-2. Any other value: that kernel, or the run is refused."""
     node: Annotated[int, Range(1, RANKS, derived=True)] = -1
-    """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical", and to refuse symm_mem and deepep on groups that they do not serve. Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
+    """Number of consecutive ranks per node. moe.dispatcher = "hierarchical" uses it, and symm_mem and deepep are refused on groups of nodes that they do not support. Smaller than a machine if some of its ranks are closer to each other. -1: the number that torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
 
 @dataclass
 class Pipeline:
-    """How microbatches run through the stages; used when parallelism.pp > 1."""
+    """The pipeline schedule and its stages, used with parallelism.pp > 1."""
 
     schedule: Literal[
         "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
     ] = "1F1B"
-    """1F1B: the usual choice. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
+    """The pipeline schedule. 1F1B: the usual choice. Interleaved1F1B: smaller bubble, more messages. The zero-bubble schedules and DualPipeV split backward to fill the bubble, and need more memory. The header prints the bubble."""
     schedule_csv: str = ""
-    """A file with one row of actions per pipeline rank (0F0, 0B0, ...), instead of `schedule`."""
+    """File with a schedule of your own, instead of `schedule`: one row of actions per pipeline rank (0F0, 0B0, ...)."""
     virtual_stages: Annotated[int, Range(1, 1024, derived=True)] = -1
-    """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
+    """Number of stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
     layers_per_stage: Annotated[list[int], Range(0, LAYERS)] = field(default_factory=list)
-    """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
+    """Number of layers of each stage, first to last. Empty: split by cost, including embedding and head."""
 
 
 @dataclass
 class MoE:
-    """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
+    """Router, load balance, dispatch and expert computation. The architecture (top_k, score_function, ...) is in [model]."""
 
     dispatcher: str = "alltoall"
-    """How rows get to their experts and back. {components}"""
+    """How routed tokens are sent to their experts and back. {components}"""
     symm_mem_factor: Annotated[float, COUNT] = 2.0
-    """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
+    """symm_mem only: capacity of a rank's receive buffer for routed tokens, as a multiple of what arrives under even routing. If a rank would receive more, the step is rerun with alltoall, with exact results (metric overflow_reruns). Raise it if that happens often, lower it to save memory. With values of ep or more it never happens."""
     overlap: Literal["none", "halves", "pairs", "auto"] = "none"
-    """What else is computed while routed tokens are on their way to experts and back; no number changes. none: the shared expert alone. halves: each block takes its microbatch's samples in two halves, and attention or experts of one are computed while the other's tokens are in flight. For experts whose tokens take long beside attention and products, with 2 samples or more in a microbatch; products are half as large, gradients of a block's weights are summed twice, and there can be no capacity. pairs: with DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B, the forward of one microbatch and the backward of another take turns. For experts connected by a network that is slow compared with their products; needs ep x etp > 1. Both need the dispatcher alltoall or hierarchical. auto: on GPUs whatever the planner finds fastest for them and the run's mapping, by times that no run on GPUs has confirmed, and the header says what it chose and why; none on CPUs."""
+    """What is computed while the dispatcher's all-to-all is in flight. Results do not change. none: the shared expert only. halves: each block processes its microbatch in two halves, and attention or experts of one half are computed while the routed tokens of the other are in flight. For slow dispatch and microbatches of 2 samples or more; matrix products are half as large, and there can be no capacity. pairs: the forward of one microbatch overlaps with the backward of another, with the schedule DualPipeV or a schedule_csv with pairs such as (0F4;3B1)OVERLAP_F_B. For networks that are slow compared with the experts' products; needs ep x etp > 1. halves and pairs need the dispatcher alltoall or hierarchical. auto: on GPUs what the planner estimates to be fastest for the run's mapping (no run on GPUs has confirmed its times), with the choice and the reason in the header; none on CPUs."""
     capacity_factor: Annotated[float, NOT_NEGATIVE] = 0.0
-    """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
+    """Capacity of an expert, as a multiple of its routed tokens under even routing: at most ceil(capacity_factor * top_k * tokens / num_experts) per scope are processed, the others dropped. 0: dropless."""
     drop_policy: Literal["probability", "position"] = "probability"
-    """Over capacity, drop the least probable tokens (weights compared in bfloat16, the last of equals first) or simply the last ones."""
+    """Which routed tokens are dropped above the capacity. probability: those with the lowest routing weights (compared in bfloat16; of equal ones the last). position: the last ones."""
     capacity_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
-    """sub_sequence: each rank drops among its own tokens, without extra communication. full_sequence: per sample, the same under every mapping."""
+    """Tokens among which the capacity applies. sub_sequence: those of one rank, without extra communication. full_sequence: those of one sample, with the same result under every mapping."""
     pad_to_capacity: bool = False
-    """Fill every expert's bin up to capacity: static shapes, even splits, no host sync."""
+    """Whether every expert's buffer is padded to its capacity: static shapes, even splits, no host sync."""
     router_dtype: Literal["float32", "float64"] = "float32"
-    """Precision of the gating product and scores; it can only widen them."""
+    """Smallest precision of the router's product and scores."""
     router_product: Literal["auto", "float32"] = "auto"
-    """How the gating product is computed where its input is bfloat16. auto: on GPUs in bfloat16 parts of the weights, with float32 sums, several times as fast and as exact as float32 (docs/moe.md). float32: a float32 product, to compare with it."""
+    """How the router's product is computed for a bfloat16 input. auto: on GPUs the weights are split into three bfloat16 terms and the products summed in float32, several times as fast as a float32 product and as exact (docs/moe.md). float32: a float32 product, to compare."""
     jitter: Annotated[float, BELOW_ONE] = 0.0
-    """Multiply the router's input by uniform noise of 1 +- jitter (exploration; 0.01 is usual)."""
+    """Router jitter: its input is multiplied by uniform noise of 1 +- jitter, for exploration. 0.01 is usual."""
     force_balance: bool = False
-    """Benchmarks only: send tokens round-robin, whatever the router says."""
+    """Whether tokens are routed round-robin, whatever the router computes. For benchmarks only."""
     aux_loss: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Load-balance loss per microbatch (Switch). 0.01 to 0.001 is usual."""
+    """Coefficient of the load-balance loss per microbatch (Switch). 0.01 to 0.001 is usual."""
     aux_loss_sequence: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Load-balance loss per sample (DeepSeek-V3: 0.0001)."""
+    """Coefficient of the load-balance loss per sample (DeepSeek-V3: 0.0001)."""
     aux_loss_global: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Load-balance loss over the whole step's tokens so far: lets experts specialise by domain."""
+    """Coefficient of the load-balance loss over all tokens of the step so far, which lets experts specialise by domain."""
     z_loss: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Squared log-sum-exp of the router's logits: keeps them small. 0.001 is usual."""
+    """Coefficient of the z-loss, the squared log-sum-exp of the router's logits, which keeps them small. 0.001 is usual."""
     balance_losses: list[str] = field(default_factory=list)
-    """Further balance losses, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]; those with a key above are refused here. All there are: {components}"""
+    """Further balance losses, each with its coefficient, such as ["my_package.my_losses:Mine 0.001"]; those with a key of their own above are refused here. All balance losses: {components}"""
     bias_update_rate: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
+    """Auxiliary-loss-free balance: after each step, the selection bias of an expert with more load than average is lowered by this much, and that of one with less is raised (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
-    """How experts multiply. auto uses torch's grouped product where dtype and sizes allow, else the plain loop."""
+    """How the experts' matrix products are computed. grouped: torch's grouped_mm. loop: one product per expert. auto: grouped where dtype and sizes allow it, else loop."""
     expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
-    """Precision that experts multiply in. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else are unchanged. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
+    """Precision of the experts' products. compute: training.mixed_precision_param. fp8: 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of weights, the router and everything else are computed as before. fp8_emulated: the same rounding on any device, slowly, to see its effect on the loss."""
     accumulate_weight_gradients: bool = False
-    """Add the gradients of the experts' weights to their sum over microbatches inside the products that compute them, instead of one by one in a pass of its own; they are then not rounded in between. For experts that no other data rank shares (edp = 1). On an H200 its kernel is slower with one microbatch a step (docs/kernels.md)."""
+    """Whether the products that compute the gradients of expert weights add them to their sum over microbatches directly, instead of in a separate pass; they are then not rounded in between. For edp = 1. On an H200 this is slower with one microbatch per step (docs/kernels.md)."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. Linear attention in 16 bits uses those of fla-core, if that is installed (pip install "titanmoe[fla]"). torch to compare with them or to rule them out."""
+    """Kernels of routing, permutation of routed tokens, and activations. auto: Triton kernels on GPUs if Triton is installed, else torch operations; linear attention in 16 bits uses fla-core's kernels if it is installed (pip install "titanmoe[fla]"). torch: torch operations, to compare. triton: Triton kernels, or the run is refused."""
 
 
 @dataclass
 class ActivationCheckpoint:
-    """What backward recomputes instead of saving. It never changes a number."""
+    """Activation recomputation: what backward recomputes instead of saving it in forward. Results do not change."""
 
     mode: Literal["none", "full", "full_except_dispatch", "selective", "moe"] = "none"
-    """none: recomputes nothing, fastest. full: recomputes full blocks, least memory. full_except_dispatch: as full, but saves the routed tokens that experts received from other ranks, so that none is sent twice. selective: saves matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half of a block, where most activations are."""
+    """Activations that are recomputed. none: nothing, fastest. full: full blocks, least memory. full_except_dispatch: as full, but saves the routed tokens that experts received from other ranks, so that none is sent twice. selective: saves matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: only the MoE half of a block, where most activations are."""
     every: Annotated[int, COUNT] = 1
-    """Apply to every n-th block."""
+    """Every n-th block is recomputed."""
 
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block: attention, dense layer, head, and a MoE layer from router to combine, its messages included. The dispatcher deepep, 8-bit experts, moe.overlap, activation_checkpoint.mode moe and full, and schedules that split backward leave the MoE layer but its shared expert uncompiled."""
+    """torch.compile, of attention, of the dense layer, of the head, and of the MoE layer from router to combine, with its communication. The dispatcher deepep, 8-bit experts, moe.overlap, activation_checkpoint.mode moe and full, and schedules that split backward leave the MoE layer uncompiled, except its shared expert."""
 
     enable: bool = False
-    """Worth its start-up (a minute or more) on long runs. The header says how the MoE layers are compiled."""
+    """Whether to compile. It adds a minute or more to the start, which long runs regain. The header says how the MoE layers are compiled."""
     backend: str = "inductor"
-    """inductor for speed; aot_eager to look for graph breaks."""
+    """Backend of torch.compile. inductor for speed, aot_eager to look for graph breaks."""
 
 
 @dataclass
 class Metrics:
-    """What a run reports. The console line and metrics.jsonl have the same numbers."""
+    """Reported numbers. The console and metrics.jsonl have the same ones."""
 
     log_every: Annotated[int, COUNT] = 1
     """Steps between console lines."""
     console: Literal["auto", "live", "lines"] = "auto"
-    """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
+    """Form of the console output. live: one panel that is updated in place. lines: one line per report, for files and log collectors. auto: live on a terminal, else lines."""
     experts_every: Annotated[int, Range(0, derived=True)] = -1
-    """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
+    """Steps between lines of experts.jsonl, each with the load of every expert of every layer. -1: about 500 lines per run. 0: none."""
     max_logit_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs a product of queries and keys for itself, unless optimizer.qk_clip_measure says otherwise. 0: none. With optimizer.qk_clip it is reported whenever it is measured."""
+    """Steps between reports of the largest attention logit of each layer, as `max_logit`: a logit that keeps growing is an early sign of divergence. It costs an extra product of queries and keys, unless optimizer.qk_clip_measure = "bound". With optimizer.qk_clip it is reported whenever it is measured. 0: none."""
     tensorboard: bool = True
-    """Write TensorBoard event files into the run's folder."""
+    """Whether TensorBoard event files are written into the run's folder."""
     wandb: str = ""
-    """Project of Weights & Biases to report to as well; needs its package (pip install "titanmoe[wandb]"). Empty: none."""
+    """Weights & Biases project to report to; needs its package (pip install "titanmoe[wandb]"). Empty: none."""
     peak_tflops: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Peak TFLOP/s of one device at the compute dtype, for MFU. 0: known GPUs are looked up, else no MFU is shown."""
+    """Peak TFLOP/s of one device in mixed_precision_param, for MFU. 0: the known value of the GPU; no MFU for other devices."""
 
 
 @dataclass
 class Profile:
-    """A closer look at single steps (docs/watching.md). Files go to profile/ in the run's folder."""
+    """Traces and memory snapshots of single steps (docs/watching.md), written to profile/ in the run's folder."""
 
     steps: Annotated[list[int], COUNT] = field(default_factory=list)
-    """Steps to trace with torch's profiler, such as [10, 11]; one file each. Skip the first few, which are not typical. Empty: none."""
+    """Steps to trace with torch's profiler, such as [10, 11], one file each. The first few steps are not typical. Empty: none."""
     ranks: Annotated[list[int], Range(0, RANKS)] = field(default_factory=lambda: [0])
-    """Ranks that trace. One of each pipeline stage shows a pipeline; all of them make a lot of files."""
+    """Ranks that trace. One of each pipeline stage shows the pipeline; all ranks write many files."""
     memory: Literal["none", "oom", "steps"] = "none"
-    """GPUs only: every allocation with its stack, as a snapshot when memory runs out (oom), or then and after each of `steps`. Costs a few percent of speed while it is on."""
+    """Snapshots of all GPU allocations with their stack traces. oom: when memory runs out. steps: then, and after each of `steps`. Costs a few percent of speed while it is on."""
 
 
 @dataclass
 class Debug:
-    """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
+    """Search for the rank, layer and samples of wrong numbers (docs/reliability.md)."""
 
     replicas_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between comparisons of the bits of everything that several ranks hold (replicas of weights and moments, routers, balance biases, counts), so that a bit that flips in one replica is found and its rank is named. They are also compared before each checkpoint. 100 has no noticeable cost. 0: never."""
+    """Steps between bitwise comparisons of all state that several ranks have copies of (weights, moments, routers, selection biases, counts), which find a flipped bit and name its rank. The copies are also compared before each checkpoint. 100 has no noticeable cost. 0: never."""
     on_difference: Literal["stop", "restore"] = "stop"
-    """When these bits differ. stop: end the run; a restart by the launcher then resumes from the last checkpoint, which was compared before it was saved. restore: go back to that checkpoint at once, up to three times."""
+    """What to do when replicas differ. stop: end the run; the launcher's restart then resumes from the last checkpoint, whose replicas were equal. restore: reload that checkpoint at once, up to three times."""
     rerun: bool = False
-    """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward, and report whether the bits are the same or on which rank they are not. The second pass counts. Needs training.deterministic."""
+    """Whether a suspicious step is repeated: forward and backward run a second time, and the report says whether the results are bitwise equal or on which rank they differ. The second pass counts. Suspicious are a loss or gradient norm that is not finite or far above earlier ones (optimizer.skip_spikes, else 6 deviations), and replicas that differ. Needs training.deterministic."""
     culprit: Literal["none", "name"] = "none"
-    """When a step's loss or gradients are not finite: repeat it and report which layer's output or gradient was the first, on which rank and in which samples."""
+    """What to do when a step's loss or gradients are not finite. name: repeat it and report the first layer whose output or gradient is not finite, its rank and its samples. none: nothing more."""
 
 
 @dataclass
 class Checkpoint:
-    """Saving and resuming a run, under the same mapping or any other (docs/checkpoint.md)."""
+    """Checkpoints, which can be resumed under the same mapping or any other (docs/checkpoint.md)."""
 
     enable: bool = True
-    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then resumes where it stopped. false: save nothing and begin anew each time, for benchmarks and trials."""
+    """Whether checkpoints are saved: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name resumes from the last one. false: nothing is saved and each start is a new run, for benchmarks and trials."""
     folder: str = "checkpoints"
-    """Where checkpoints go: a folder within the run's own, or an absolute path in which every run gets a folder of its own name."""
+    """Folder for checkpoints: relative to the run's folder, or an absolute path in which every run has a folder of its name."""
     interval: Annotated[int, NOT_NEGATIVE] = 500
-    """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can afford to repeat."""
+    """Steps between checkpoints: as many as you can afford to repeat. 0: only at the end and on a signal."""
     save: Literal["async", "sync"] = "async"
-    """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
+    """How checkpoints are written. async: the state is copied to CPU memory and written while training continues. sync: training waits for the disk; no copy is needed."""
     keep_last: Annotated[int, NOT_NEGATIVE] = 3
-    """How many of the latest to keep; 0 keeps all."""
+    """Number of latest checkpoints to keep. 0: all."""
     keep_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Also keep those of every n-th step, e.g. 10000, for evaluation later; 0 for none."""
+    """Checkpoints of every n-th step, such as 10000, are kept as well, for later evaluation. 0: none."""
     load: str = "auto"
-    """auto: the last complete checkpoint of this run, if it has any; if it has some and none can be used, the run is refused. none: start from scratch, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
+    """Checkpoint to start from. auto: the last complete one of this run, if there is one; the run is refused if there are some and none can be used. none: start from scratch, in a new folder. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run already has its own."""
     model_only: bool = False
-    """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data start from scratch."""
+    """Whether only the weights are loaded from a checkpoint that `load` names by path; optimizer, step and data start from scratch."""
     initial_hf: str = ""
-    """A model in Hugging Face's format (a folder, a name on the hub or a URL, as model.hf) to take the first weights from, while the run has no checkpoint of its own. Not set: model.hf. "" with model.hf: random weights of its shape."""
+    """Model in Hugging Face's format (a folder, a name on the hub or a URL, as model.hf) with the initial weights, used while the run has no checkpoint. Default: model.hf. "" with model.hf: random weights of its shapes."""
     initial_adapter: str = ""
-    """A folder of PEFT (adapter_config.json, adapter_model.safetensors) to take the first adapters from, while the run has no checkpoint of its own; lora.rank, experts_rank, alpha and targets have to be what it has (docs/adapters.md). Empty: new adapters, which change nothing yet."""
+    """PEFT folder (adapter_config.json, adapter_model.safetensors) with the initial adapters, used while the run has no checkpoint. lora.rank, experts_rank, alpha and targets must agree with it (docs/adapters.md). Empty: new adapters with B = 0."""
     verify: bool = True
-    """Compare every file's checksum before loading. false only where reading twice costs too much."""
+    """Whether every file's checksum is verified before loading. false only where reading files twice costs too much."""
     timeout_s: Annotated[int, COUNT] = 1800
-    """How long a save may take, on the slowest rank. After that the run ends, naming the rank and the file that it is still writing. Set it to several times what a save usually takes."""
+    """Seconds that a save may take on the slowest rank. After that the run ends with a message that names the rank and the file it is writing. Set it to several times what a save usually takes."""
 
 
 @dataclass
 class Config:
-    """A run."""
+    """All tables of a run's recipe."""
 
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
@@ -631,4 +631,4 @@ class Config:
     profile: Profile = field(default_factory=Profile)
     debug: Debug = field(default_factory=Debug)
     components: Components = field(default_factory=Components, repr=False, compare=False)
-    """No table of a recipe: what the names of components in it stand for."""
+    """The components that the recipe can name. Not a table of the recipe."""
