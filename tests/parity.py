@@ -91,9 +91,9 @@ def arguments(changes: dict[str, Any]) -> list[str]:
 @functools.cache
 def _read(argv: tuple[str, ...], size: int) -> Config:
     from titanmoe.components import COMPONENTS
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
 
-    return read(list(argv), size, COMPONENTS)
+    return read_config(list(argv), size, COMPONENTS)
 
 
 def read(changes: dict[str, Any], size: int) -> Config:
@@ -359,10 +359,10 @@ def measure(
 def train(argv: list[str]) -> None:
     """On a rank: what train.py does once it has joined the others."""
     from titanmoe.components import COMPONENTS
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
 
     runtime = runtime_here()
-    build_trainer(read(argv, runtime.world, COMPONENTS), runtime).train()
+    build_trainer(read_config(argv, runtime.world, COMPONENTS), runtime).train()
 
 
 def places(changes: dict[str, Any]) -> dict[str, blame.Held]:

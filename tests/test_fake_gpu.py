@@ -118,7 +118,7 @@ COPIES = {
 PLANTS: dict[str, Callable[[], Any]] = {
     "": nullcontext,
     # The optimizer's step does not wait for its moments.
-    "offload": lambda: mock.patch.object(offload.CudaCopies, "hold", lambda self, event: None),
+    "offload": lambda: mock.patch.object(offload.CudaCopies, "wait_on_device", lambda self, event: None),
     # Nor do their copies to the host wait for the step.
     "offload's way back": lambda: mock.patch.object(offload.CudaCopies, "mark", lambda self: None),
     # Counts are read before they have arrived, and a checkpoint's copies too.
@@ -146,7 +146,7 @@ def run(changes: dict[str, Any], on_gpu: bool, plant: str = "") -> tuple[list[fl
 
     with ExitStack() as stack:
         put = stack.enter_context
-        put(mock.patch.object(offload, "TURN", 1 << 12))
+        put(mock.patch.object(offload, "BUCKET_BYTES", 1 << 12))
         put(mock.patch.object(CudaEventTimer, "every", 1))
         gpu: Any = put(FakeGPU(runtime.world)) if on_gpu else None
         if on_gpu:
@@ -231,7 +231,7 @@ def races(changes: dict[str, Any], plant: str = "") -> list[str]:
     with ExitStack() as stack:
         put = stack.enter_context
         put(fake_world(0, 4))
-        put(mock.patch.object(offload, "TURN", 1 << 12))
+        put(mock.patch.object(offload, "BUCKET_BYTES", 1 << 12))
         put(mock.patch("titanmoe.train.trainer.check_alike"))
         put(mock.patch("titanmoe.train.guard.Guard.check_finite"))  # what never arrives may be NaN
         gpu = put(FakeGPU())

@@ -14,7 +14,7 @@ import pytest
 import titanmoe
 from tests.test_recipes import world
 from titanmoe.components import COMPONENTS
-from titanmoe.train.launch import read
+from titanmoe.train.launch import read_config
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ def test_kubernetes_starts_as_many_ranks_as_the_recipe_wants() -> None:
     assert launch["master-addr"] == f"{name}-{job['name']}-0-0.{name}"
     assert int(launch["master-port"]) == container["ports"][0]["containerPort"]
     assert launch["node-rank"] == "$(JOB_COMPLETION_INDEX)" in [f"$({one['name']})" for one in container["env"]]
-    read(args[split + 1 :], nodes * ranks, COMPONENTS)
+    read_config(args[split + 1 :], nodes * ranks, COMPONENTS)
     assert world(ROOT / args[split + 1].removeprefix("--config=")) == nodes * ranks
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
@@ -52,7 +52,7 @@ def test_skypilot_starts_as_many_ranks_as_the_recipe_wants() -> None:
     ranks = task["num_nodes"] * int(task["resources"]["accelerators"].partition(":")[2])
     recipe = task["envs"]["RECIPE"]
     assert world(ROOT / recipe) == ranks
-    read(["--config", recipe, *shlex.split(task["envs"]["ARGS"])], ranks, COMPONENTS)
+    read_config(["--config", recipe, *shlex.split(task["envs"]["ARGS"])], ranks, COMPONENTS)
     subprocess.run(["bash", "-n"], input=task["run"], text=True, check=True)
     variables = set(re.findall(r"\$(\w+)", task["run"]))
     given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"}

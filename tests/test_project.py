@@ -16,7 +16,7 @@ import pytest
 import titanmoe
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load
-from titanmoe.train.header import TRIED
+from titanmoe.train.header import TESTED_VERSIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_readme():
 def test_declared_python_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.10"
-    assert "torch>=2.11,<2.16" in project["dependencies"] and {"2.11", "2.15"} <= set(TRIED)
+    assert "torch>=2.11,<2.16" in project["dependencies"] and {"2.11", "2.15"} <= set(TESTED_VERSIONS)
     assert sys.version_info >= (3, 10)
     listed = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text]
     assert listed == ["3.10", "3.11", "3.12", "3.13"]
@@ -91,7 +91,7 @@ def test_a_machine_without_a_gpu_gets_the_torch_that_all_tests_run_with(tmp_path
     (version,) = re.findall(
         r"^torch==(\d+\.\d+)\.\*$", (ROOT / "scripts/constraints_cpu.txt").read_text(), re.MULTILINE
     )
-    assert version in TRIED and "-c scripts/constraints_cpu.txt" in (ROOT / "Dockerfile").read_text()
+    assert version in TESTED_VERSIONS and "-c scripts/constraints_cpu.txt" in (ROOT / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["-m", "titanmoe.rank"], ["setup.py"]], ids=" ".join)

@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
-from titanmoe.train.launch import read
+from titanmoe.train.launch import read_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -44,7 +44,7 @@ def config_of(recipe: Path, *words: str) -> Config:
         words = "--training.epochs=0", f"--training.steps={UNCOUNTED}", *words
     if stated["model"].get("hf"):
         words = "--model.hf=", *words
-    return read(["--config", str(recipe), *words], world(recipe), COMPONENTS)
+    return read_config(["--config", str(recipe), *words], world(recipe), COMPONENTS)
 
 
 def comments(recipe: Path) -> str:

@@ -40,7 +40,7 @@ from titanmoe.plan.plan_command import add_plan
 from titanmoe.rehearse.rehearse_command import add_rehearse
 from titanmoe.report.report_command import add_report
 from titanmoe.text_report import columns
-from titanmoe.train.runtime import leave
+from titanmoe.train.runtime import exit_now
 
 ASCII = str.maketrans("─├┤", "-[]")
 EXPERT_DEGREES = ("edp_replicate", "edp", "ep", "etp")
@@ -52,7 +52,7 @@ def command() -> NoReturn:
         code = main()
     except SystemExit as end:
         code = end.code
-    leave(code)  # under torchrun too
+    exit_now(code)  # under torchrun too
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ gc.disable()  # imports make much that stays and hardly any garbage: collecting 
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.train.launch import main  # noqa: E402
-from titanmoe.train.runtime import Runtime, leave  # noqa: E402
+from titanmoe.train.runtime import Runtime, exit_now  # noqa: E402
 from titanmoe.watch.number_checks import checks, watched  # noqa: E402
 
 gc.enable()
@@ -37,7 +37,7 @@ def run() -> None:
         code = main(sys.argv[1:], COMPONENTS, watch=watched, overlap=plan_overlap, checks=checks)
     except SystemExit as end:
         code = end.code
-    leave(code)
+    exit_now(code)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint import write_tensors as writing
 from titanmoe.components import COMPONENTS
 from titanmoe.train.build import build_training
-from titanmoe.train.launch import read
-from titanmoe.train.runtime import leave, start, stop, world_size
+from titanmoe.train.launch import read_config
+from titanmoe.train.runtime import exit_now, start, stop, world_size
 from titanmoe.train.trainer import Trainer
 
 MODEL = [
@@ -54,7 +54,7 @@ def main() -> None:
         model += ["--model.dim=64", "--model.num_layers=1", "--model.vocab_size=256", "--model.expert_hidden=32"]
     if args.config:
         model = ["--config", args.config]
-    config = read([*model, "--checkpoint.keep_last=1"], world_size(), COMPONENTS)
+    config = read_config([*model, "--checkpoint.keep_last=1"], world_size(), COMPONENTS)
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
     dist.broadcast_object_list(box, 0)
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
-    checkpoints = trainer.training.checkpoints.inside(folder)
+    checkpoints = trainer.training.checkpoints.in_folder(folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES
@@ -146,4 +146,4 @@ def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
 
 if __name__ == "__main__":
     main()
-    leave(0)
+    exit_now(0)

@@ -48,12 +48,12 @@ SAMPLES = 1
 
 def config_of(shape: str, tiny: bool, backend: str) -> Any:
     from titanmoe.components import COMPONENTS
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
 
     further = ["compile.enable=true", f"compile.backend={backend}"] if backend else []
     if shape == "deepseek":
         further += ["model.num_dense_layers=1", *["model.dense_hidden=64"] * tiny]
-    return read(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, further), 1, COMPONENTS)
+    return read_config(recipe(shape, "titanmoe", LAYERS.get(shape, 1), SAMPLES, tiny, further), 1, COMPONENTS)
 
 
 def make_blocks(config: Any, device: Any) -> tuple[Any, dict[str, Callable[[], None]]]:

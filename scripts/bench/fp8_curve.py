@@ -50,7 +50,7 @@ def main() -> None:
 
     from titanmoe.components import COMPONENTS
     from titanmoe.train.build import build_training
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start, stop
     from titanmoe.train.trainer import Trainer
 
@@ -58,7 +58,7 @@ def main() -> None:
     about["command"] = " ".join(["python", "scripts/bench/fp8_curve.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n", flush=True)
     further = [f"--training.steps={args.steps}", f"--training.device={args.device}", *(smallest if args.tiny else [])]
-    configs = {name: read([*BASE, *options, *further], 1, COMPONENTS) for name, options in RUNS.items()}
+    configs = {name: read_config([*BASE, *options, *further], 1, COMPONENTS) for name, options in RUNS.items()}
     runtime, curves = start(configs["float32"]), {}
     for name, config in configs.items():
         trainer, began = Trainer(build_training(config, runtime)), time.process_time()

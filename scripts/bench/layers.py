@@ -337,14 +337,14 @@ def one(args: argparse.Namespace) -> None:
 
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start, stop
 
     faulthandler.dump_traceback_later(max(1.0, args.limit - 5))  # shows where it hangs
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
     options = recipe(name, side, layers, batch, args.tiny, args.set)
-    config = read(options, 1, COMPONENTS)
+    config = read_config(options, 1, COMPONENTS)
     peer = side in PEERS
     runtime = None if peer else start(config)
     device, count = runtime.device if runtime else alone(), parameters(config.model)

@@ -70,7 +70,7 @@ def one(way: str, text: int, pairs: int, steps: int) -> None:
 
     from titanmoe.components import COMPONENTS
     from titanmoe.train.build import build_training
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start, stop
     from titanmoe.train.trainer import Trainer
 
@@ -80,7 +80,7 @@ def one(way: str, text: int, pairs: int, steps: int) -> None:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     given = batch(text, pairs, way)
     sizes = ["--training.seq_len", str(given.tokens_BS.shape[1]), "--training.local_batch_size", "1"]
-    config = read([*SHAPE.split(), *sizes, "--training.global_batch_size", "1"], 1, COMPONENTS)
+    config = read_config([*SHAPE.split(), *sizes, "--training.global_batch_size", "1"], 1, COMPONENTS)
     trainer = Trainer(build_training(config, start(config), loader=lambda *args: Repeated(given)))
     before, times, loss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, [], 0.0
     for step in range(steps + 1):

@@ -128,14 +128,14 @@ def serve(root: str, options: list[str]) -> None:
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.build import build_training
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start, stop, world_size
     from titanmoe.train.trainer import Trainer
     from titanmoe.train.trainer import __file__ as origin
 
     if not Path(origin).is_relative_to(root):
         raise SystemExit(f"{origin} was imported and not the checkout {root}")
-    config = read(options, world_size(), COMPONENTS)
+    config = read_config(options, world_size(), COMPONENTS)
     runtime = start(config)
     trainer = Trainer(build_training(config, runtime))
     count = parameters(config.model)

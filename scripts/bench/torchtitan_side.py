@@ -374,7 +374,7 @@ def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     """One rank, like titanmoe's in scripts/bench/step.py: a line in asks for steps, a line out says what they took."""
     from titanmoe.components import COMPONENTS
     from titanmoe.models.count import flops_per_token, parameters
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import world_size
 
     answers, sys.stdout = sys.stdout, sys.stderr  # it may print
@@ -382,7 +382,7 @@ def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
     def answer(values: dict[str, Any]) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    config = read(options, world_size(), COMPONENTS)
+    config = read_config(options, world_size(), COMPONENTS)
     count = parameters(config.model)
     try:
         side = Side(config, "cpu")

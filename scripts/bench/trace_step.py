@@ -197,11 +197,11 @@ def traced(options: argparse.Namespace, file: Path) -> tuple[Any, float, float, 
     from torch.profiler import ProfilerActivity, profile, schedule
 
     from titanmoe.components import COMPONENTS
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
     from titanmoe.train.runtime import start
 
     recipe = layers.recipe(options.shape, options.side, options.layers, options.samples, options.tiny, options.set)
-    config = read(recipe, 1, COMPONENTS)
+    config = read_config(recipe, 1, COMPONENTS)
     runtime = start(config)
     device, on_gpu = runtime.device, runtime.device.type == "cuda"
     rehearsed = layers.RehearsedPeak(recipe, layers.rehearsed_as(device))

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from titanmoe.components import COMPONENTS
 from titanmoe.observe import POINTS, Observer, listening
 from titanmoe.train.build import build_training
-from titanmoe.train.launch import read
-from titanmoe.train.runtime import leave, start, stop, world_size
+from titanmoe.train.launch import read_config
+from titanmoe.train.runtime import exit_now, start, stop, world_size
 from titanmoe.train.trainer import Trainer
 from titanmoe.watch.number_checks import checks
 from titanmoe.watch.run_watch import Watch
@@ -62,7 +62,7 @@ def main() -> int:
     if args.tiny:
         args.steps = 2
     alone = ["--parallelism.tp=1", "--parallelism.experts.ep=1"]
-    config = read([*CONFIG, *(alone if world_size() == 1 else [])], world_size(), COMPONENTS)
+    config = read_config([*CONFIG, *(alone if world_size() == 1 else [])], world_size(), COMPONENTS)
     runtime = start(config)
     training = build_training(config, runtime, checks=checks)
     trainer, watch = Trainer(training), Watch(config.training, config.checkpoint, training)
@@ -94,4 +94,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

@@ -35,7 +35,7 @@ from titanmoe.moe.dispatchers.alltoall import AllToAll  # noqa: E402
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks  # noqa: E402
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, share  # noqa: E402
 from titanmoe.moe.experts import Experts  # noqa: E402
-from titanmoe.train.runtime import grow_segments, segments  # noqa: E402
+from titanmoe.train.runtime import describe_segments, use_expandable_segments  # noqa: E402
 
 
 class PlainHandle:
@@ -84,7 +84,7 @@ def memory(here: Rank, plain_memory: bool) -> dict[str, Any]:
         assert torch.equal(handle.get_buffer(here.group.rank, own.shape, own.dtype), want), "get_buffer shows another"
     here.reached("barrier")
     figures = {"ms to share": seconds * 1e3, "us a barrier": median_seconds(handle.barrier, kind) * 1e6}
-    return figures | ({"note": segments()} if kind == "cuda" else {})
+    return figures | ({"note": describe_segments()} if kind == "cuda" else {})
 
 
 def options(dim: int, experts: int, top_k: int, factor: float) -> Config:
@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0, help="for all checks")
     args = parser.parse_args()
-    grow_segments()  # as in a training run
+    use_expandable_segments()  # as in a training run
     rows, end = Rows(args.json), time.monotonic() + args.seconds
 
     def check(

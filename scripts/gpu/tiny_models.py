@@ -20,7 +20,7 @@ from titanmoe.models.families import FAMILIES  # noqa: E402
 from titanmoe.observe import Observer, listening  # noqa: E402
 from titanmoe.ops.device import Hardware, as_on  # noqa: E402
 from titanmoe.parallel.materialize import piece  # noqa: E402
-from titanmoe.train.launch import read  # noqa: E402
+from titanmoe.train.launch import read_config  # noqa: E402
 from titanmoe.train.runtime import Runtime  # noqa: E402
 
 Changes = dict[str, Any]
@@ -188,7 +188,7 @@ def config_of(family: str, changes: Changes, side: Side) -> Any:
     if changes.get("compile.enable"):
         changes = changes | {"compile.enable": bool(side.backend), "compile.backend": side.backend or "aot_eager"}
     every = {"model.family": family} | BASE | WIDTHS.get(family, {}) | dict.fromkeys(DTYPES, "float64") | changes
-    return read(parity.arguments(every | {"training.device": side.device.type}), 1, COMPONENTS)
+    return read_config(parity.arguments(every | {"training.device": side.device.type}), 1, COMPONENTS)
 
 
 def trainer_of(config: Any, side: Side, documents: bool = False) -> Any:

@@ -57,7 +57,7 @@ def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> 
     """Start as the config says, train until a step, and save as the config says up to step `saves`."""
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)
     went = Went()
-    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
+    with trainer.training.checkpoints.in_folder(Path(folder) / "run") as checkpoints:
         went.notes = checkpoints.begin()
         while trainer.step < until:
             report = trainer.train_step()

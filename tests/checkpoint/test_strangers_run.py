@@ -237,13 +237,13 @@ def test_each_rank_0_refuses_links_before_it_writes(stranger, home, continues) -
     """Under torchrun no launcher has looked."""
     from titanmoe.config import ConfigError
     from titanmoe.config.schema import Job
-    from titanmoe.train.run_folder import claim
+    from titanmoe.train.run_folder import claim_folder
 
     link(stranger / CONFIG, home / "secret")
     (stranger / METRICS).unlink()
     before = contents(home)
     with pytest.raises(ConfigError, match=r"config\.toml is a link to"):
-        claim(Job(dump_folder="runs", name="stranger"), continues)
+        claim_folder(Job(dump_folder="runs", name="stranger"), continues)
     assert contents(home) == before and not (stranger / METRICS).exists()
 
 

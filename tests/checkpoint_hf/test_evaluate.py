@@ -98,13 +98,13 @@ def of_pairs(exported: Path, questions: list[dict]) -> list[float]:
 def scored_in_a_run(argv: list[str]) -> list[float]:
     """On a rank: before its first step."""
     from titanmoe.components import COMPONENTS
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
 
     runtime = parity.runtime_here()
     training = parity.build_trainer(
-        read(argv, runtime.world, COMPONENTS), runtime, garbage=parity.no_collection
+        read_config(argv, runtime.world, COMPONENTS), runtime, garbage=parity.no_collection
     ).training
-    with training.checkpoints.inside(Path("run")) as checkpoints:
+    with training.checkpoints.in_folder(Path("run")) as checkpoints:
         checkpoints.begin()
         scored = training.answers.log_probabilities().tolist()
     training.loader.close()

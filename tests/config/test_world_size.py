@@ -111,5 +111,5 @@ def test_print_config_of_the_plain_door(monkeypatch, capsys, recipe):
         monkeypatch.delenv(name, raising=False)
     for file, shard in ((recipe(TP2), -1), ("train_configs/deepseek_671b.toml", 4)):
         with pytest.raises(SystemExit) as end:
-            launch.read([file, "--print-config"], 1, COMPONENTS)
+            launch.read_config([file, "--print-config"], 1, COMPONENTS)
         assert end.value.code == 0 and toml().loads(capsys.readouterr().out)["parallelism"]["dp_shard"] == shard

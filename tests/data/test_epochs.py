@@ -20,7 +20,7 @@ from titanmoe.data import epochs as module
 from titanmoe.data import pack
 from titanmoe.data.loader import Loader
 from titanmoe.data.sources import count_steps_of_epochs, open_training_sources
-from titanmoe.train.launch import read, resolve
+from titanmoe.train.launch import read_config, resolve
 
 S, EPOCHS = 24, 2
 SIZES = ([5 + 7 * n % 31 for n in range(40)], [2 + 5 * n % 50 for n in range(23)], [61, 3, 9])
@@ -244,7 +244,7 @@ def test_steps_follow_from_epochs_wherever_a_run_stands(shards, capsys):
         resolve(config, 1, lambda _: {})
 
     with pytest.raises(SystemExit):
-        read([*words, "--job.ranks=1", "--print-config"], 1, COMPONENTS)
+        read_config([*words, "--job.ranks=1", "--print-config"], 1, COMPONENTS)
     printed = capsys.readouterr().out
     assert f"\nsteps = -1  # {-(-total // 8)} here\nepochs = 3\n" in printed
 

@@ -147,11 +147,11 @@ def test_a_machine_without_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     ask = ["--config", str(ROOT / "train_configs/debug.toml"), "--parallelism.tp", "1", "--moe.dispatcher", "deepep"]
     ask += ["--training.mixed_precision_param", "bfloat16", "--parallelism.experts.ep"]
     monkeypatch.setitem(sys.modules, "deep_ep", None)
-    assert launch.read([*ask, "1"], 2, COMPONENTS).moe.dispatcher == "deepep"
+    assert launch.read_config([*ask, "1"], 2, COMPONENTS).moe.dispatcher == "deepep"
     lacks = (
         "cannot run here: the package deep_ep cannot be loaded .*: build it as https://github.com/deepseek-ai/DeepEP"
     )
     with pytest.raises(ConfigError, match=lacks):
-        launch.read([*ask, "2"], 2, COMPONENTS)
+        launch.read_config([*ask, "2"], 2, COMPONENTS)
     with pytest.raises(ConfigError, match='"deepep" cannot run here: no fake group has the kernels of DeepEP'):
         recipe_to_rehearse([*ask, "2"], 2, "h100")

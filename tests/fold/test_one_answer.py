@@ -59,7 +59,7 @@ def complete_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 8, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setattr(refusals, "lacking", lambda config, world: [])
+    monkeypatch.setattr(refusals, "machine_problems", lambda config, world: [])
     monkeypatch.setattr(refusals, "_has_gpu", lambda: True)
 
 
@@ -88,7 +88,7 @@ def test_of_all_mappings_of_8_ranks(options: list[str], complete_machine: None, 
     legal_ones = set(accepted)
     assert set(listed) == legal_ones and 0 < len(listed) < 517
 
-    here = refusals._here(config)
+    here = refusals._with_machine(config)
     assert set(legal_folds(8, here)) == legal_ones
     assert all(fold in legal_ones for fold in nearest(8, here.parallelism, here))
     for fold in all_folds(8)[5::127]:

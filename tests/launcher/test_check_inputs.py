@@ -24,7 +24,7 @@ from titanmoe.data.loader import Loader
 from titanmoe.launcher import agent, fit_ranks
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
-from titanmoe.train import launch, machine_room, refusals
+from titanmoe.train import host_resources, launch, refusals
 
 FIELDS = {"parallelism.tp": 1, "parallelism.experts.ep": 1, "model.vocab_size": 320, "training.seq_len": 8}
 WORDS = ["debug", *(f"--{name}={value}" for name, value in FIELDS.items())]
@@ -235,20 +235,20 @@ def test_a_disk_without_room_is_refused_before_there_are_ranks(
 
 def test_what_is_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     config, each = config_of(*SYNTHETIC, "--checkpoint.keep_last=1"), 0
-    each = machine_room.checkpoint_bytes(config)
+    each = host_resources.checkpoint_bytes(config)
     free(monkeypatch, each)
-    assert machine_room.disk_shortage(config).startswith("2 checkpoints")
-    assert machine_room.disk_shortage(config, step=40) == "", "one more, at the end"
+    assert host_resources.disk_shortage(config).startswith("2 checkpoints")
+    assert host_resources.disk_shortage(config, step=40) == "", "one more, at the end"
     left = Path("runs/debug/checkpoints/step-00000009.writing")
     left.mkdir(parents=True)
     (left / "a").write_bytes(b"x" * each)
-    assert machine_room.disk_shortage(config) == "", "the start removes what an interrupted save has left"
+    assert host_resources.disk_shortage(config) == "", "the start removes what an interrupted save has left"
     make(left.parent, 20, 1)
     free(monkeypatch, 0)
-    assert machine_room.disk_shortage(config, step=20) == "", "the old one is there, and one is written"
+    assert host_resources.disk_shortage(config, step=20) == "", "the old one is there, and one is written"
     shutil.rmtree(left)
-    assert machine_room.disk_shortage(config, step=20).startswith("a checkpoint of about")
-    assert machine_room.disk_shortage(config, step=60) == "", "nothing is left to save"
+    assert host_resources.disk_shortage(config, step=20).startswith("a checkpoint of about")
+    assert host_resources.disk_shortage(config, step=60) == "", "nothing is left to save"
 
 
 # ---- torchrun
@@ -286,7 +286,7 @@ def test_a_config_is_printed_without_what_it_names(capsys: pytest.CaptureFixture
 
 
 def test_one_error_is_raised_as_it_is() -> None:
-    collected = refusals.Refusals()
+    collected = refusals.CollectedErrors()
     collected.raise_together()
 
     def refuse() -> None:

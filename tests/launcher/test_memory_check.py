@@ -143,8 +143,8 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
     without = memory_check.memory_need(config, 4, 4, CPUS)
     assert without.state * 2 == pytest.approx(with_moments.state, rel=0.01) and without.rank < with_moments.rank
     assert all(rank.moments == 0 for rank in rank_memories(config, derive(4, config.parallelism)))
-    assert sum(out_of_memory._state(5, 5, config, torch.device("cuda")).values()) == 10
-    assert "optimizer.offload" not in "".join(out_of_memory.settings(config, 9, 1, 8))
+    assert sum(out_of_memory._state_bytes(5, 5, config, torch.device("cuda")).values()) == 10
+    assert "optimizer.offload" not in "".join(out_of_memory.advise_settings(config, 9, 1, 8))
     (problem,) = refused("olmoe_7b_a1b", "--optimizer.name", "stateless").problems
     assert float(re.findall(r"alone are (\d+\.\d+) GB a rank", problem)[0]) == pytest.approx(8 * 6.92 / 8, rel=0.01)
 

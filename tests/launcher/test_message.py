@@ -134,16 +134,16 @@ def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
 def test_a_rank_leaves_its_reason_for_the_launcher_alone(tmp_path, monkeypatch):
     file = tmp_path / "left.json"
     monkeypatch.delenv(launch_messages.NOTE_FILE, raising=False)
-    assert not launch_messages.leave_note("x")
+    assert not launch_messages.write_failure_note("x")
     monkeypatch.setenv(launch_messages.NOTE_FILE, str(file))
     with pytest.raises(SystemExit) as end:
-        launch_messages.refuse(ConfigError(["no"], "a.toml"))
+        launch_messages.exit_refused(ConfigError(["no"], "a.toml"))
     note = json.loads(file.read_text())
     assert end.value.code == 2 and note["message"].startswith("error: 1 problem in a.toml") and not note["consequence"]
     try:
         raise ValueError("what went wrong\nand more")
     except ValueError as error:
-        launch_messages.leave_traceback(error)
+        launch_messages.write_error_note(error)
     assert json.loads(file.read_text())["message"].startswith(f"ValueError: what went wrong ({__file__}:")
 
 
@@ -159,16 +159,16 @@ def test_what_the_disk_of_the_logs_has_no_room_for_is_kept_in_memory(tmp_path, m
     monkeypatch.setenv(launch_messages.NOTE_FILE, str(wrong.note_file))
     monkeypatch.setattr(Path, "write_text", write_text)
     with launch_messages.notes_in_memory():
-        spare = Path(os.environ[launch_messages.SPARE])
-        launch_messages.leave_advice(lambda: "each rank holds much")
+        spare = Path(os.environ[launch_messages.NOTES_FOLDER])
+        launch_messages.write_memory_advice(lambda: "each rank holds much")
         killed = replace(wrong, exitcode=-signal.SIGKILL)
         assert message(killed, 4, out_of_memory=True).splitlines()[1] == "each rank holds much"
-        assert launch_messages.leave_note("the disk is full", alike=True)
+        assert launch_messages.write_failure_note("the disk is full", alike=True)
         assert message(wrong, 4) == "error: the disk is full"
         Logs(tmp_path).reify({0: {"RANK": "3"}})
         assert [file.name for file in spare.iterdir()] == ["rank3.json.memory"], "not told of the next attempt"
-    assert not spare.exists() and launch_messages.SPARE not in os.environ
-    assert not launch_messages.leave_note("nobody can read this"), "so that the rank prints it"
+    assert not spare.exists() and launch_messages.NOTES_FOLDER not in os.environ
+    assert not launch_messages.write_failure_note("nobody can read this"), "so that the rank prints it"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["rank3.log"], "nothing is left unfinished"
 
 
@@ -191,7 +191,7 @@ def test_the_agent_does_not_fill_the_screen_where_its_log_cannot_be_written(caps
     ],
 )
 def test_errors_that_only_follow_those_of_other_ranks(error, caused):
-    assert launch_messages.caused_by_others(error) is caused
+    assert launch_messages.caused_by_other_rank(error) is caused
 
 
 def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
@@ -206,7 +206,7 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     assert logs.reify(env).stderrs[1].endswith("logs/attempt2/rank9.log")
     Path(destination.stderrs[0]).touch()
     Path(destination.stderrs[1]).write_text("why")
-    Path(env[1][launch_messages.NOTE_FILE] + launch_messages.ADVICE).write_text("memory")
+    Path(env[1][launch_messages.NOTE_FILE] + launch_messages.ADVICE_SUFFIX).write_text("memory")
     logs.tidy()
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
 

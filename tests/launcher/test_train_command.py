@@ -26,7 +26,7 @@ from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.train import launch, launch_messages
-from titanmoe.train.launch_messages import hand_on_config, read_handed_config
+from titanmoe.train.launch_messages import pass_config, read_passed_config
 
 DEBUG = "train_configs/debug.toml"
 CPUS, GPUS = Machine(0, 2), Machine(8, 64)
@@ -197,7 +197,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     prepared = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
     assert prepared.config.parallelism.experts.ep == 2 and prepared.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
-    assert launch.receive(prepared.checked, 2).parallelism.experts.ep == 2, "the ranks agree"
+    assert launch.receive_config(prepared.checked, 2).parallelism.experts.ep == 2, "the ranks agree"
     assert main(["train", "debug", "--ranks", "auto"]) == 2
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
@@ -207,12 +207,12 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
     prepared = prepare(parse_words(words))
     recipes = opened_recipes(monkeypatch)
 
-    expected = launch.read(prepared.request.words, 4, COMPONENTS)
+    expected = launch.read_config(prepared.request.words, 4, COMPONENTS)
     assert len(recipes) == 1, "under torchrun each rank reads it once"
-    with hand_on_config(prepared.checked) as file:
+    with pass_config(prepared.checked) as file:
         monkeypatch.setenv(launch_messages.CONFIG_FILE, str(file))
         monkeypatch.setattr(launch, "refusals", None)
-        assert launch.receive(read_handed_config(COMPONENTS), 4) == expected
+        assert launch.receive_config(read_passed_config(COMPONENTS), 4) == expected
     assert not file.exists()
     assert len(recipes) == 1, "a rank of titanmoe train does not read it"
 
@@ -240,14 +240,14 @@ def test_the_launcher_reads_the_recipe_once(words, monkeypatch, capsys):
 def test_a_restart_on_other_ranks_is_fitted_and_checked(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     checked = prepare(parse_words(["debug", "--parallelism.dp_shard=2"])).checked
-    config = launch.receive(checked, 8)
+    config = launch.receive_config(checked, 8)
     assert config.job.ranks == 8 and config.parallelism.dp_shard == 4
     assert "mapping: started again on 8 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"parallelism\.tp = 2") as refusal:
-        launch.receive(checked, 3)
+        launch.receive_config(checked, 3)
     assert refusal.value.source == "debug and the command line"
     with pytest.raises(ConfigError, match="global_batch_size = 16 is not a multiple"):
-        launch.receive(checked, 12)
+        launch.receive_config(checked, 12)
 
 
 def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
@@ -281,17 +281,17 @@ def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError) as refusal:
-        launch.read(["--config", DEBUG, "--training.steps", "5"], 1, COMPONENTS)
+        launch.read_config(["--config", DEBUG, "--training.steps", "5"], 1, COMPONENTS)
     (problem,) = refusal.value.problems
     assert problem == (
         "this recipe is for 4 ranks, and this is one process without a launcher: "
         f"titanmoe train {DEBUG} --training.steps 5"
     )
     with pytest.raises(ConfigError) as refusal:
-        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1, COMPONENTS)
+        launch.read_config([f"--config={DEBUG}", "--parallelism.tp=3"], 1, COMPONENTS)
     assert "does not divide the stage of 4 ranks" in refusal.value.problems[0]
     alone = ["--config", DEBUG, "--parallelism.tp", "1", "--parallelism.experts.ep", "1"]
-    assert launch.read(alone, 1, COMPONENTS).parallelism.dp_shard == 1
+    assert launch.read_config(alone, 1, COMPONENTS).parallelism.dp_shard == 1
 
 
 # ---- this machine
@@ -335,10 +335,10 @@ def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, cap
 HOLDS = """
 import sys
 from titanmoe.config.schema import Config
-from titanmoe.train.run_folder import claim
+from titanmoe.train.run_folder import claim_folder
 config = Config()
 config.job.dump_folder, config.job.name, config.checkpoint.enable = sys.argv[1], "debug", True
-lock = claim(config.job, True)
+lock = claim_folder(config.job, True)
 print("locked", flush=True)
 sys.stdin.read()
 """

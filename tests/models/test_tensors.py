@@ -121,7 +121,7 @@ def test_adapters_of_qwen3_30b_have_the_published_sizes():
     [("dropout", "no dropout"), ("use_dora", "DoRA is not"), ("load_in_4bit", "quantised base"), ("r", "--lora.rank")],
 )
 def test_what_adapters_do_not_have_is_refused_by_name(option, says):
-    from titanmoe.train.launch import read
+    from titanmoe.train.launch import read_config
 
     with pytest.raises(ConfigError, match=says):
-        read(["--lora.rank", "4", f"--lora.{option}", "1"], 1, COMPONENTS)
+        read_config(["--lora.rank", "4", f"--lora.{option}", "1"], 1, COMPONENTS)

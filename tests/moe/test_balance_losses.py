@@ -17,7 +17,7 @@ from titanmoe.moe.balance import Balance
 from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
 from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, switched_on
 from titanmoe.moe.layer_statistics import RowLayout
-from titanmoe.train.alarms import unbalanced
+from titanmoe.train.alarms import warn_of_no_balancing
 
 
 class EvenSpec(BalanceSpec):
@@ -78,8 +78,8 @@ def test_terms_that_are_on() -> None:
 
 def test_what_names_them_asks_their_specs() -> None:
     config = Config(model=Model(num_experts=8, top_k=2), moe=MoE(balance_losses=[f"{LOGITS} 0.1"]))
-    assert unbalanced(config.model, config.moe)
-    assert not unbalanced(config.model, MoE(balance_losses=[f"{EVEN} 0.1"]))
+    assert warn_of_no_balancing(config.model, config.moe)
+    assert not warn_of_no_balancing(config.model, MoE(balance_losses=[f"{EVEN} 0.1"]))
 
 
 @pytest.mark.parametrize(

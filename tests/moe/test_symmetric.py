@@ -30,7 +30,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers, plain_put
-from titanmoe.train.launch import read
+from titanmoe.train.launch import read_config
 
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
 
@@ -387,9 +387,9 @@ def test_a_machine_that_cannot_run_it_is_refused(monkeypatch: pytest.MonkeyPatch
     """A group of one sends nothing, so it needs nothing."""
     monkeypatch.setattr("titanmoe.ops.cpu.shared_memory.sys", SimpleNamespace(platform="darwin"))
     ask = ["--config", "debug", "--parallelism.tp", "1", "--training.device", "cpu", "--moe.dispatcher", "symm_mem"]
-    assert read([*ask, "--parallelism.experts.ep", "1"], 2, COMPONENTS).moe.dispatcher == "symm_mem"
+    assert read_config([*ask, "--parallelism.experts.ep", "1"], 2, COMPONENTS).moe.dispatcher == "symm_mem"
     with pytest.raises(ConfigError) as refused:
-        read([*ask, "--parallelism.experts.ep", "2"], 2, COMPONENTS)
+        read_config([*ask, "--parallelism.experts.ep", "2"], 2, COMPONENTS)
     assert (
         'moe.dispatcher = "symm_mem" cannot run here: ranks on CPUs share memory in /dev/shm, which only Linux has; '
         'use dispatcher = "alltoall"'

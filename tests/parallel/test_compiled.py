@@ -30,7 +30,7 @@ from titanmoe.parallel.compiled import compile_parts, why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute
 from titanmoe.tokens import Tokens
-from titanmoe.train.launch import read
+from titanmoe.train.launch import read_config
 
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True, "moe.capacity_scope": "full_sequence"}
 COMPILED = {"compile.enable": True, "compile.backend": "kept"}
@@ -364,7 +364,7 @@ def small(config: Config) -> Config:
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
     world = recipe_ranks(read_draft([str(recipe)], COMPONENTS))
-    config = small(read(["--config", str(recipe)], world, COMPONENTS))
+    config = small(read_config(["--config", str(recipe)], world, COMPONENTS))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()
     counters.clear()

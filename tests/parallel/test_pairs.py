@@ -200,7 +200,7 @@ def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> 
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:
-    return parity.make_trainer(changes).training.set_up
+    return parity.make_trainer(changes).training.setup_rows
 
 
 class Broken(RuntimeError):

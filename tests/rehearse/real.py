@@ -113,7 +113,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
         recorder = Recorder(layers, hardware != "cpu")
         with recorder.recording(), unseen_connections(), listening(CountBytes()):
             trainer.train_step()
-    state = trainer.training.optimizer.on_device
+    state = trainer.training.optimizer.device_tensors
     return Real(
         comparable(recorder.log, name_groups(trainer.training.meshes.communicators, trainer.training.fold, rank, 8)),
         sum(p.numel() * p.element_size() for p in trainer.training.optimizer.local_shards.values()),

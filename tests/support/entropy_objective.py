@@ -17,8 +17,8 @@ BONUS = 0.3
 
 
 class EntropySpec(ObjectiveSpec):
-    entropy = True
-    further_tokens = True
+    reads_entropy = True
+    allows_mtp = True
 
 
 class EntropyBonus(Objective):

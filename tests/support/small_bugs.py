@@ -348,7 +348,12 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "(batch.labels_BS != IGNORE).sum()",
             "batch.valid_BS.sum()",
         ),
-        ("decays", "weight decay on routers", '("router.weight", "gate.weight", "bias")', '("gate.weight", "bias")'),
+        (
+            "has_weight_decay",
+            "weight decay on routers",
+            '("router.weight", "gate.weight", "bias")',
+            '("gate.weight", "bias")',
+        ),
     ],
     "tests/checkpoint/test_resume.py": [
         (

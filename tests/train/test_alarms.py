@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import pytest
 
-from titanmoe.train.alarms import ENOUGH, Divergence, Expected, Spikes
+from titanmoe.train.alarms import MIN_LOSSES, DivergenceAlarm, ExpectedLoss, SpikeAlarm
 
 
 def spikes_in(losses: list[float]) -> list[int]:
-    spikes = Spikes()
+    spikes = SpikeAlarm()
     return [i for i, loss in enumerate(losses) if spikes.check(loss)]
 
 
@@ -39,8 +39,8 @@ def test_a_new_level_is_a_spike_first_and_then_the_usual():
 
 
 def test_little_is_known_at_first():
-    assert spikes_in([6.0] * (ENOUGH - 1) + [60.0]) == []
-    assert spikes_in([6.0] * ENOUGH + [60.0]) == [ENOUGH]
+    assert spikes_in([6.0] * (MIN_LOSSES - 1) + [60.0]) == []
+    assert spikes_in([6.0] * MIN_LOSSES + [60.0]) == [MIN_LOSSES]
 
 
 def test_a_loss_that_hardly_moves_has_no_tiny_spikes():
@@ -48,14 +48,14 @@ def test_a_loss_that_hardly_moves_has_no_tiny_spikes():
 
 
 def test_the_text_has_the_numbers():
-    spikes = Spikes()
+    spikes = SpikeAlarm()
     for _ in range(20):
         spikes.check(2.0)
     assert spikes.check(4.0) == "loss 4.0000 is 50 deviations above 2.0000, the median of the 20 steps before"
 
 
 def events(losses: Iterable[float], warmup: int = 5, guess: float = math.log(320)) -> dict[int, str]:
-    watch, smoothed, weight, found = Divergence(Expected(warmup, 3.0, guess)), 0.0, 0.0, {}
+    watch, smoothed, weight, found = DivergenceAlarm(ExpectedLoss(warmup, 3.0, guess)), 0.0, 0.0, {}
     for step, loss in enumerate(losses, 1):
         if math.isfinite(loss):
             smoothed, weight = 0.9 * smoothed + 0.1 * loss, 0.9 * weight + 0.1

@@ -19,7 +19,7 @@ from titanmoe.data.quiz import Question, QuizSet, encode_choices
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.report.read_run import read_runs
 from titanmoe.tokens import IGNORE
-from titanmoe.train.evaluation import judge
+from titanmoe.train.evaluation import score_question
 
 QUESTIONS = [
     {"question": "a", "choices": ["b", "cde"], "answer": 1},
@@ -140,7 +140,7 @@ def test_a_run_writes_what_its_report_reads(asked: dict[str, Any], tmp_path: Pat
 
 def test_length_decides_between_choices_where_the_harness_says_so() -> None:
     """acc takes the likeliest choice, acc_norm the likeliest per character."""
-    judged = judge(Question("", ["yes", "é" * 6], 1, 1), np.array([-2.0, -3.0]))
+    judged = score_question(Question("", ["yes", "é" * 6], 1, 1), np.array([-2.0, -3.0]))
     assert (judged["accuracy"], judged["accuracy_norm"], judged["margin"]) == (0, 1, -1)
     assert judged["bits_per_byte"] == pytest.approx(3 / math.log(2) / 12)
 

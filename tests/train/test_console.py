@@ -9,7 +9,16 @@ from rich.console import Console
 
 from tests.support import processes
 from titanmoe.config.schema import Config
-from titanmoe.train.console import Lines, LivePanel, Shown, Stamped, curve, duration, open_console, shares
+from titanmoe.train.console import (
+    ConsoleSettings,
+    LineConsole,
+    LivePanel,
+    RankPrefixed,
+    draw_curve,
+    format_duration,
+    format_phases,
+    open_console,
+)
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.report_targets import Report
 
@@ -40,8 +49,8 @@ def config() -> Config:
     return config
 
 
-def shown(config: Config) -> Shown:
-    return Shown(config.training.steps, config.compile.enable, config.moe.force_balance)
+def shown(config: Config) -> ConsoleSettings:
+    return ConsoleSettings(config.training.steps, config.compile.enable, config.moe.force_balance)
 
 
 def terminal(width: int) -> Console:
@@ -114,7 +123,9 @@ def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, ca
 
 
 def test_lines_where_nobody_could_see_a_panel(config, capsys):
-    assert isinstance(open_console(config.metrics.console, shown(config), "run", Console(file=io.StringIO())), Lines)
+    assert isinstance(
+        open_console(config.metrics.console, shown(config), "run", Console(file=io.StringIO())), LineConsole
+    )
     config.metrics.console = "lines"
     lines = open_console(config.metrics.console, shown(config), "run", terminal(80))
     lines.log(REPORT._replace(eta=None))
@@ -131,16 +142,16 @@ def test_lines_where_nobody_could_see_a_panel(config, capsys):
 
 
 def test_small_things():
-    assert curve([1.0, 2.0, 3.0]) == "▁▅█"
-    assert curve([2.0, 2.0]) == "▁▁"
-    assert duration(3725.4) == "1:02:05"
-    assert shares({"loss": 1.0}) == ""
-    assert shares({"time.data": 1e-4, "time.optimizer": 1.0}) == "optimizer 100%"
+    assert draw_curve([1.0, 2.0, 3.0]) == "▁▅█"
+    assert draw_curve([2.0, 2.0]) == "▁▁"
+    assert format_duration(3725.4) == "1:02:05"
+    assert format_phases({"loss": 1.0}) == ""
+    assert format_phases({"time.data": 1e-4, "time.optimizer": 1.0}) == "optimizer 100%"
 
 
 def test_what_another_rank_says_has_its_number():
     stream = io.StringIO()
-    stamped = Stamped(stream, 3)
+    stamped = RankPrefixed(stream, 3)
     print("one\ntwo", file=stamped)
     stamped.write("half ")
     stamped.write("line\n")
@@ -148,8 +159,8 @@ def test_what_another_rank_says_has_its_number():
 
 
 def test_a_traceback_too():
-    code = "from titanmoe.train.console import stamp; stamp(2); import warnings; warnings.warn('w'); 1 / 0"
-    run = processes.run(["-c", code])
+    code = "from titanmoe.train import console; console.prefix_output_with_rank(2); import warnings; warnings.warn('w')"
+    run = processes.run(["-c", f"{code}; 1 / 0"])
     lines = run.stderr.splitlines()
     assert lines[-1].endswith("ZeroDivisionError: division by zero")
     assert all(line.startswith("[rank 2] ") for line in lines)

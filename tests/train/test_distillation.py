@@ -137,10 +137,10 @@ SCORING_TEACHER = {"model.dim": 24, "model.num_experts": 4, "training.seed": 5, 
 
 
 def counted(changes: dict[str, Any]) -> None:
-    from titanmoe.train.reference import count
+    from titanmoe.train.reference import run_scoring
 
     trainer = parity.make_trainer(changes, likeliest=True)
-    count(parity.read(changes, 2), trainer.training, likeliest=True)
+    run_scoring(parity.read(changes, 2), trainer.training, likeliest=True)
     trainer.training.loader.close()
 
 

@@ -12,8 +12,8 @@ from titanmoe.config.fields import flat
 from titanmoe.config.schema import Config, LRSchedule, Optimizer
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import parameters
-from titanmoe.train.header import header
-from titanmoe.train.learning_rate import LearningRate, changed_rate, high_rate, lr_factor
+from titanmoe.train.header import make_header
+from titanmoe.train.learning_rate import LearningRate, describe_rate_change, lr_factor, warn_of_high_rate
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,25 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     config = Config()
     config.optimizer.lr, config.training.steps, config.lr_schedule.warmup_steps = 5e-3, 60, 0
     before = flat(config)
-    assert changed_rate(60, before, rate(config)) == []
+    assert describe_rate_change(60, before, rate(config)) == []
     config.training.steps = 120
-    assert changed_rate(60, before, rate(config)) == [
+    assert describe_rate_change(60, before, rate(config)) == [
         "note: the learning rate, which had come to 0.0005, rises to 0.00269 here, and the loss may rise with it; to "
         'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
     ]
     config.optimizer.lr, config.training.steps = 2e-2, 60
-    assert "rises to 0.002 here" in changed_rate(60, before, rate(config))[0], "no step is left, so the last one's rate"
+    assert "rises to 0.002 here" in describe_rate_change(60, before, rate(config))[0], (
+        "no step is left, so the last one's rate"
+    )
     config.optimizer.lr, config.training.steps = 5e-3, 120
-    assert changed_rate(0, before, rate(config)) == [], "nothing has been made yet"
+    assert describe_rate_change(0, before, rate(config)) == [], "nothing has been made yet"
     config.optimizer.lr, config.lr_schedule.decay = 5e-4, "none"
-    assert changed_rate(60, before, rate(config)) == []
+    assert describe_rate_change(60, before, rate(config)) == []
     config.optimizer.lr = 1e-4
-    assert changed_rate(60, before, rate(config)) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
-    assert changed_rate(60, {}, rate(config)) == []
+    assert describe_rate_change(60, before, rate(config)) == [
+        "note: the learning rate falls from 0.0005 to 0.0001 here"
+    ]
+    assert describe_rate_change(60, {}, rate(config)) == []
 
 
 @pytest.mark.parametrize(
@@ -90,14 +94,14 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     ],
 )
 def test_a_rate_that_is_far_from_usual_is_said(options: dict, said: list[str]) -> None:
-    lines = high_rate(Optimizer(**options)).splitlines()
+    lines = warn_of_high_rate(Optimizer(**options)).splitlines()
     assert len(lines) == len(said) and all(line.startswith(text) for line, text in zip(lines, said, strict=True))
 
 
 def test_the_header_has_it() -> None:
     for lr, there in ((1e-2, False), (1.0, True)):
         config = parity.read({"optimizer.lr": lr}, 1)
-        rows = header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).batches
+        rows = make_header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).batches
         assert ("learning rate" in rows) == there
     assert "optimizer.lr = 1: above 0.02" in str(rows["learning rate"])
 
@@ -108,5 +112,5 @@ def test_the_header_has_it() -> None:
 )
 def test_the_header_says_what_is_trained(changes: dict, said: str) -> None:
     config = parity.read(changes, 1)
-    rows = header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).mapping
+    rows = make_header(config, derive(1, config.parallelism), parameters(config.model), "CPU", None).mapping
     assert rows["model"].endswith(said)

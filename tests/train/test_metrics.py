@@ -19,11 +19,11 @@ from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.train import console, metrics, report_targets, runtime
-from titanmoe.train.alarms import Collapse, unbalanced
+from titanmoe.train.alarms import LoadAlarm, warn_of_no_balancing
 from titanmoe.train.build import build_metrics
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.report_targets import Report
-from titanmoe.train.run_folder import claim, rewind
+from titanmoe.train.run_folder import claim_folder, rewind
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
@@ -57,7 +57,7 @@ def clock(monkeypatch):
 
 
 def make(config: Config, rank: int = 0) -> Metrics:
-    folder = claim(config.job, continues(config.checkpoint))[0] if rank == 0 else Path(config.job.dump_folder)
+    folder = claim_folder(config.job, continues(config.checkpoint))[0] if rank == 0 else Path(config.job.dump_folder)
     return begun(config, folder, rank=rank)
 
 
@@ -280,10 +280,10 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
 
     config.checkpoint.interval = config.checkpoint.keep_last = 0
     config.checkpoint.folder = str(run.folder)
-    text = console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
+    text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
     assert text == f"saves at the end to {run.folder}/run (all kept, about 11 MB each)"
     monkeypatch.setattr(console.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=5e6))
-    text = console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
+    text = console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).plain
     assert text.endswith("each): only 5 MB are free there")
 
     config.checkpoint.enable = False
@@ -293,7 +293,7 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
     printed = capsys.readouterr().out
     assert "saves nothing (checkpoint.enable = false)" in printed
     assert printed.splitlines()[-1].count("; nothing was saved (checkpoint.enable = false); ") == 1
-    assert "red" in str(console.saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).style)
+    assert "red" in str(console.describe_saving(config.checkpoint, run.header.checkpoint_bytes, run.folder).style)
 
 
 def test_a_loss_that_flies_away_is_in_the_lines_the_events_and_the_last_lines(config, capsys):
@@ -364,24 +364,24 @@ def test_a_busy_expert_is_reported_after_fifty_steps_and_a_collapse_after_ten():
         ),
         ([800.0, 1, 1, 0, 0, 0, 0, 0], 10, "layer 0: all tokens have chosen the same expert for 10 steps, 8.0 times"),
     ):
-        watch = Collapse(8, 1)
+        watch = LoadAlarm(8, 1)
         reported = {n: texts for n in range(1, 61) if (texts := list(watch.check({0: loads})))}
         assert list(reported)[:1] == [step] and any(line.startswith(text) for line in reported[step])
-    even = Collapse(4, 4)  # every token visits every expert
+    even = LoadAlarm(4, 4)  # every token visits every expert
     assert not any(list(even.check({0: [9.0] * 4})) for _ in range(60))
 
 
 def test_an_expert_that_recovers_is_reported_again_when_it_dies_again():
-    watch = Collapse(4, 2)
+    watch = LoadAlarm(4, 2)
     reported = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]
     assert [step for step, texts in enumerate(reported) if texts] == [50, 110]
 
 
 @pytest.mark.parametrize("field", ["aux_loss", "aux_loss_sequence", "aux_loss_global", "bias_update_rate"])
 def test_a_run_without_any_balancing_says_so(config, field):
-    assert unbalanced(config.model, config.moe).startswith("none: nothing keeps the experts evenly busy")
+    assert warn_of_no_balancing(config.model, config.moe).startswith("none: nothing keeps the experts evenly busy")
     setattr(config.moe, field, 0.01)
-    assert unbalanced(config.model, config.moe) == ""
+    assert warn_of_no_balancing(config.model, config.moe) == ""
 
 
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
@@ -445,7 +445,7 @@ def test_peaks_of_known_gpus():
 def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> None:
     from titanmoe.train import report_targets
 
-    assert report_targets.tag(name, ["aux_loss"]) == tag
+    assert report_targets.chart_name(name, ["aux_loss"]) == tag
 
 
 def test_tensorboard_begins_with_the_losses() -> None:
@@ -533,7 +533,7 @@ def test_a_console_that_cannot_be_written_does_not_end_the_run(config, monkeypat
     monkeypatch.delenv("RANK", raising=False)
     run = make(config)
     run.log(1, VALUES)
-    runtime.say("saved")
+    runtime.print_rank_0("saved")
     run.close()
     assert [line["step"] for line in lines(run.folder)] == [1]
     assert logged(run.folder)[0].startswith("the console: No space left on device")

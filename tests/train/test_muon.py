@@ -29,10 +29,10 @@ from titanmoe.ops.newton_schulz import coefficients, factor, gain, orthogonalize
 from titanmoe.parallel import whole_matrices
 from titanmoe.parallel.matrix_pieces import ALONE, Team, WeightCut, box_of, members_of, piecewise
 from titanmoe.parallel.whole_matrices import owners
-from titanmoe.train.header import header
+from titanmoe.train.header import make_header
 from titanmoe.train.optimizers.muon import Muon
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
-from titanmoe.train.out_of_memory import _state
+from titanmoe.train.out_of_memory import _state_bytes
 
 MUON = {"optimizer.name": "muon", "training.global_batch_size": 4}
 LATENT = {"model.family": "deepseek_v3", "model.kv_lora_rank": 8, "model.q_lora_rank": 8, "model.qk_nope_head_dim": 4}
@@ -189,7 +189,7 @@ def resumed(folder: str, changes: dict[str, Any], until: int) -> list[float]:
         parity.SAVING | MUON | {"job.dump_folder": folder, "checkpoint.interval": 0} | changes
     )
     losses = []
-    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
+    with trainer.training.checkpoints.in_folder(Path(folder) / "run") as checkpoints:
         checkpoints.begin()
         while trainer.step < until:
             losses.append(trainer.train_step()["loss"])
@@ -216,14 +216,14 @@ def test_what_is_said_of_memory_knows_that_matrices_have_one_number() -> None:
     numbers = 2 * sum(n for _, n in trained) - matrices
     assert OPTIMIZERS.look_up("muon").state_numbers(config) == numbers
     of_model = parameters(config.model)
-    saved = header(config, derive(1, config.parallelism), of_model, "cpu", None).checkpoint_bytes
+    saved = make_header(config, derive(1, config.parallelism), of_model, "cpu", None).checkpoint_bytes
     assert saved == 8 * (of_model.total + numbers)
     weights, those_trained = 8 * of_model.total, 8 * sum(n for _, n in trained)
-    assert _state(weights, those_trained, config, torch.device("cpu"))["optimizer state"] == 8 * numbers
+    assert _state_bytes(weights, those_trained, config, torch.device("cpu"))["optimizer state"] == 8 * numbers
 
 
 def notes(changes: dict[str, Any]) -> dict[str, str]:
-    return parity.make_trainer(changes, loader=parity.samples()).training.set_up
+    return parity.make_trainer(changes, loader=parity.samples()).training.setup_rows
 
 
 def test_the_header_says_which_way_is_taken() -> None:

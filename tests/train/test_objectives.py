@@ -76,5 +76,5 @@ def test_an_objective_refuses_multi_token_prediction_unless_it_says_so() -> None
 
 def test_what_a_guess_loses() -> None:
     config = Config()
-    assert OBJECTIVES.look_up("cross_entropy").loss_of_a_guess(config) == math.log(config.model.vocab_size)
-    assert OBJECTIVES.look_up(pair_objective.NAME).loss_of_a_guess(config) == math.inf
+    assert OBJECTIVES.look_up("cross_entropy").uniform_guess_loss(config) == math.log(config.model.vocab_size)
+    assert OBJECTIVES.look_up(pair_objective.NAME).uniform_guess_loss(config) == math.inf

@@ -31,18 +31,18 @@ class Late(offload.Copies):
         self.queues[to].append((target, source, () if to == self.deaf else after))
         return to, len(self.queues[to])
 
-    def hold(self, event: Any) -> None:
+    def wait_on_device(self, event: Any) -> None:
         to, end = event
         for number, job in enumerate(self.queues[to][:end]):
             if job is not None:
                 target, source, after = job
                 for earlier in after:
                     if earlier is not None:
-                        self.hold(earlier)
+                        self.wait_on_device(earlier)
                 target.copy_(source)
                 self.queues[to][number] = None
 
-    wait = hold
+    wait_on_host = wait_on_device
 
 
 def stepped(copies: offload.Copies | None, implementation: str, narrow: tuple[str, ...] = ()) -> list[Tensor]:
@@ -69,7 +69,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
 def test_late_copies_change_no_bit(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "TURN", TURN)
+    monkeypatch.setattr(offload, "BUCKET_BYTES", TURN)
     want = stepped(None, implementation)
     assert equal(stepped(offload.Copies(), implementation), want)
     assert equal(stepped(Late(), implementation), want)
@@ -78,18 +78,18 @@ def test_late_copies_change_no_bit(implementation: str, monkeypatch: pytest.Monk
 
 def test_moments_are_as_wide_as_their_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """With training.dtype = "bfloat16" routers are float32."""
-    monkeypatch.setattr(offload, "TURN", TURN // 2)
+    monkeypatch.setattr(offload, "BUCKET_BYTES", TURN // 2)
     assert equal(stepped(offload.Copies(), "fused", ("a", "d", "g")), stepped(None, "fused", ("a", "d", "g")))
 
 
 def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "TURN", TURN)
+    monkeypatch.setattr(offload, "BUCKET_BYTES", TURN)
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     optimizer = AdamW(parameters, Options(offload=True))
     optimizer.moments()
-    assert sum(x.nbytes for x in optimizer.on_host) >= 2 * sum(p.nbytes for p in parameters.values())
+    assert sum(x.nbytes for x in optimizer.host_tensors) >= 2 * sum(p.nbytes for p in parameters.values())
     largest = max(bucket.host.nbytes for bucket in optimizer.offload.buckets)
-    assert sum(x.nbytes for x in optimizer.on_device) == offload.BUFFERS * largest + 4 * len(parameters)
+    assert sum(x.nbytes for x in optimizer.device_tensors) == offload.BUFFERS * largest + 4 * len(parameters)
 
 
 def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
@@ -99,19 +99,19 @@ def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
     changes |= {"parallelism.experts.ep": 2, "training.global_batch_size": 2, "training.dtype": "float32"}
     changes |= {"training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "float32"}
     changes |= {"checkpoint.enable": True, "checkpoint.interval": 0, "optimizer.implementation": "fused"}
-    losses, before = [], offload.TURN
-    offload.TURN = 1 << 12
+    losses, before = [], offload.BUCKET_BYTES
+    offload.BUCKET_BYTES = 1 << 12
     try:
         for start, offloaded in enumerate(on):
             trainer = parity.make_trainer(changes | {"optimizer.offload": offloaded})
-            with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
+            with trainer.training.checkpoints.in_folder(Path(folder) / "run") as checkpoints:
                 checkpoints.begin()
                 assert trainer.step == start
                 losses.append(trainer.train_step()["loss"])
                 checkpoints.finish()
             assert (trainer.training.optimizer.offload is not None) == offloaded
     finally:
-        offload.TURN = before
+        offload.BUCKET_BYTES = before
     moments = trainer.training.optimizer.moments()
     found = {f"{name} {key}": x.clone() for name, both in moments.items() for key, x in both.items()}
     return losses, found | {name: x.detach().clone() for name, x in trainer.training.optimizer.local_shards.items()}
@@ -128,7 +128,7 @@ def test_checkpoints_do_not_know_of_it(tmp_path: Path) -> None:
 
 
 def test_a_rehearsal_has_the_moments_off_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "TURN", 1 << 12)
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 1 << 12)
     on, off = (rehearse(config_of({"optimizer.offload": is_on}, 1, "h100"), 1, 0, "h100") for is_on in (True, False))
     assert on.optimizer_bytes < off.optimizer_bytes / 2
     assert off.memory.peak - on.memory.peak == off.optimizer_bytes - on.optimizer_bytes

@@ -15,8 +15,8 @@ from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Training
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.tensors import matches
-from titanmoe.train.optimizers.adamw import AdamW, Rounding, at_random
-from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS, SHARED, OptimizerSpec
+from titanmoe.train.optimizers.adamw import AdamW, Rounding, round_stochastically
+from titanmoe.train.optimizers.optimizer_spec import COMMON_FIELDS, OPTIMIZERS, OptimizerSpec
 
 SPARED = {"norm.weight": (3,), "attention.wq.bias": (3,), "moe.router.weight": (2, 3), "moe.shared.gate.weight": (1, 3)}
 SHRUNK = {"attention.wq.weight": (3, 3), "moe.experts.w1": (2, 3, 3)}
@@ -71,12 +71,12 @@ def test_spec_is_true(name: str) -> None:
         moments = [x for tensors in optimizer.moments().values() for x in tensors.values()]
         assert sum(x.numel() for x in moments) == numbers
         state = 4 * numbers + spec.bytes_per_tensor * (len(parameters) - len(matrices))
-        assert sum(x.nbytes for x in optimizer.on_device) == state and optimizer.on_host == []
+        assert sum(x.nbytes for x in optimizer.device_tensors) == state and optimizer.host_tensors == []
         for parameter in parameters.values():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step(0.1, torch.ones(()))
         assert all(p.grad is None and not torch.equal(p, torch.ones_like(p)) for p in parameters.values())
-    assert options.fields - set(SHARED) == set(spec.reads)
+    assert options.fields - set(COMMON_FIELDS) == set(spec.reads)
 
 
 class PlainSpec(OptimizerSpec):
@@ -100,7 +100,7 @@ def test_a_field_that_an_optimizer_does_not_read_is_refused(plain: None) -> None
         'command line: optimizer.offload = true does nothing with optimizer.name = "plain", which reads beta1: leave '
         "it out, or set it to false",
     ]
-    read = {*SHARED, *(field for name in OPTIMIZERS.table for field in OPTIMIZERS.look_up(name).reads)}
+    read = {*COMMON_FIELDS, *(field for name in OPTIMIZERS.table for field in OPTIMIZERS.look_up(name).reads)}
     assert read == asdict(Options()).keys(), "a field of [optimizer] that no step and no optimizer reads"
 
 
@@ -112,9 +112,9 @@ NAME = "layers.0.attention.wq.weight"
 def test_the_mean_of_what_is_rounded_at_random_is_right() -> None:
     random = torch.arange(1 << 16)
     for x in (1.001, -3.0e-5, 2.0, 0.0):
-        got = at_random(torch.full((1 << 16,), x), random)
+        got = round_stochastically(torch.full((1 << 16,), x), random)
         assert len(got.unique()) <= 2 and got.double().mean().item() == pytest.approx(x, rel=1e-6)
-    special = at_random(torch.tensor([torch.inf, -torch.inf, torch.nan]), torch.full((3,), 0xFFFF))
+    special = round_stochastically(torch.tensor([torch.inf, -torch.inf, torch.nan]), torch.full((3,), 0xFFFF))
     assert special[:2].tolist() == [torch.inf, -torch.inf] and special[2].isnan()
 
 

@@ -14,9 +14,9 @@ from tests.support.fake_gpu import GPU, FakeGPU
 from titanmoe.components import COMPONENTS
 from titanmoe.config.load import read_draft
 from titanmoe.config.schema import Config
-from titanmoe.train import launch, machine_room, out_of_memory
+from titanmoe.train import host_resources, launch, out_of_memory
 from titanmoe.train.optimizers.adamw import AdamW
-from titanmoe.train.out_of_memory import explain, holds, is_one, settings
+from titanmoe.train.out_of_memory import advise_settings, explain, held_bytes, is_out_of_memory
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.00 GiB is "
@@ -68,7 +68,7 @@ def trainer(**changes: int) -> SimpleNamespace:
     ],
 )
 def test_the_errors_that_mean_it(error, yes):
-    assert is_one(error) is yes
+    assert is_out_of_memory(error) is yes
 
 
 def test_what_it_says():
@@ -83,25 +83,25 @@ def test_what_it_says():
 
 
 def test_what_is_held_is_counted():
-    held = holds(trainer())
+    held = held_bytes(trainer())
     assert held["weights"] == held["gradients"] == 4 << 20 and held["optimizer state"] == (8 << 20) + 4
 
 
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
-    monkeypatch.setattr(machine_room, "memory_limit", lambda: 1 << 30)
+    monkeypatch.setattr(host_resources, "memory_limit", lambda: 1 << 30)
     run = trainer()
-    first, _, *rest = out_of_memory.advice(run, run.config).splitlines()
+    first, _, *rest = out_of_memory.memory_advice(run, run.config).splitlines()
     assert first.startswith("each rank holds weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
-    monkeypatch.setattr(machine_room, "memory_limit", lambda: 20 << 20)
-    assert "1. more ranks" in out_of_memory.advice(run, run.config)
+    monkeypatch.setattr(host_resources, "memory_limit", lambda: 20 << 20)
+    assert "1. more ranks" in out_of_memory.memory_advice(run, run.config)
 
 
 def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
     def where(*frames: tuple[str, str]) -> str:
         found = [traceback.FrameSummary(file, 1, name) for file, name in frames]
         monkeypatch.setattr(out_of_memory.traceback, "extract_tb", lambda trace: found)
-        return out_of_memory._where(ValueError(), "a block")
+        return out_of_memory._activity(ValueError(), "a block")
 
     package = "/x/titanmoe/"
     step = (package + "train/trainer.py", "train_step")
@@ -117,23 +117,23 @@ def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
 
 def test_what_helps_depends_on_what_holds_most():
     config = trainer().config
-    said, *passing = settings(config, 4, 9, 20)
+    said, *passing = advise_settings(config, 4, 9, 20)
     assert said == "what helps most:" and len(passing) == 3
     assert passing[0] == "  1. training.local_batch_size = 2 (it is 4): activations shrink with it"
     assert passing[1].startswith('  2. activation_checkpoint.mode = "full" (it is "none")')
     assert passing[2].startswith("  3. parallelism.cp = 2")
-    assert settings(config, 9, 1, 0)[1].startswith("  1. more ranks")
+    assert advise_settings(config, 9, 1, 0)[1].startswith("  1. more ranks")
     config.parallelism.pp = 2
-    assert 'reshard_after_forward = "always"' in settings(config, 4, 9, 20)[3]
+    assert 'reshard_after_forward = "always"' in advise_settings(config, 4, 9, 20)[3]
     config.parallelism.pp, config.parallelism.experts.edp = 1, 1  # a copy of experts
-    assert 'reshard_after_forward = "always"' in settings(config, 4, 9, 20)[3]
+    assert 'reshard_after_forward = "always"' in advise_settings(config, 4, 9, 20)[3]
 
 
 def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(monkeypatch):
-    monkeypatch.setattr(machine_room, "memory_limit", lambda: 24 << 20)
+    monkeypatch.setattr(host_resources, "memory_limit", lambda: 24 << 20)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run = trainer()
-    said, *ways = out_of_memory.advice(run, run.config).splitlines()[1:]
+    said, *ways = out_of_memory.memory_advice(run, run.config).splitlines()[1:]
     assert said == (
         "weights, gradients and optimizer state alone are 16 MiB a rank, and it has 12 MiB: smaller batches, "
         "recomputation and cp cannot help; what does:"
@@ -142,9 +142,9 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     run.config.parallelism.dp_replicate = 2
     assert "  1. parallelism.dp_replicate = 1 (it is 2)" in explain(cpu_error(), run, 0, run.config)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert "what helps most:" in out_of_memory.advice(run, run.config)
+    assert "what helps most:" in out_of_memory.memory_advice(run, run.config)
     # Before there are weights, their number is known.
-    monkeypatch.setattr(machine_room, "memory_limit", lambda: 1 << 20)
+    monkeypatch.setattr(host_resources, "memory_limit", lambda: 1 << 20)
     config = read_draft(["--config", "debug", "--training.device=cpu"], COMPONENTS).config
     early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
@@ -153,31 +153,31 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
 
 def test_moments_that_are_kept_in_the_hosts_memory_are_not_counted_on_a_gpu():
     config, gpu = Config(), torch.device("cuda")
-    assert sum(out_of_memory._state(5, 5, config, gpu).values()) == 20
+    assert sum(out_of_memory._state_bytes(5, 5, config, gpu).values()) == 20
     config.optimizer.offload = True
-    assert sum(out_of_memory._state(5, 5, config, gpu).values()) == 10
-    assert sum(out_of_memory._state(5, 5, config, torch.device("cpu")).values()) == 20
+    assert sum(out_of_memory._state_bytes(5, 5, config, gpu).values()) == 10
+    assert sum(out_of_memory._state_bytes(5, 5, config, torch.device("cpu")).values()) == 20
 
 
 def test_the_memory_of_the_host_is_the_least_limit_around_the_process(monkeypatch, tmp_path):
-    known = machine_room.memory_limit()
-    monkeypatch.setattr(machine_room, "CGROUPS", tmp_path)
+    known = host_resources.memory_limit()
+    monkeypatch.setattr(host_resources, "CGROUPS", tmp_path)
     (tmp_path / "job/step").mkdir(parents=True)
     (tmp_path / "memory/other").mkdir(parents=True)
-    real = machine_room._lines
+    real = host_resources._lines
 
     def lines(file: str) -> list[str]:
         groups = ["9:cpu:/other", "4:cpu,memory:/other", "0::/job/step"]
         return groups if file == "/proc/self/cgroup" else real(file)
 
-    monkeypatch.setattr(machine_room, "_lines", lines)
+    monkeypatch.setattr(host_resources, "_lines", lines)
     (tmp_path / "job/step/memory.max").write_text("max\n")
     (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
-    assert machine_room.memory_limit() >= known > 0
+    assert host_resources.memory_limit() >= known > 0
     (tmp_path / "job/memory.max").write_text("2000\n")
-    assert machine_room.memory_limit() == 2000
+    assert host_resources.memory_limit() == 2000
     (tmp_path / "memory/other/memory.limit_in_bytes").write_text("1000")
-    assert machine_room.memory_limit() == 1000
+    assert host_resources.memory_limit() == 1000
 
 
 def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
@@ -186,7 +186,7 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
     def train() -> int:
         raise MemoryError
 
-    monkeypatch.setattr(launch, "read", lambda argv, world, parts, check_inputs: run.config)
+    monkeypatch.setattr(launch, "read_config", lambda argv, world, parts, check_inputs: run.config)
     monkeypatch.setattr(launch, "start", lambda config: SimpleNamespace(rank=0))
     monkeypatch.setattr("titanmoe.train.build.build_training", lambda config, runtime, **_: run)
     monkeypatch.setattr("titanmoe.train.trainer.Trainer", lambda training: SimpleNamespace(train=train))
@@ -197,8 +197,8 @@ def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):
 
 def test_on_a_gpu_what_the_allocator_has_and_what_others_have():
     with FakeGPU():
-        held = out_of_memory.holds(SimpleNamespace(**vars(trainer()) | {"device": GPU}))
+        held = out_of_memory.held_bytes(SimpleNamespace(**vars(trainer()) | {"device": GPU}))
     reserved, room = fake_gpu.RESERVED, fake_gpu.ROOM
     assert held["of"] == room and held["other programs and libraries on this GPU"] == room - fake_gpu.FREE - reserved
     own = sum(held[name] for name in ("weights", "gradients", "optimizer state"))
-    assert own > 0 and held[out_of_memory.REST] == reserved - own
+    assert own > 0 and held[out_of_memory.OTHER_MEMORY] == reserved - own

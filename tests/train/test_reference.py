@@ -45,9 +45,9 @@ def first_steps(changes: dict[str, Any], steps: int = 1, saves: bool = False) ->
     """On a rank: a note on the reference, and the losses; goes on from a checkpoint if there is one."""
     trainer = parity.make_trainer(changes | {"checkpoint.enable": saves, "checkpoint.interval": 0})
     training = trainer.training
-    with training.checkpoints.inside(Path(changes["job.dump_folder"], "run")) as checkpoints:
+    with training.checkpoints.in_folder(Path(changes["job.dump_folder"], "run")) as checkpoints:
         checkpoints.begin()
-        note = training.get_ready(training)["reference"]
+        note = training.prepare(training)["reference"]
         if training.validation:
             loss, metrics = training.validation.measure()
             assert loss == pytest.approx(LN2, abs=1e-12) and metrics["preference.val_kl"] < 1e-24

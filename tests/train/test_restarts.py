@@ -28,7 +28,7 @@ from titanmoe.checkpoint.layout import name_of
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.train import runtime
-from titanmoe.train.launch import read
+from titanmoe.train.launch import read_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 7
@@ -291,18 +291,18 @@ def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, 
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     argv = options(tmp_path, **{"parallelism.dp_shard": 2})
     with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 2 is not what"):
-        read(argv, 4, COMPONENTS)
+        read_config(argv, 4, COMPONENTS)
     for begun in (False, True):
         if begun:
             (tmp_path / "run/checkpoints" / name_of(3)).mkdir(parents=True)
         else:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        config = read(argv, 4, COMPONENTS)
+        config = read_config(argv, 4, COMPONENTS)
         assert config.parallelism.dp_shard == 4 and config.training.global_batch_size == 4
         assert "mapping: started again on 4 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
         monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert read(argv, 2, COMPONENTS).parallelism.dp_shard == 2 and "mapping" not in capsys.readouterr().out
+    assert read_config(argv, 2, COMPONENTS).parallelism.dp_shard == 2 and "mapping" not in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"where only data parallel may change; parallelism\.tp = 2"):
-        read([*argv, "--parallelism.tp=2"], 3, COMPONENTS)
+        read_config([*argv, "--parallelism.tp=2"], 3, COMPONENTS)
     with pytest.raises(ConfigError, match="global_batch_size = 4 is not a multiple"):
-        read(argv, 8, COMPONENTS)
+        read_config(argv, 8, COMPONENTS)

@@ -13,11 +13,11 @@ from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import run_folder
-from titanmoe.train.run_folder import ANSWERS, COMMAND, EVENTS, EXPERTS, METRICS, command, rewind
+from titanmoe.train.run_folder import ANSWERS, COMMAND, EVENTS, EXPERTS, METRICS, rewind, typed_command
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
-    return run_folder.claim(config.job, continues(config.checkpoint))
+    return run_folder.claim_folder(config.job, continues(config.checkpoint))
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def config(tmp_path) -> Config:
 @pytest.mark.parametrize("given", ["--training.steps 10", "--training.steps=10"])
 def test_a_command_without_an_option_has_room_for_its_new_value(given: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(COMMAND, f"titanmoe train debug {given} --job.name 'a b'")
-    assert command("--training.steps") == "titanmoe train debug --job.name 'a b'"
-    assert command() == f"titanmoe train debug {given} --job.name 'a b'"
+    assert typed_command("--training.steps") == "titanmoe train debug --job.name 'a b'"
+    assert typed_command() == f"titanmoe train debug {given} --job.name 'a b'"
 
 
 def test_a_run_that_does_not_save_has_a_folder_of_its_own_each_time(config):
@@ -60,9 +60,9 @@ def test_a_lock_dies_with_its_process(config, tmp_path):
     config.checkpoint.enable = True
     code = (
         "import os, signal; from titanmoe.config.schema import Config;"
-        "from titanmoe.train.run_folder import claim; c = Config();"
+        "from titanmoe.train.run_folder import claim_folder; c = Config();"
         f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; "
-        "kept = claim(c.job, True);"
+        "kept = claim_folder(c.job, True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert processes.run(["-c", code]).returncode == -9

@@ -18,7 +18,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import NumericalFault
-from titanmoe.train.run_state import Skips
+from titanmoe.train.run_state import SkipRule
 
 NAN, SPIKE, SAVED, LAST = 2, 6, 5, 7
 RUN = runs.RUN | {"checkpoint.interval": SAVED, "training.steps": LAST, "optimizer.skip_window": 8}
@@ -56,7 +56,7 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
             if kind == "skip":
                 events.append((step, kind, text, more))
 
-    with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints, listening(Events()):
+    with trainer.training.checkpoints.in_folder(Path(folder) / "run") as checkpoints, listening(Events()):
         checkpoints.begin()
         before = state(trainer)
         while trainer.step < until:
@@ -160,16 +160,18 @@ def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 
 def test_what_is_usual_is_known_first_and_what_was_skipped_is_no_part_of_it() -> None:
-    skips = Skips(Optimizer(skip_window=8))
+    skips = SkipRule(Optimizer(skip_window=8))
     for loss in (3.0, 9.0, 3.1, 2.9):
-        assert not skips.why(loss, 1.0, 6.0)
+        assert not skips.find_outlier(loss, 1.0, 6.0)
         skips.accept(loss, 1.0)
-    skips = Skips(Optimizer(skip_window=8))
+    skips = SkipRule(Optimizer(skip_window=8))
     for loss in (3.0, 3.2, 3.1, 2.9):
         skips.accept(loss, 1.0)
-    assert skips.why(5.0, 1.0, 6.0).startswith("loss 5, which is 17.4 deviations above 3.05")
-    assert skips.why(3.0, 1.1, 6.0).startswith("gradient norm 1.1, ") and not skips.why(-5.0, 0.1, 6.0)
-    assert skips.why(5.0, 1.0, 6.0) and skips.why(float("inf"), 1.0, 6.0) == "loss inf"
+    assert skips.find_outlier(5.0, 1.0, 6.0).startswith("loss 5, which is 17.4 deviations above 3.05")
+    assert skips.find_outlier(3.0, 1.1, 6.0).startswith("gradient norm 1.1, ") and not skips.find_outlier(
+        -5.0, 0.1, 6.0
+    )
+    assert skips.find_outlier(5.0, 1.0, 6.0) and skips.find_outlier(float("inf"), 1.0, 6.0) == "loss inf"
 
 
 def test_a_run_is_told_of_steps_that_are_none() -> None:

@@ -17,7 +17,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.ops.cpu import process as cpu_process
 from titanmoe.train import header, runtime
-from titanmoe.train.runtime import ALLOCATOR, VARIABLES, grow_segments
+from titanmoe.train.runtime import ALLOCATOR, VARIABLES, use_expandable_segments
 
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
 WAIT = "time.sleep(999)"  # until the test ends it
@@ -196,7 +196,7 @@ def test_memory_of_gpus_grows_in_place_unless_the_environment_says_otherwise(nam
     without_settings(monkeypatch)
     if name:
         monkeypatch.setenv(name, "max_split_size_mb:64")
-    grow_segments()
+    use_expandable_segments()
     given = {known: os.environ.get(known) for known in ALLOCATOR}
     want = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert {known: value for known, value in given.items() if value} == want
@@ -235,9 +235,9 @@ def test_the_header_says_whether_the_allocator_grows_segments(name, setting, all
     monkeypatch.delattr(torch.cuda.memory, "_snapshot")
     if allocator:
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", allocator, raising=False)
-    rows = header.set_up(Config(), 1, 1, None, torch.device("cuda"))
+    rows = header.setup_rows(Config(), 1, 1, None, torch.device("cuda"))
     assert rows["GPU memory"].startswith(row.format(name))
-    assert "GPU memory" not in header.set_up(Config(), 1, 1, None, torch.device("cpu"))
+    assert "GPU memory" not in header.setup_rows(Config(), 1, 1, None, torch.device("cpu"))
 
 
 def test_a_machine_has_no_more_ranks_than_gpus(monkeypatch):

@@ -28,7 +28,7 @@ def test_phases_add_up_and_parts_are_counted_apart(now):
         clock.phase("data", step)
         now[0] += data
         clock.phase("forward_backward", step)
-        with clock.part("dispatch"):
+        with clock.measure("dispatch"):
             now[0] += 2.0
         now[0] += forward - 2.0
     clock.phase("other", 1)
@@ -111,7 +111,7 @@ def test_marks_do_not_pile_up_between_reports() -> None:
     with FakeGPU() as gpu:
         clock = Clock(GPU)
         for _ in range(100):
-            with clock.part("dispatch"):
+            with clock.measure("dispatch"):
                 clock.phase("data", 1)
                 gpu.now += 2e-3
         assert len(clock._open) <= 2

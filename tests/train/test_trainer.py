@@ -204,7 +204,7 @@ def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:
 
 def notes_under(version: str) -> dict[str, str]:
     with replaced(torch, "__version__", version):
-        return parity.make_trainer({"model.vocab_size": 320}).training.set_up
+        return parity.make_trainer({"model.vocab_size": 320}).training.setup_rows
 
 
 def test_a_version_of_torch_that_was_not_tried_is_named() -> None:

@@ -159,7 +159,7 @@ def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, f
     best = []
     for until in (1, 1):
         trainer = parity.make_trainer(changes | own)
-        with trainer.training.checkpoints.inside(Path(folder) / "run") as checkpoints:
+        with trainer.training.checkpoints.in_folder(Path(folder) / "run") as checkpoints:
             checkpoints.begin()
             while trainer.step < until:
                 trainer.train_step()

@@ -151,11 +151,11 @@ def test_what_cannot_be_recorded_is_refused() -> None:
 def test_the_history_of_a_gpus_memory_is_kept_where_it_was_asked_for(asked: str, tmp_path: Path) -> None:
     from titanmoe.config.schema import Profile
     from titanmoe.train.runtime import Runtime
-    from titanmoe.train.timing import HISTORY, Profiler
+    from titanmoe.train.timing import SNAPSHOT_ALLOCATIONS, Profiler
 
     with FakeGPU() as gpu:
         profiler = Profiler(Profile(steps=[2], ranks=[0], memory=asked), tmp_path, Runtime(0, 0, 1, GPU), False)
-        assert gpu.calls == [("record", HISTORY)]
+        assert gpu.calls == [("record", SNAPSHOT_ALLOCATIONS)]
         for number in (1, 2):
             with profiler.step(number):
                 torch.ones(3, device="cuda").sum()

@@ -117,7 +117,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
 ) -> None:
     notes: list[dict] = []
     monkeypatch.setattr(
-        watchdog.launch_messages, "leave_note", lambda text, **more: notes.append({"text": text} | more)
+        watchdog.launch_messages, "write_failure_note", lambda text, **more: notes.append({"text": text} | more)
     )
     machines.send(0, 1, 2)
     machines.hearts[3].numbers[heartbeat.TICK] = 0  # its thread does not run

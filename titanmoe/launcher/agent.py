@@ -61,7 +61,7 @@ class Logs(LogsSpecs):
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            for place in launch_messages.places(Path(notes[local])):
+            for place in launch_messages.note_paths(Path(notes[local])):
                 place.unlink(missing_ok=True)  # an earlier attempt's, or an earlier start's with the same --logs
             env.update(self.environment)
             env[launch_messages.NOTE_FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
@@ -75,7 +75,7 @@ class Logs(LogsSpecs):
         for file in self.folder.rglob("rank*"):
             if (
                 file.stat().st_size == 0
-                or file.suffix == launch_messages.ADVICE
+                or file.suffix == launch_messages.ADVICE_SUFFIX
                 or (refused and file.suffix == ".json")
             ):
                 file.unlink()

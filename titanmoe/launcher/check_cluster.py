@@ -40,8 +40,8 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.apply import make_meshes
 from titanmoe.train.build import build_training
-from titanmoe.train.launch import read
-from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
+from titanmoe.train.launch import read_config
+from titanmoe.train.runtime import Runtime, exit_now, print_rank_0, start, stop, world_size
 from titanmoe.train.trainer import Trainer
 
 STEPS = 2
@@ -160,7 +160,7 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
         if only and not any(word in name for word in only):
             continue
         try:
-            config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world, COMPONENTS)
+            config = read_config(command_line(runtime.world, changes, runtime.device.type), runtime.world, COMPONENTS)
         except ConfigError as error:
             row = Comparison(name, skipped=error.problems[0])
         else:
@@ -168,7 +168,7 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
             errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)]
             row = Comparison(name, max(errors, key=lambda x: math.inf if math.isnan(x) else x), seconds)
         rows.append(row)
-        say(row.line())
+        print_rank_0(row.line())
     return rows
 
 
@@ -244,7 +244,7 @@ def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
             )
             rate = large_size * (1 - 1 / group.size) / seconds
             out.append(Wire(axis, group.size, message, latency * 1e6, rate / 1e9))
-            say(out[-1].line())
+            print_rank_0(out[-1].line())
     return out
 
 
@@ -272,7 +272,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     dist.all_gather_object(places, (socket.gethostname(), device, torch.__version__))
     hosts = sorted(set(places))
     lines = [*versions(runtime), *(f"{host}: {kind}, torch {version}" for host, kind, version in hosts), ""]
-    say("\n".join(lines))
+    print_rank_0("\n".join(lines))
     problems = [] if len({place[1:] for place in places}) == 1 else ["the ranks' devices or versions of torch differ"]
 
     box: list[Any] = [None]
@@ -284,15 +284,15 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     dist.broadcast_object_list(box, 0)
     if isinstance(box[0], str):
         return {"rows": [], "wires": [], "problems": [box[0]]}
-    say(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
+    print_rank_0(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
     rows = compare(runtime, only, node, box[0])
     problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.fit]
 
     widest = math.gcd(node, 8)
     mapping = ["--parallelism.tp", str(widest), "--parallelism.experts.ep", str(runtime.world)]
     default = [*command_line(runtime.world, {}, runtime.device.type), *mapping]
-    config = read(["--config", recipe] if recipe else default, runtime.world, COMPONENTS)
-    say(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
+    config = read_config(["--config", recipe] if recipe else default, runtime.world, COMPONENTS)
+    print_rank_0(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
     meshes = make_meshes(
         derive(runtime.world, config.parallelism),
         parallelism=config.parallelism,
@@ -312,14 +312,14 @@ def main() -> int:
     parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        config = read([*command_line(options.alone, {}, options.device)], 1, COMPONENTS)
+        config = read_config([*command_line(options.alone, {}, options.device)], 1, COMPONENTS)
         print(json.dumps(numbers(config, start(config))[0]))
         return 0
     try:
-        runtime = start(read(command_line(world_size(), {}, options.device), world_size(), COMPONENTS))
+        runtime = start(read_config(command_line(world_size(), {}, options.device), world_size(), COMPONENTS))
         result = check(runtime, options.only, options.config)
     except ConfigError as error:
-        say("\n".join(f"error: {problem}" for problem in error.problems))
+        print_rank_0("\n".join(f"error: {problem}" for problem in error.problems))
         return 2
     finally:
         stop()
@@ -328,9 +328,9 @@ def main() -> int:
         Path(options.json).write_text(
             json.dumps({"rows": rows, "wires": [asdict(w) for w in result["wires"]], "problems": result["problems"]})
         )
-    say("\n" + "\n".join(result["problems"] or ["this cluster is fit"]))
+    print_rank_0("\n" + "\n".join(result["problems"] or ["this cluster is fit"]))
     return bool(result["problems"])
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_now(main())

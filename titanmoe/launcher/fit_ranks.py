@@ -10,7 +10,7 @@ from typing import Any
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
 from titanmoe.fold.legal_mappings import changes, nearest
-from titanmoe.train import machine_room
+from titanmoe.train import host_resources
 
 MOST_PER_CORE = 4
 """On CPUs, ranks per core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
@@ -43,7 +43,7 @@ def this_machine(device: str) -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     gpu_memories = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)]
-    return Machine(gpus, cores, min(gpu_memories, default=machine_room.memory_limit()))
+    return Machine(gpus, cores, min(gpu_memories, default=host_resources.memory_limit()))
 
 
 def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from titanmoe.train.launch_messages import ADVICE, places
+from titanmoe.train.launch_messages import ADVICE_SUFFIX, note_paths
 
 TAIL = 8
 """Lines of a log that are shown if the rank left no message."""
@@ -57,7 +57,7 @@ class Failure:
 
 
 def read_note(file: Path) -> dict:
-    for place in places(file):
+    for place in note_paths(file):
         with contextlib.suppress(OSError, ValueError):
             return json.loads(place.read_text(encoding="utf-8"))
     return {}
@@ -126,8 +126,8 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
 
 
 def _advice(failure: Failure) -> list[str]:
-    file = failure.note_file.with_name(failure.note_file.name + ADVICE)
-    return [place.read_text(encoding="utf-8") for place in places(file) if place.exists()][:1]
+    file = failure.note_file.with_name(failure.note_file.name + ADVICE_SUFFIX)
+    return [place.read_text(encoding="utf-8") for place in note_paths(file) if place.exists()][:1]
 
 
 def _tail(log: Path) -> list[str]:

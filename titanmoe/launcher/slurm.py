@@ -139,9 +139,9 @@ def job_script(args: argparse.Namespace) -> str:
 
 
 def _config(overrides: Sequence[str], world: int, ranks_per_node: int) -> Config:
-    from titanmoe.train.launch import on_nodes
+    from titanmoe.train.launch import with_ranks_per_node
 
-    return load(overrides, COMPONENTS, lambda config: violations(on_nodes(config, ranks_per_node), world))
+    return load(overrides, COMPONENTS, lambda config: violations(with_ranks_per_node(config, ranks_per_node), world))
 
 
 def _head(args: argparse.Namespace, config: Config, nodes: int, ranks_per_node: int) -> str:

@@ -26,9 +26,9 @@ from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first_failure, message, oom_kills
-from titanmoe.train.launch_messages import CONFIG_FILE, Checked, hand_on_config, notes_in_memory, show_status
+from titanmoe.train.launch_messages import CONFIG_FILE, CheckedConfig, notes_in_memory, pass_config, show_status
 from titanmoe.train.run_folder import COMMAND
-from titanmoe.train.runtime import why_not_listen
+from titanmoe.train.runtime import port_problem
 
 if TYPE_CHECKING:
     from titanmoe.launcher.agent import LaunchResult
@@ -72,7 +72,7 @@ class Request:
     """Overrides that --fit adds."""
     problems: list[str] = field(default_factory=list)
     scores: str = ""
-    """What the ranks count in place of training, as in `Checked`."""
+    """What the ranks count in place of training, as in `CheckedConfig`."""
     typed: list[str] = field(default_factory=list)
     """The whole command line, as typed."""
 
@@ -168,7 +168,7 @@ class PreparedRun:
     request: Request
     config: Config
     """As the ranks will have it."""
-    checked: Checked
+    checked: CheckedConfig
     """What they get."""
     nproc: int
     machine: fit_ranks.Machine
@@ -227,17 +227,17 @@ def prepare(request: Request) -> PreparedRun:
 
 def final_config(
     request: Request, draft: Draft, world: int, nproc: int, machine: fit_ranks.Machine
-) -> tuple[Config, Checked]:
+) -> tuple[Config, CheckedConfig]:
     """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
-    from titanmoe.train.launch import fitted, only_forward, resolve
-    from titanmoe.train.refusals import refusals, resolve_checked
-    from titanmoe.train.run_folder import check_free
+    from titanmoe.train.launch import fit_to_world, resolve, scoring_config
+    from titanmoe.train.refusals import check_inputs_and_resolve, refusals
+    from titanmoe.train.run_folder import refuse_live_folder
 
     misfits: list[Config] = []
 
     def check(config: Config) -> list[str]:
         try:
-            config, _ = fitted(config, nproc, world)
+            config, _ = fit_to_world(config, nproc, world)
             problems = refusals(config, world)
             if problems and violations(config, world):
                 misfits.append(config)
@@ -250,14 +250,14 @@ def final_config(
 
     def finish(config: Config) -> Config:
         nonlocal checked
-        checked = Checked(config, world, draft.source, request.scores)
+        checked = CheckedConfig(config, world, draft.source, request.scores)
         if request.nodes == 1:  # with several, a node may join a run that is going
-            check_free(config)
-        config, _ = fitted(config, nproc, world)
+            refuse_live_folder(config)
+        config, _ = fit_to_world(config, nproc, world)
         if draft.command_line.print_config:
             return resolve(config, world)
-        used = only_forward(config) if request.scores else config
-        return resolve_checked(config, lambda config: resolve(config, world), used)
+        used = scoring_config(config) if request.scores else config
+        return check_inputs_and_resolve(config, lambda config: resolve(config, world), used)
 
     checked = None
     try:
@@ -301,7 +301,7 @@ def _start(prepared: PreparedRun) -> int:
     )
     show_status(f"starting {ranks_text}")
     try:
-        with hand_on_config(prepared.checked) as file:
+        with pass_config(prepared.checked) as file:
             logs.environment = {CONFIG_FILE: str(file), **_search_path()}
             result = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
@@ -371,7 +371,7 @@ def _torchrun_options(request: Request) -> list[str]:
 
 def check_port(host: str, port: int) -> None:
     """Refuses a port that node 0 cannot listen on."""
-    if why := why_not_listen(port):
+    if why := port_problem(port):
         raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 
 

@@ -24,7 +24,7 @@ from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes
 from titanmoe.plan.schedule_cost import BackwardLoad, backward_loads, largest_loads
 from titanmoe.plan.sizes import ModelKey, WeightUnit, fsdp, state_bytes, units_of_stage
-from titanmoe.train.find_teacher import config_of_teacher, find_teacher
+from titanmoe.train.find_teacher import find_teacher, teacher_config
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 
 SLICE = 2**30
@@ -69,7 +69,7 @@ def _teacher_bytes(s: Widths, only_ends: bool) -> list[int]:
     options = s.config.distillation
     if not options.teacher:
         return []
-    own = config_of_teacher(s.config, find_teacher(options.teacher))
+    own = teacher_config(s.config, find_teacher(options.teacher))
     said = s.microbatches * s.X * (options.top * 8 + (options.top + 1) * s.W)
     return [memory.weights + said for memory in rank_memories(own, s.fold, only_ends=only_ends)]
 

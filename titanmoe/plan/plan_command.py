@@ -198,10 +198,10 @@ def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward
-    from titanmoe.train.find_teacher import problems_of_teacher
+    from titanmoe.train.find_teacher import teacher_problems
 
     def check(config: Config) -> list[str]:
-        return [*violations(config, args.ranks), *problems_of_teacher(config, args.ranks)] if args.explain else []
+        return [*violations(config, args.ranks), *teacher_problems(config, args.ranks)] if args.explain else []
 
     config = load(args.overrides, COMPONENTS, check)
     notes, training, moe = [], config.training, config.moe

@@ -29,7 +29,7 @@ from titanmoe.plan.memory import RankMemory, rank_memories
 from titanmoe.plan.planned_overlap import planned_overlap
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.training_stacks import TITANMOE, Stack
-from titanmoe.train.find_teacher import problems_of_teacher
+from titanmoe.train.find_teacher import teacher_problems
 
 SMALLEST = 40
 """If nothing fits: how many of the mappings that need least memory are priced."""
@@ -88,7 +88,7 @@ class Search:
 
 
 def _illegal(config: Config, world: int) -> list[str]:
-    return violations(config, world) or [*problems_of_teacher(config, world)]
+    return violations(config, world) or [*teacher_problems(config, world)]
 
 
 def search(

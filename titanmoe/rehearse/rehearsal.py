@@ -73,7 +73,7 @@ class Samples:
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.layout = BatchLayout(config, data_rank, data_ranks)
         self.objective = OBJECTIVES.look_up(config.training.objective)
-        self.kept, _ = self.objective.kept(config)
+        self.kept, _ = self.objective.teacher_top_k(config)
         self.global_batch_size, self.microbatches = self.layout.global_batch_size, self.layout.microbatches
 
     def next_step(self) -> list[Batch]:
@@ -89,7 +89,7 @@ class Samples:
         if self.kept:
             extra_fields |= {TEACHER_IDS: torch.zeros((*shape, self.kept), dtype=torch.int64)}
             extra_fields |= {TEACHER_LOG_P: torch.zeros((*shape, self.kept + 1))}
-        if self.objective.reference:
+        if self.objective.reads_reference:
             extra_fields[REFERENCE] = torch.zeros(shape)
         if self.objective.completions_per_prompt > 1:
             extra_fields |= {COMPLETION: document, PAIRS: torch.full(shape[:1], DOCUMENTS // 2)}
@@ -304,8 +304,8 @@ def rehearse(
             stack.enter_context(stand_ins.gpu_stand_ins())
         training.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in training.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.assign(training.optimizer.on_device, MOMENTS)
-        recorder.ledger.leave_out(training.optimizer.on_host)
+        recorder.ledger.assign(training.optimizer.device_tensors, MOMENTS)
+        recorder.ledger.leave_out(training.optimizer.host_tensors)
         trainer = Trainer(training)
         for _ in range(steps):
             recorder.begin_step()
@@ -324,7 +324,7 @@ def rehearse(
             list(training.meshes.communicators.groups),
             sum(p.numel() * p.element_size() for p in weights),
             sum(p.numel() * p.element_size() for p in trained),
-            sum(x.numel() * x.element_size() for x in training.optimizer.on_device),
+            sum(x.numel() * x.element_size() for x in training.optimizer.device_tensors),
             left_out,
             symmetric_notes(training.gradients),
             recorder.start_up,

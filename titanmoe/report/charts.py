@@ -12,7 +12,7 @@ import numpy as np
 from titanmoe.load_colours import colour_share_clear
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read_run import Run
-from titanmoe.train.run_folder import QUANTITIES
+from titanmoe.train.run_folder import ANSWER_METRICS
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
@@ -323,7 +323,7 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
 def answer_sheets(runs: list[Run], task: str) -> list[Sheet]:
     """Draw a row of means, and below each its rank correlations."""
     means, signals = [], []
-    for quantity in QUANTITIES:
+    for quantity in ANSWER_METRICS:
         name, unit = TITLES[quantity]
         form = {"form": percent} if quantity.startswith("accuracy") else {}
         curves = [Curve(run.name, *run.series(f"answers.{task}.{quantity}"), f"c{i}") for i, run in enumerate(runs)]

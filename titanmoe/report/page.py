@@ -27,7 +27,7 @@ from titanmoe.report.charts import (
 )
 from titanmoe.report.draw import DARK, LIGHT, Sheet, svg
 from titanmoe.report.read_run import Run
-from titanmoe.train.console import duration
+from titanmoe.train.console import format_duration
 
 PAGE = "report.html"
 WIDE = (854.0, 488.0)
@@ -145,7 +145,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
             "ranks": escape(f"{run.environment.get('ranks', '?')} x {run.environment.get('device', '?')}"),
             "steps": f"{last['step']:,}{of_steps}",
             "started (UTC)": escape(run.events[0]["time"][:16].replace("T", " ")) if run.events else "-",
-            "training took": _format_or_dash(run.seconds, duration),
+            "training took": _format_or_dash(run.seconds, format_duration),
             "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",
             "tokens/s": _format_or_dash(run.median("tokens_per_s"), number),
             "MFU": _format_or_dash(run.median("mfu"), percent),

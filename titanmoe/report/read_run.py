@@ -21,7 +21,7 @@ from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MOST_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, QUANTITIES, RANKS
+from titanmoe.train.run_folder import ANSWER_METRICS, ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -130,10 +130,10 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *answer_warnings]
     run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
     for line in answers:
-        run.answers.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in QUANTITIES}
+        run.answers.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in ANSWER_METRICS}
     for by_step in run.answers.values():  # the questions may have changed when it resumed
-        last = len(by_step[max(by_step)][QUANTITIES[0]])
-        for step in [step for step, line in by_step.items() if len(line[QUANTITIES[0]]) != last]:
+        last = len(by_step[max(by_step)][ANSWER_METRICS[0]])
+        for step in [step for step, line in by_step.items() if len(line[ANSWER_METRICS[0]]) != last]:
             del by_step[step]
     if times:
         busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
@@ -252,6 +252,6 @@ def _times(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _answers(line: dict[str, Any]) -> dict[str, Any] | None:
-    columns = [line.get(name) for name in QUANTITIES]
+    columns = [line.get(name) for name in ANSWER_METRICS]
     fits = all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and isinstance(line.get("task"), str) and len({len(x) for x in columns}) == 1 else None

@@ -25,19 +25,19 @@ class AdapterCheckpoints(Checkpoints):
 
     def _begin_anew(self) -> dict[str, str]:
         notes = super()._begin_anew()
-        self._sum_base()
-        return self._begin_adapters(notes)
+        self._record_base_digest()
+        return self._load_peft_adapters(notes)
 
     def _begin_from(self, beginning: StartPoint) -> dict[str, str]:
         if "base" in Checkpoint(beginning.path).record:
-            self._begin_base()
+            self._load_base()
         notes = super()._begin_from(beginning)
-        return self._begin_adapters(notes) if beginning.model_only else notes
+        return self._load_peft_adapters(notes) if beginning.model_only else notes
 
     def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         changes = super().load(saved, model_only)
         if "base" not in saved.record:
-            self._sum_base()
+            self._record_base_digest()
         return changes
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
@@ -58,7 +58,7 @@ class AdapterCheckpoints(Checkpoints):
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
         return state.targets(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
 
-    def _first_targets(self) -> state.Targets:
+    def _hf_targets(self) -> state.Targets:
         return self._targets(with_moments=False, base=True)
 
     def _stored_targets(self, saved: Checkpoint, with_moments: bool) -> state.Targets:
@@ -66,18 +66,18 @@ class AdapterCheckpoints(Checkpoints):
 
     # ---- the weights under the adapters
 
-    def _begin_base(self) -> None:
+    def _load_base(self) -> None:
         """Load the base weights from where the run took them when it began. Collective over the world."""
         options = self.options
         if options.initial_hf:
             self.begin_from_hf()
         elif options.model_only:
-            base = Checkpoint(self.choose_together(lambda: start_from_path(Path(options.load), self.find_damage)).path)
+            base = Checkpoint(self.choose_start(lambda: start_from_path(Path(options.load), self.find_damage)).path)
             if "base" not in base.record:
                 self.load(base, model_only=True)
-        self._sum_base()
+        self._record_base_digest()
 
-    def _sum_base(self) -> None:
+    def _record_base_digest(self) -> None:
         """Add the digest of the base weights to every checkpoint's record. Collective over the world."""
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
@@ -85,7 +85,7 @@ class AdapterCheckpoints(Checkpoints):
 
     # ---- adapters that PEFT made
 
-    def _begin_adapters(self, notes: dict[str, str]) -> dict[str, str]:
+    def _load_peft_adapters(self, notes: dict[str, str]) -> dict[str, str]:
         """Fill new adapters from checkpoint.initial_adapter, if it is set; return the rows with a note on it."""
         if not (folder := self.options.initial_adapter):
             return notes

@@ -5,14 +5,14 @@
 A diverging loss gets a second event when it has recovered. A healthy loss falls, varies from batch to batch, and has
 spikes of a few steps. It diverges if for HIGH_STEPS in a row it exceeds the lower of two limits:
 
-* FIRST nats above the loss of the run's first step: 2.7 times the perplexity before the first update. The loss of a
-  fine-tune that starts low and varies by a few tenths stays below.
-* LOWEST nats above the lowest average so far: 7.4 times the perplexity. Spikes are shorter, batches of different
+* ABOVE_FIRST nats above the loss of the run's first step: 2.7 times the perplexity before the first update. The loss of
+  a fine-tune that starts low and varies by a few tenths stays below.
+* ABOVE_LOWEST nats above the lowest average so far: 7.4 times the perplexity. Spikes are shorter, batches of different
   sources differ by less, and a model that only knows token frequencies is further above.
 
-FAR nats above the limit, two steps in a row are enough: a single bad batch may do that, two do not.
+FAR_ABOVE nats above the limit, two steps in a row are enough: a single bad batch may do that, two do not.
 
-A loss also counts as diverging if for GUESSED steps in a row after the warm-up it exceeds ln(vocab_size), the loss of a
+A loss also counts as diverging if for GUESS_STEPS in a row after the warm-up it exceeds ln(vocab_size), the loss of a
 uniform guess: token frequencies are learnt within the first steps and are worth several nats. This rule is off for
 random tokens (data.source = "synthetic"), which have nothing to learn.
 """
@@ -31,15 +31,15 @@ from titanmoe.moe.balance_losses.balance_spec import switched_on
 
 WINDOW = 64
 """Number of recent losses that a spike is compared with."""
-ENOUGH = 16
+MIN_LOSSES = 16
 """Number of losses needed before a spike can be detected."""
-TIMES = 6.0
+SPIKE_DEVIATIONS = 6.0
 """Robust standard deviations (1.4826 * median absolute deviation) above the median from which a loss is a spike."""
-LEAST = 0.02
+MIN_DEVIATION = 0.02
 """Smallest deviation assumed, as a fraction of the median: that of a loss that hardly changes is almost 0."""
 
 
-class Spikes:
+class SpikeAlarm:
     """Detector of loss spikes: a loss far above the median of recent losses, a rule that is robust to outliers."""
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class Spikes:
         if not math.isfinite(loss):  # the step was skipped; a NaN would make the median meaningless
             return ""
         text, was_high, self.high = "", self.high, False
-        if len(self.before) >= ENOUGH:
+        if len(self.before) >= MIN_LOSSES:
             median = statistics.median(self.before)
             deviation = 1.4826 * statistics.median(abs(value - median) for value in self.before)
-            deviation = max(deviation, LEAST * abs(median))
-            self.high = loss > median + TIMES * deviation
+            deviation = max(deviation, MIN_DEVIATION * abs(median))
+            self.high = loss > median + SPIKE_DEVIATIONS * deviation
             if self.high and not was_high:
                 text = (
                     f"loss {loss:.4f} is {(loss - median) / deviation:.0f} deviations above {median:.4f}, "
@@ -65,25 +65,25 @@ class Spikes:
         return text
 
 
-LASTS = 50
+REPORT_STEPS = 50
 """Consecutive steps after which an imbalance or a dying expert is reported; one bad batch does not count."""
-AT_ONCE = 10
+COLLAPSE_STEPS = 10
 """Consecutive steps after which the greatest possible imbalance, to within 1 %, is reported."""
-DYING = 0.01
+DYING_FRACTION = 0.01
 """Fraction of the mean load below which an expert is dying."""
-HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
+ADVICE = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
 
 
-def unbalanced(model: Model, moe: MoE) -> str:
+def warn_of_no_balancing(model: Model, moe: MoE) -> str:
     """Return the header's warning for a run without balance losses or selection biases; "" if it has some."""
     balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in switched_on(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
     if not a_choice or moe.force_balance or balanced:
         return ""
-    return "none: nothing keeps the experts evenly busy, and some may die; " + HELP.partition(",")[0]
+    return "none: nothing keeps the experts evenly busy, and some may die; " + ADVICE.partition(",")[0]
 
 
-class Collapse:
+class LoadAlarm:
     """Detector of dying experts, and of routing that collapses onto a few experts."""
 
     def __init__(self, num_experts: int, top_k: int):
@@ -104,36 +104,39 @@ class Collapse:
             mean = sum(load) / len(load)
             before, now = self._dying.get(layer, Counter()), Counter()
             for expert, tokens in enumerate(load):
-                if tokens < DYING * mean:
+                if tokens < DYING_FRACTION * mean:
                     now[expert] = before[expert] + 1
             self._dying[layer] = now
-            if dead := [expert for expert, steps in now.items() if steps == LASTS]:
+            if dead := [expert for expert, steps in now.items() if steps == REPORT_STEPS]:
                 many = "experts" if len(dead) > 1 else "expert"
                 names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
-                yield f"layer {layer}: {many} {names} got under {DYING:.0%} of the mean load for {LASTS} steps; {HELP}"
+                yield (
+                    f"layer {layer}: {many} {names} got under {DYING_FRACTION:.0%} of the mean load for {REPORT_STEPS} "
+                    f"steps; {ADVICE}"
+                )
             collapsed = 0 < 0.99 * self.greatest * mean <= max(load) and self.greatest > 1
             self._collapsed[layer] = self._collapsed[layer] + 1 if collapsed else 0
-            if self._collapsed[layer] == AT_ONCE:
+            if self._collapsed[layer] == COLLAPSE_STEPS:
                 yield (
-                    f"layer {layer}: all tokens have chosen the same expert for {AT_ONCE} steps, {self.greatest:.1f} "
-                    "times the mean load, which is the greatest possible: the routing has collapsed. Lower "
-                    f"optimizer.lr and begin again, or from a checkpoint of before; {HELP}"
+                    f"layer {layer}: all tokens have chosen the same expert for {COLLAPSE_STEPS} steps, "
+                    f"{self.greatest:.1f} times the mean load, which is the greatest possible: the routing has "
+                    f"collapsed. Lower optimizer.lr and begin again, or from a checkpoint of before; {ADVICE}"
                 )
             uneven = mean > 0 and max(load) > self.limit * mean
             self._uneven[layer] = self._uneven[layer] + 1 if uneven else 0
-            if self._uneven[layer] == LASTS and not collapsed:
+            if self._uneven[layer] == REPORT_STEPS and not collapsed:
                 ratio = max(load) / mean
                 yield (
-                    f"layer {layer}: the busiest expert had over {self.limit:g} times the mean load for {LASTS} "
-                    f"steps, now {ratio:.1f} times; {HELP}"
+                    f"layer {layer}: the busiest expert had over {self.limit:g} times the mean load for {REPORT_STEPS} "
+                    f"steps, now {ratio:.1f} times; {ADVICE}"
                 )
 
 
-FIRST, LOWEST, FAR = 1.0, 2.0, 10.0
-HIGH_STEPS, GUESSED, TWICE = 16, 50, 2
+ABOVE_FIRST, ABOVE_LOWEST, FAR_ABOVE = 1.0, 2.0, 10.0
+HIGH_STEPS, GUESS_STEPS, FAR_STEPS = 16, 50, 2
 
 
-class Expected(NamedTuple):
+class ExpectedLoss(NamedTuple):
     """Facts of the recipe that the divergence alarm needs."""
 
     warmup: int
@@ -144,10 +147,10 @@ class Expected(NamedTuple):
     """Loss of a uniform guess; infinite if there is nothing to learn."""
 
 
-class Divergence:
+class DivergenceAlarm:
     """Detector of a loss that diverges, or that stays above the loss of a uniform guess."""
 
-    def __init__(self, expected: Expected):
+    def __init__(self, expected: ExpectedLoss):
         self.warmup, self.guess = expected.warmup, expected.guess
         self.advice = (
             f"lower optimizer.lr ({expected.lr:g}) or raise lr_schedule.warmup_steps ({self.warmup}), and "
@@ -173,12 +176,12 @@ class Divergence:
         if not math.isfinite(loss):  # the step was skipped
             return ""
         self.first = loss if self.first is None else self.first
-        limit = min(self.first + FIRST, self.lowest + LOWEST)
+        limit = min(self.first + ABOVE_FIRST, self.lowest + ABOVE_LOWEST)
         over = loss > limit
         guessing = loss > self.guess and step > self.warmup
         self.lowest = min(self.lowest, smoothed)
         self.over = self.over + 1 if over else 0
-        self.far = self.far + 1 if loss > limit + FAR else 0
+        self.far = self.far + 1 if loss > limit + FAR_ABOVE else 0
         self.guessing = self.guessing + 1 if guessing else 0
         if not (over or guessing):
             self.calm, self.highest, self.begun = self.calm + 1, 0.0, 0
@@ -189,11 +192,11 @@ class Divergence:
                 return ""
             self.text = ""
             return f"the loss has come back to {loss:.4g}"
-        if self.over >= HIGH_STEPS or self.far >= TWICE:
+        if self.over >= HIGH_STEPS or self.far >= FAR_STEPS:
             known = f"it was {self.first:.4g} at the first step"
             if self.lowest < 0.99 * self.first:
                 known += f", and {self.lowest:.4g} on average at its lowest"
-        elif self.guessing >= GUESSED:
+        elif self.guessing >= GUESS_STEPS:
             known = f"a uniform guess has {self.guess:.4g}"
         else:
             return ""

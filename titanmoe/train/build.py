@@ -34,14 +34,14 @@ from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.largest_logits import LargestLogits
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.train.adapter_checkpoints import AdapterCheckpoints
-from titanmoe.train.alarms import Expected
+from titanmoe.train.alarms import ExpectedLoss
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
-from titanmoe.train.console import Shown
+from titanmoe.train.console import ConsoleSettings
 from titanmoe.train.evaluation import Answers, ChoiceSums, Validation
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
-from titanmoe.train.header import header, set_up
+from titanmoe.train.header import make_header, setup_rows
 from titanmoe.train.learning_rate import LearningRate
 from titanmoe.train.metrics import Metrics, device_name, peak_flops
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
@@ -50,7 +50,7 @@ from titanmoe.train.objectives.objective_spec import OBJECTIVES
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.qk_clip import QKClip
 from titanmoe.train.run_folder import RunFolder
-from titanmoe.train.run_state import RunState, Skips
+from titanmoe.train.run_state import RunState, SkipRule
 from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.timing import Clock
 from titanmoe.train.training import RankModel, StepReport, Training
@@ -113,15 +113,15 @@ def build_training(
         objective=objective,
         work=training_work(config.model, Tuning.of(config)),
     )
-    set_up_notes = set_up(config, fold.pp, batches.microbatches, model.gradients.engine, device)
+    rows = setup_rows(config, fold.pp, batches.microbatches, model.gradients.engine, device)
     if config.distillation.teacher:
-        from titanmoe.train.teacher import TeachingSlicer
+        from titanmoe.train.teacher import SlicerWithTeacher
 
-        slicer = TeachingSlicer(config, slicer, batches, model.state, build)
-        set_up_notes["teacher"] = slicer.note
+        slicer = SlicerWithTeacher(config, slicer, batches, model.state, build)
+        rows["teacher"] = slicer.note
     validation, answers = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
-        set_up_notes |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_notes().items()}
+        rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_notes().items()}
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     clock = Clock(device)
     return Training(
@@ -129,7 +129,7 @@ def build_training(
         slicer=slicer,
         guard=Guard(
             options=config.optimizer,
-            pass_over=parse_skip_steps(config.data.skip_steps),
+            skipped_steps=parse_skip_steps(config.data.skip_steps),
             state=model.state,
             gradients=model.gradients,
             optimizer=model.optimizer,
@@ -167,12 +167,14 @@ def build_training(
         ),
         validation=validation,
         answers=answers,
-        set_up=set_up_notes | model.optimizer.notes | notes,
+        setup_rows=rows | model.optimizer.notes | notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
         profile=config.profile,
         garbage=garbage(training.gc_every),
-        get_ready=partial(ready_reference, config) if OBJECTIVES.look_up(training.objective).reference else no_notes,
+        prepare=partial(prepare_reference, config)
+        if OBJECTIVES.look_up(training.objective).reads_reference
+        else no_notes,
     )
 
 
@@ -191,13 +193,13 @@ def build_model(
     """Build this rank's stages and what computes and applies their gradients. Collective over the world."""
     training, device = config.training, runtime.device
     spec, distillation = OBJECTIVES.look_up(training.objective), config.distillation
-    kept, temperature = spec.kept(config)
-    output = HeadOutput(with_entropy=spec.entropy, kept=kept, temperature=temperature)
+    kept, temperature = spec.teacher_top_k(config)
+    output = HeadOutput(with_entropy=spec.reads_entropy, kept=kept, temperature=temperature)
     if likeliest:
         output = replace(output, top=distillation.top, temperature=distillation.temperature)
     stages = build(config, meshes, loader.microbatches, device, output=output)
     every = config.optimizer.qk_clip_every if config.optimizer.qk_clip else config.metrics.max_logit_every
-    state = RunState(Skips(config.optimizer))
+    state = RunState(SkipRule(config.optimizer))
     gradients = Gradients(
         stages=stages,
         engine=make_engine(
@@ -244,11 +246,11 @@ def build_model(
     )
 
 
-def ready_reference(config: Config, training: Training) -> dict[str, str]:
+def prepare_reference(config: Config, training: Training) -> dict[str, str]:
     """Store the reference model's log-probabilities of the data unless they exist; return a row of the header."""
     from titanmoe.train.reference import Reference  # few runs need it, and it takes a while
 
-    return Reference(config, training).ready()
+    return Reference(config, training).prepare()
 
 
 def no_notes(training: Training) -> dict[str, str]:
@@ -294,14 +296,14 @@ def make_evaluations(
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:
     name, count = device_name(runtime.device), parameters(config.model)
     peak = config.metrics.peak_tflops * 1e12 or peak_flops(name, config.training.mixed_precision_param)
-    known = OBJECTIVES.look_up(config.training.objective).loss_of_a_guess(config)
+    known = OBJECTIVES.look_up(config.training.objective).uniform_guess_loss(config)
     guess = known if config.data.source != "synthetic" else math.inf
     return Metrics(
         options=config.metrics,
         model=config.model,
-        expected=Expected(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
-        shown=Shown(config.training.steps, config.compile.enable, config.moe.force_balance),
-        header=header(config, fold, count, name, peak),
+        expected=ExpectedLoss(config.lr_schedule.warmup_steps, config.optimizer.lr, guess),
+        shown=ConsoleSettings(config.training.steps, config.compile.enable, config.moe.force_balance),
+        header=make_header(config, fold, count, name, peak),
         recipe=to_toml(config),
         values=nested(config),
         balance_losses=tuple(term.metric for term in switched_on(config.moe)),

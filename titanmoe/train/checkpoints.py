@@ -1,7 +1,7 @@
 """Checkpoints of a run: what it starts from, when it saves, and when a signal stops it.
 
-The training loop enters `inside(folder)`, calls `begin` once, `after_step` after each step and `finish` at the end. All
-of these are collective over the world.
+The training loop enters `in_folder(path)`, calls `begin` once, `after_step` after each step and `finish` at the end;
+these three are collective over the world.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from titanmoe.config.schema import LoRA, Model
 from titanmoe.data.loader import Loader
 from titanmoe.data.token_shards import StoredTokenizer
 from titanmoe.train.evaluation import Validation
-from titanmoe.train.learning_rate import LearningRate, changed_rate
+from titanmoe.train.learning_rate import LearningRate, describe_rate_change
 from titanmoe.train.optimizers.optimizer import Optimizer
 from titanmoe.train.run_state import RunState
-from titanmoe.train.runtime import Runtime, Signals, say
+from titanmoe.train.runtime import Runtime, Signals, print_rank_0
 
 REFERENCE = "reference"
 """Key of a record with the digest of the run's reference model (titanmoe.train.reference)."""
@@ -57,7 +57,7 @@ class Checkpoints:
     buffers: dict[str, Tensor]
     rate: LearningRate
     lora: LoRA
-    begun: int = 0
+    start_step: int = 0
     """Number of steps that the run had made when this process started."""
     saver: Saver | None = None
     origin: Path | None = None
@@ -67,11 +67,13 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.runtime.world > 1 else None
         self.signals = Signals()
 
-    def inside(self, run: Path) -> Checkpoints:
+    def in_folder(self, run: Path) -> Checkpoints:
         """Set the run's folder and return self, to be used as a context manager."""
         self.run, self.signals = run, Signals()
         try:
-            self.saver = Saver(checkpoints_of(run, self.options), self.options, say) if self.options.enable else None
+            self.saver = (
+                Saver(checkpoints_of(run, self.options), self.options, print_rank_0) if self.options.enable else None
+            )
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
         return self
@@ -92,15 +94,15 @@ class Checkpoints:
         notes = self._begin()
         if note := self._context_note():
             notes["context"] = note
-        self.begun = self.state.step
+        self.start_step = self.state.step
         if self.saver and (tokenizer := self.loader.mix.tokenizer):
-            self._carry(partial(_files, tokenizer))
+            self._copy_files(partial(_tokenizer_files, tokenizer))
         return notes
 
     def _begin(self) -> dict[str, str]:
-        beginning = self.choose_together(lambda: choose_start(self.options, self.run, self.find_damage))
+        beginning = self.choose_start(lambda: choose_start(self.options, self.run, self.find_damage))
         for line in beginning.notes:
-            say(f"checkpoint: {line}")
+            print_rank_0(f"checkpoint: {line}")
         if self.saver:
             self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
         return self._begin_anew() if beginning.path is None else self._begin_from(beginning)
@@ -114,7 +116,7 @@ class Checkpoints:
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
-            self._carry(lambda: layout.carried(beginning.path))
+            self._copy_files(lambda: layout.carried(beginning.path))
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
@@ -135,7 +137,7 @@ class Checkpoints:
             return ""
         return context_note(folder, self.model, self.about_run["config"]["training"]["seq_len"])
 
-    def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
+    def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copy files into the run's folder; from there they go into every checkpoint."""
         try:
             self.saver.carry(find)
@@ -147,15 +149,15 @@ class Checkpoints:
         from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_first_weights
 
-        folder = self._same_folder(self.options.initial_hf)
+        folder = self._find_hf_folder(self.options.initial_hf)
         source = open_first_weights(folder, self.model)
-        for name, (_, piece) in self._first_targets().items():
+        for name, (_, piece) in self._hf_targets().items():
             fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
         if self.saver:
-            self._carry(lambda: config_and_tokenizer_files(folder))
+            self._copy_files(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {self.options.initial_hf}", *source.notes])}
 
-    def _same_folder(self, name: str) -> Path:
+    def _find_hf_folder(self, name: str) -> Path:
         """Return this machine's folder of a Hugging Face model. Collective over the world.
 
         Raises:
@@ -177,7 +179,7 @@ class Checkpoints:
             )
         return folder
 
-    def choose_together(self, choose: Callable[[], StartPoint]) -> StartPoint:
+    def choose_start(self, choose: Callable[[], StartPoint]) -> StartPoint:
         """Return the start that rank 0 chooses. Collective: all ranks verify checksums, each of some of the files.
 
         Args:
@@ -191,7 +193,7 @@ class Checkpoints:
         return answer
 
     def find_damage(self, path: Path) -> list[str]:
-        """Return what is damaged in a checkpoint. Called on rank 0 while the other ranks are in `choose_together`."""
+        """Return what is damaged in a checkpoint. Called on rank 0 while the other ranks are in `choose_start`."""
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
         from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
@@ -232,7 +234,7 @@ class Checkpoints:
             raise ConfigError(problems, str(saved.path))
         targets = self._stored_targets(saved, with_moments=not model_only)
         try:
-            self._all_there(saved, targets, model_only)
+            self._check_names(saved, targets, model_only)
             on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
@@ -244,9 +246,9 @@ class Checkpoints:
         if self.validation:
             self.validation.load_state_dict(saved.record.get("validation", {}))
         self.optimizer.resume(self.state.updates)
-        return state.differences(before, now) + changed_rate(self.state.step, before, self.rate)
+        return state.differences(before, now) + describe_rate_change(self.state.step, before, self.rate)
 
-    def _all_there(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
+    def _check_names(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
         """Raise a CheckpointError unless the ranks together use every stored tensor and none is missing. Collective."""
         names = {
             name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in targets.values()}) for name in theirs
@@ -276,7 +278,7 @@ class Checkpoints:
         moments = self.optimizer.moments() if with_moments else None
         return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
-    def _first_targets(self) -> state.Targets:
+    def _hf_targets(self) -> state.Targets:
         """Return the tensors that checkpoint.initial_hf fills."""
         return self._targets(with_moments=False)
 
@@ -291,7 +293,7 @@ class Checkpoints:
         return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether checkpoint.interval asks for a save after the step just made."""
         return bool(self.saver and self.options.interval and self.state.step % self.options.interval == 0)
 
@@ -302,10 +304,10 @@ class Checkpoints:
 
     def after_step(self) -> dict[str, float]:
         """Save if it is due; return the metric checkpoint_blocked_s, the seconds for which that paused training."""
-        return {"checkpoint_blocked_s": self._save()} if self.due else {}
+        return {"checkpoint_blocked_s": self._save()} if self.is_due else {}
 
     @property
-    def patient(self) -> list[Any]:
+    def long_timeout_groups(self) -> list[Any]:
         """Process groups that wait for disks and therefore keep their long time-out."""
         return [self.saver.group] if self.saver and self.saver.group else []
 
@@ -319,13 +321,13 @@ class Checkpoints:
 
         Collective over the world.
         """
-        if not self.saver or self.state.step == self.begun:
+        if not self.saver or self.state.step == self.start_step:
             return 0
         self.saver.wait()
         if self.saver.saved_step != self.state.step:
             self._save()
             self.saver.wait()
-        say(f"saved      {self.saver.folder / layout.name_of(self.state.step)}")
+        print_rank_0(f"saved      {self.saver.folder / layout.name_of(self.state.step)}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
@@ -341,7 +343,7 @@ class Checkpoints:
         return blocked
 
 
-def _files(tokenizer: StoredTokenizer) -> dict[str, Path]:
+def _tokenizer_files(tokenizer: StoredTokenizer) -> dict[str, Path]:
     try:
         return tokenizer.files()
     except ConfigError as error:

@@ -29,11 +29,11 @@ from titanmoe.train.report_targets import Report, ReportTarget
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
 """Number of reports in the panel's loss curve."""
-QUIET = ("start", "restart", "data", "save", "stop")
+UNPRINTED_EVENTS = ("start", "restart", "data", "save", "stop")
 """Kinds of events that are not printed, because the header, the reports or the error say the same."""
 
 
-class Shown(NamedTuple):
+class ConsoleSettings(NamedTuple):
     """Settings of the recipe that the console shows beside its reports."""
 
     steps: int
@@ -41,7 +41,7 @@ class Shown(NamedTuple):
     force_balance: bool
 
 
-def open_console(style: str, run: Shown, name: str, console: Console | None = None) -> ReportTarget:
+def open_console(style: str, run: ConsoleSettings, name: str, console: Console | None = None) -> ReportTarget:
     """Return the live panel or the line printer.
 
     Args:
@@ -53,10 +53,10 @@ def open_console(style: str, run: Shown, name: str, console: Console | None = No
     console = console or Console(highlight=False)
     if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):
         return LivePanel(run, name, console)
-    return Lines(run)
+    return LineConsole(run)
 
 
-def figures(record: dict[str, float]) -> dict[str, str]:
+def format_metrics(record: dict[str, float]) -> dict[str, str]:
     """Return the metrics that the console shows of a line of metrics.jsonl, formatted, by label."""
     shown = {
         "loss": f"{record['loss']:.4f}",
@@ -86,12 +86,12 @@ def figures(record: dict[str, float]) -> dict[str, str]:
     return shown
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
-def closing_line(
+def print_closing_line(
     step: int,
     steps: int,
     first: tuple[int, float],
@@ -109,7 +109,7 @@ def closing_line(
         first: the first step that this process reported, and its loss.
         last_loss: the loss of the last step.
         seconds: that this process trained for.
-        checkpoint: text of `last_checkpoint`.
+        checkpoint: text of `describe_last_checkpoint`.
         folder: the run's.
         wrong: what is wrong with the loss and what to change; "" if nothing is.
     """
@@ -119,14 +119,14 @@ def closing_line(
         Console(highlight=False).print(Text(f"{done}, but {wrong}", "bold red"), soft_wrap=True)
         done = ""
     print(
-        f"{done:<11}step {step:,} of {steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
+        f"{done:<11}step {step:,} of {steps:,} after {format_duration(seconds)}: loss {loss:.4f} at step "
         f"{began:,} -> {last_loss:.4f}; {checkpoint}; a page of it: titanmoe report "
         f"{shlex.quote(str(folder))}",
         flush=True,
     )
 
 
-def last_checkpoint(options: Checkpoint, run: Path) -> str:
+def describe_last_checkpoint(options: Checkpoint, run: Path) -> str:
     """Return the closing line's text on the newest complete checkpoint."""
     if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
@@ -135,23 +135,23 @@ def last_checkpoint(options: Checkpoint, run: Path) -> str:
     return f"saved as {folder / name}" if name else "no checkpoint was completed"
 
 
-class Lines:
+class LineConsole:
     """ReportTarget that prints one line per report or event."""
 
-    def __init__(self, run: Shown):
+    def __init__(self, run: ConsoleSettings):
         self.run = run
 
     def log(self, report: Report) -> None:
         steps = self.run.steps
         parts = [f"step {report.step:>{len(str(steps))}}/{steps}"]
-        for name, value in figures(report.record).items():
+        for name, value in format_metrics(report.record).items():
             parts.append(f"{value} {name}" if name == "tokens/s" else f"{name} {value}")
         if self.run.force_balance:
             parts.append("FORCED BALANCE")
         if report.wrong:
             parts.append("LOSS TOO HIGH")
         if report.eta is not None:
-            parts.append(f"ETA {duration(report.eta)}")
+            parts.append(f"ETA {format_duration(report.eta)}")
         print("  ".join(parts), flush=True)
         if report.eta is None:
             seconds = report.record["step_time_s"]
@@ -159,7 +159,7 @@ class Lines:
             print(f"first step took {seconds:.1f} s, {what}", flush=True)
 
     def event(self, step: int, kind: str, text: str) -> None:
-        if kind not in QUIET:
+        if kind not in UNPRINTED_EVENTS:
             print(f"step {step}  {kind.upper()}: {text}", flush=True)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Lines:
 class LivePanel:
     """ReportTarget that draws a panel in place; other output appears above it, and it remains when the run ends."""
 
-    def __init__(self, run: Shown, name: str, console: Console):
+    def __init__(self, run: ConsoleSettings, name: str, console: Console):
         self.run, self.name, self.console = run, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.held_out = ""
@@ -184,7 +184,7 @@ class LivePanel:
         self.live.update(self.panel(report))
 
     def event(self, step: int, kind: str, text: str) -> None:
-        if kind not in QUIET:
+        if kind not in UNPRINTED_EVENTS:
             style = "bold red" if kind == "divergence" else "bold"
             self.live.console.print(Text.assemble((f"step {step}  {kind}: ", style), text))
 
@@ -193,7 +193,7 @@ class LivePanel:
 
     def panel(self, report: Report) -> Panel:
         steps, record = self.run.steps, report.record
-        eta = "ETA ..." if report.eta is None else f"ETA {duration(report.eta)}"
+        eta = "ETA ..." if report.eta is None else f"ETA {format_duration(report.eta)}"
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -203,7 +203,7 @@ class LivePanel:
             ProgressBar(steps, report.step),
             Text(f"{report.step / steps:.0%}  {eta}", "bold"),
         )
-        cells = figures(record)
+        cells = format_metrics(record)
         if "imbalance" in record and record["imbalance"] > 2:
             cells["imbalance"] = f"[yellow]{cells['imbalance']}[/]"
         if report.wrong:
@@ -218,10 +218,10 @@ class LivePanel:
             names.add_column(ratio=1)
         for row in (values[:half], values[half:]):
             names.add_row(*(f"[dim]{name}[/] {cells[name]}" for name in row))
-        lines = [head, names, Text.assemble(("loss ", "dim"), curve(self.losses))]
+        lines = [head, names, Text.assemble(("loss ", "dim"), draw_curve(self.losses))]
         if self.held_out:
             lines.append(Text.assemble(("val loss ", "dim"), self.held_out))
-        if times := shares(record):
+        if times := format_phases(record):
             lines.append(Text.assemble(("time ", "dim"), times))
         if self.run.force_balance:
             lines.append(Text("FORCED BALANCE: a benchmark, the router is ignored", "bold yellow"))
@@ -231,14 +231,14 @@ class LivePanel:
         return Panel(Group(*lines), title=self.name, title_align="left", border_style=border)
 
 
-def curve(values: deque[float]) -> str:
+def draw_curve(values: deque[float]) -> str:
     """Return a sparkline of block characters, scaled to the range of the values."""
     low, high = min(values), max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
     return "".join(BLOCKS[round((value - low) * scale)] for value in values)
 
 
-def shares(record: dict[str, float]) -> str:
+def format_phases(record: dict[str, float]) -> str:
     """Return the phases of a step with their fractions of its time, those of at least 0.5 %.
 
     The time of dispatch is within that of forward and backward, and is shown in parentheses after it.
@@ -253,7 +253,7 @@ def shares(record: dict[str, float]) -> str:
     return "  ".join(shown)
 
 
-def banner(rows: dict[str, str | Text]) -> None:
+def print_header(rows: dict[str, str | Text]) -> None:
     """Print the header of a run as a table of names and texts."""
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
@@ -261,7 +261,7 @@ def banner(rows: dict[str, str | Text]) -> None:
     Console(highlight=False).print(table)
 
 
-def saving(options: Checkpoint, each: int, run: Path) -> Text:
+def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
     """Return the header's text on when and where the run saves, in red if nothing is saved or the disk is too full.
 
     Args:
@@ -287,12 +287,12 @@ def format_size(size: int) -> str:
     return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:.2g} GB"
 
 
-def mapping(axes: dict[str, int]) -> str:
+def format_mapping(axes: dict[str, int]) -> str:
     """Return a mapping's axes of more than one rank, as "dp_shard 4 x tp 2"."""
     return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
 
 
-class Stamped:
+class RankPrefixed:
     """Output stream that puts the rank before each line, for ranks that only print if something is wrong."""
 
     def __init__(self, stream: TextIO, rank: int):
@@ -308,7 +308,7 @@ class Stamped:
         return getattr(self.stream, name)
 
 
-def stamp(rank: int) -> None:
+def prefix_output_with_rank(rank: int) -> None:
     """Put the rank before every line that this process prints, unless it is rank 0."""
     if rank:
-        sys.stdout, sys.stderr = Stamped(sys.stdout, rank), Stamped(sys.stderr, rank)
+        sys.stdout, sys.stderr = RankPrefixed(sys.stdout, rank), RankPrefixed(sys.stderr, rank)

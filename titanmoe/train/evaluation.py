@@ -28,7 +28,7 @@ from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
-from titanmoe.train.run_folder import QUANTITIES
+from titanmoe.train.run_folder import ANSWER_METRICS
 from titanmoe.train.run_state import RunState
 
 
@@ -124,7 +124,7 @@ class ChoiceSums(CrossEntropy):
         return scores.loss_BS.new_zeros(())
 
 
-def judge(question: Question, log_p: np.ndarray) -> dict[str, float]:
+def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
     """Return the metrics of a question from the log-probability of each choice."""
     right = question.answer
     bytes_of_right = len(question.choices[right].encode())
@@ -155,9 +155,9 @@ class Answers(Evaluation):
         for task in self.questions.tasks:
             judged = []
             for question in task.questions:
-                judged.append(judge(question, log_p_C[at : at + len(question.choices)]))
+                judged.append(score_question(question, log_p_C[at : at + len(question.choices)]))
                 at += len(question.choices)
-            by_quantity = {name: [one[name] for one in judged] for name in QUANTITIES}
+            by_quantity = {name: [one[name] for one in judged] for name in ANSWER_METRICS}
             report |= {f"answers.{task.name}.{name}": float(np.mean(x)) for name, x in by_quantity.items()}
             lines.append({"step": self.state.step, "task": task.name, **by_quantity})
         return report | {"answers": lines, "answers_s": time.monotonic() - begin}

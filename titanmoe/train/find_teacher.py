@@ -33,7 +33,7 @@ def find_teacher(folder: str) -> WholeModel:
         raise ConfigError([f"distillation.teacher: {problem}" for problem in problems]) from None
 
 
-def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
+def teacher_config(config: Config, teacher: WholeModel) -> Config:
     """Return the run's config for the teacher's model: all weights frozen, no recomputation, no dropped tokens."""
     return replace(
         config,
@@ -47,7 +47,7 @@ def config_of_teacher(config: Config, teacher: WholeModel) -> Config:
     )
 
 
-def problems_of_teacher(config: Config, world: int) -> Iterator[str]:
+def teacher_problems(config: Config, world: int) -> Iterator[str]:
     """Yield why the teacher that the recipe names, if any, cannot be used on this number of ranks."""
     if not config.distillation.teacher:
         return
@@ -63,7 +63,7 @@ def problems_of_teacher(config: Config, world: int) -> Iterator[str]:
             "vocabulary: name a teacher with this one, or set vocab_size to the teacher's"
         )
     own_problems = set(violations(config, world))
-    for problem in violations(config_of_teacher(config, teacher), world):
+    for problem in violations(teacher_config(config, teacher), world):
         if problem not in own_problems:
             yield f"distillation.teacher, under the run's mapping: {problem}"
 

@@ -135,7 +135,7 @@ class FirstPass(Protocol):
         ...
 
 
-class Sums(NamedTuple):
+class StepSums(NamedTuple):
     """Numbers of a step over all ranks once its gradients are summed."""
 
     scalars: StepScalars
@@ -167,12 +167,14 @@ class Slicer:
             "count": sum(self.objective.count(b).double() for b in batches),
             "tokens": sum(tokens),
             "samples": sum(b.valid_BS.any(1).sum().double() for b in batches),
-            "flops": sum(n * self.work.per_token + self._of_pairs(b) for n, b in zip(tokens, batches, strict=True)),
+            "flops": sum(
+                n * self.work.per_token + self._attention_flops(b) for n, b in zip(tokens, batches, strict=True)
+            ),
         }
         on_device = to_device(torch.stack(list(own.values())), self.device)
         return Totals(**sum_together(dict(zip(own, on_device, strict=True)), self.meshes.data))
 
-    def _of_pairs(self, batch: Batch) -> float:
+    def _attention_flops(self, batch: Batch) -> float:
         """Return the attention FLOPs of a batch, which depend on the pairs of positions that its mask allows."""
         (samples, length), mask = batch.tokens_BS.shape, mask_of(batch)
         counts = {width: mask._replace(window=width).count(length, samples) for width in self.work.per_pair}
@@ -208,7 +210,7 @@ class Gradients:
         self.moe_layers: dict[int, MoE] = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.blocks = moe_blocks(self.model)
 
-    def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> Sums:
+    def sums(self, work: StepWork, wants_to_stop: Callable[[], bool] = lambda: False) -> StepSums:
         """Compute the gradients of a step, summed over the ranks, and return its numbers. Collective over the world.
 
         Args:
@@ -225,7 +227,7 @@ class Gradients:
 
     def _sums(
         self, work: StepWork, first_pass: FirstPass | None, wants_to_stop: Callable[[], bool]
-    ) -> tuple[Sums, bool]:
+    ) -> tuple[StepSums, bool]:
         """Make one forward and backward; return the step's numbers, and whether the pass is void.
 
         All scalars come to the host in one transfer, the only one of a step outside its dispatchers; the norm and the
@@ -258,7 +260,7 @@ class Gradients:
         )
         on_device = {number: self.layout.read(row) for number, row in rows.items()}
         repeat = first_pass is not None and first_pass.must_repeat(known["repeat"])
-        return Sums(scalars, norm, on_device, own, logits), repeat
+        return StepSums(scalars, norm, on_device, own, logits), repeat
 
     def begin_step(self, totals: Totals) -> None:
         """Reset what the layers count, and give them the number of the step and its totals."""

@@ -25,9 +25,9 @@ from titanmoe.data.loader import Loader
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.checks import Checks, NumericalFault, Restore
-from titanmoe.train.gradients import Gradients, StepScalars, StepWork, Sums
+from titanmoe.train.gradients import Gradients, StepScalars, StepSums, StepWork
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.run_state import USUAL, RunState
+from titanmoe.train.run_state import DEFAULT_SIGMAS, RunState
 
 RESTORES = 3
 """Number of times that a process restores a checkpoint because ranks differ; after that a machine is at fault."""
@@ -42,7 +42,7 @@ class StepVerdict(NamedTuple):
 
     update: bool
     """Whether the gradients become an update; if not, they have been freed."""
-    sums: Sums
+    sums: StepSums
     """Numbers of the last forward and backward of the step."""
 
 
@@ -51,7 +51,7 @@ class Guard:
     """Function from a step's numbers to the decision whether they become an update."""
 
     options: Options
-    pass_over: list[range]
+    skipped_steps: list[range]
     """Steps whose batch is not used (data.skip_steps)."""
     state: RunState
     gradients: Gradients
@@ -60,24 +60,24 @@ class Guard:
     loader: Loader
     checks: Checks
 
-    def passes_over(self) -> bool:
+    def skips_batch(self) -> bool:
         """Return whether the step's batch is not to be used; if so, count the step as skipped and write an event."""
         step = self.state.step
-        if not any(step in steps for steps in self.pass_over):
+        if not any(step in steps for steps in self.skipped_steps):
             return False
         self.state.skips.skipped += 1
         observe.active.event(step, "skip", "its batch is passed over (data.skip_steps)")
         return True
 
-    def __call__(self, work: StepWork, sums: Sums) -> StepVerdict:
+    def __call__(self, work: StepWork, sums: StepSums) -> StepVerdict:
         """Return whether the step's gradients become an update. Collective over the world.
 
         Raises:
             NumericalFault: on all ranks, if the run cannot go on.
         """
-        why = self._why(sums.scalars)
+        why = self._find_outlier(sums.scalars)
         if why and (repeated := self.checks.suspect(why, work, sums)):
-            sums, why = repeated, self._why(repeated.scalars)
+            sums, why = repeated, self._find_outlier(repeated.scalars)
         if why and self.options.skip_spikes:
             self._skip(why, work.batches)
             return StepVerdict(False, sums)
@@ -85,8 +85,8 @@ class Guard:
         self.state.skips.accept(sums.scalars.loss, sums.scalars.norm)
         return StepVerdict(True, sums)
 
-    def _why(self, scalars: StepScalars) -> str:
-        return self.state.skips.why(scalars.loss, scalars.norm, self.options.skip_spikes or USUAL)
+    def _find_outlier(self, scalars: StepScalars) -> str:
+        return self.state.skips.find_outlier(scalars.loss, scalars.norm, self.options.skip_spikes or DEFAULT_SIGMAS)
 
     def _skip(self, why: str, batches: list[Batch]) -> None:
         """Free the gradients, count the step as skipped, and write an event with its samples. Collective."""
@@ -127,7 +127,7 @@ class Guard:
 
     # ---- going back
 
-    def restoring(self, train: Callable[[], int]) -> int:
+    def run_with_restores(self, train: Callable[[], int]) -> int:
         """Call `train`, and call it again from the newest checkpoint after each Restore, at most RESTORES times."""
         for _ in range(RESTORES):
             try:
@@ -136,7 +136,7 @@ class Guard:
                 self.gradients.drop()
         return train()
 
-    def last_word(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
+    def record_end(self, error: NumericalFault, has_saved: bool) -> NumericalFault:
         """Write the event that ends training or restores a checkpoint; return the error to raise.
 
         A Restore without a saved checkpoint becomes a NumericalFault.

@@ -15,13 +15,13 @@ from titanmoe.models.count import Parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
-from titanmoe.train.alarms import unbalanced
-from titanmoe.train.console import mapping, saving
-from titanmoe.train.learning_rate import high_rate
-from titanmoe.train.machine_room import checkpoint_bytes
-from titanmoe.train.runtime import segments
+from titanmoe.train.alarms import warn_of_no_balancing
+from titanmoe.train.console import describe_saving, format_mapping
+from titanmoe.train.host_resources import checkpoint_bytes
+from titanmoe.train.learning_rate import warn_of_high_rate
+from titanmoe.train.runtime import describe_segments
 
-TRIED = ("2.11", "2.13", "2.14", "2.15")
+TESTED_VERSIONS = ("2.11", "2.13", "2.14", "2.15")
 """Versions of PyTorch that the tests have run with (README.md)."""
 
 
@@ -42,11 +42,11 @@ class Header:
             notes: rows that are known once the run is built and its checkpoint loaded.
             run: the run's folder.
         """
-        where = {"run folder": str(run), "checkpoint": saving(self.checkpoint, self.checkpoint_bytes, run)}
+        where = {"run folder": str(run), "checkpoint": describe_saving(self.checkpoint, self.checkpoint_bytes, run)}
         return self.mapping | notes | self.batches | where | self.routing
 
 
-def header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
+def make_header(config: Config, fold: Fold, parameters: Parameters, device_name: str, peak: float | None) -> Header:
     """Return the header's rows on model, mapping, devices, batch and data.
 
     Args:
@@ -69,13 +69,13 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
         count += "; all are trained"
     else:
         count += f"; {trained:,} are trained" + ", in adapters" * bool(tuning.rank)
-    balance, rate = unbalanced(model, config.moe), high_rate(config.optimizer)
+    balance, rate = warn_of_no_balancing(model, config.moe), warn_of_high_rate(config.optimizer)
     forced = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     return Header(
         {
             "model": f"{model.family} {model.size}: {count}",
-            "attention": mapping(fold.attention_axes),
-            "experts": mapping(fold.expert_axes),
+            "attention": format_mapping(fold.attention_axes),
+            "experts": format_mapping(fold.expert_axes),
         },
         ({"balance": balance} if balance else {})
         | ({"learning rate": Text(rate, "bold red", overflow="fold")} if rate else {})
@@ -92,18 +92,17 @@ def header(config: Config, fold: Fold, parameters: Parameters, device_name: str,
     )
 
 
-def set_up(
+def setup_rows(
     config: Config, pp: int, microbatches: int, engine: WithoutPipeline | Pipeline, device: torch.device
 ) -> dict[str, str]:
     """Return the header's rows on PyTorch's version, GPU memory, compilation, the pipeline and recomputation."""
     rows, options, recompute = {}, config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
-    if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
-        rows["PyTorch"] = (
-            f"{torch.__version__}, which titanmoe was not tried with: {', '.join(TRIED[:-1])} and {TRIED[-1]} were"
-        )
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED_VERSIONS)):
+        *most, last = TESTED_VERSIONS
+        rows["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {', '.join(most)} and {last} were"
     if device.type == "cuda":
-        rows["GPU memory"] = segments()
+        rows["GPU memory"] = describe_segments()
     if config.compile.enable:
         reason = why_in_parts(config, splits)
         rows["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"

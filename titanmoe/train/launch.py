@@ -25,17 +25,17 @@ from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.legal_mappings import refit
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.train import launch_messages
-from titanmoe.train.launch_messages import Checked, read_handed_config, show_status
-from titanmoe.train.refusals import ranks_of_a_node, refusals, resolve_checked
+from titanmoe.train.launch_messages import CheckedConfig, read_passed_config, show_status
+from titanmoe.train.refusals import check_inputs_and_resolve, ranks_per_node, refusals
 from titanmoe.train.runtime import (
     Runtime,
     die_with_launcher,
-    grow_segments,
+    print_rank_0,
     read_environment,
-    restarted,
-    say,
     start,
     stop,
+    use_expandable_segments,
+    was_restarted,
     world_size,
 )
 
@@ -43,35 +43,35 @@ from titanmoe.train.runtime import (
 def resolve(
     config: Config,
     world: int,
-    ahead: Callable[[Config], dict[str, Any]] = record_to_resume,
+    read_record: Callable[[Config], dict[str, Any]] = record_to_resume,
 ) -> Config:
     """Return the config with derived degrees, batch sizes and numbers of steps filled in.
 
     Args:
         config: the config as given.
         world: number of ranks.
-        ahead: reads the record of the checkpoint that the run resumes from, {} if there is none.
+        read_record: reads the record of the checkpoint that the run resumes from, {} if there is none.
     """
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
     if DISPATCHERS.look_up(config.moe.dispatcher).works_by_node:
-        parallelism = replace(parallelism, node=ranks_of_a_node(config))
+        parallelism = replace(parallelism, node=ranks_per_node(config))
     training = config.training
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * fold.dp)
         # A global batch that the user did not set stays the same on more or fewer ranks.
-        before = ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
+        before = read_record(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
         if before not in (-1, training.global_batch_size):
             training = replace(training, global_batch_size=before)
             if broken := refusals(replace(config, training=training), world):
                 raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not set")
     if training.epochs:
-        training = replace(training, steps=_steps(replace(config, training=training), ahead(config)))
+        training = replace(training, steps=_steps_of_epochs(replace(config, training=training), read_record(config)))
     return replace(config, job=replace(config.job, ranks=world), parallelism=parallelism, training=training)
 
 
-def _steps(config: Config, record: dict[str, Any]) -> int:
+def _steps_of_epochs(config: Config, record: dict[str, Any]) -> int:
     """Return the number of steps of a run of training.epochs.
 
     Args:
@@ -91,13 +91,13 @@ def _steps(config: Config, record: dict[str, Any]) -> int:
     return steps
 
 
-def on_nodes(config: Config, ranks: int) -> Config:
+def with_ranks_per_node(config: Config, ranks: int) -> Config:
     """Return the config with parallelism.node set to this number of ranks per machine, unless it is set."""
     node = ranks if config.parallelism.node == -1 else config.parallelism.node
     return replace(config, parallelism=replace(config.parallelism, node=node))
 
 
-def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
+def fit_to_world(config: Config, node: int, world: int) -> tuple[Config, str]:
     """Set the ranks per machine, and fit the mapping of a restarted or resumed run to the number of ranks.
 
     The first start of a run gets the mapping that it asks for or is refused.
@@ -110,14 +110,14 @@ def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
     Returns:
         The config, and one line on what changed in the mapping, "" if nothing did.
     """
-    config = on_nodes(config, node)
-    if not (restarted() or has_begun(config)):
+    config = with_ranks_per_node(config, node)
+    if not (was_restarted() or has_begun(config)):
         return config, ""
     parallelism, change = refit(world, config.parallelism)
     return replace(config, parallelism=parallelism), change
 
 
-def read(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
+def read_config(argv: list[str], world: int, components: Components, check_inputs: bool = False) -> Config:
     """Return the resolved config of a command line; raise a ConfigError with every problem.
 
     Args:
@@ -126,7 +126,7 @@ def read(argv: list[str], world: int, components: Components, check_inputs: bool
         components: the components that a recipe may name.
         check_inputs: whether to check the files that the run reads, too; one rank does so for all.
     """
-    grow_segments()  # before a check initialises CUDA
+    use_expandable_segments()  # before a check initialises CUDA
     change, node = "", -1
     draft = read_draft(argv, components)
     if draft.command_line.print_config and not read_environment().launched:
@@ -136,32 +136,32 @@ def read(argv: list[str], world: int, components: Components, check_inputs: bool
 
     def check(config: Config) -> list[str]:
         try:
-            problems = refusals(fitted(config, node, world)[0], world)
+            problems = refusals(fit_to_world(config, node, world)[0], world)
         except FoldError as error:
             problems = error.problems
-        return for_launcher(config, draft) or problems if problems else []
+        return problems_without_launcher(config, draft) or problems if problems else []
 
     def finish(config: Config) -> Config:
         nonlocal change
-        config, change = fitted(config, node, world)
+        config, change = fit_to_world(config, node, world)
         if check_inputs and not draft.command_line.print_config:
-            return resolve_checked(config, lambda config: resolve(config, world))
+            return check_inputs_and_resolve(config, lambda config: resolve(config, world))
         return resolve(config, world)
 
     config = draft.finish(check, finish)
     if change:
-        say(f"mapping: {change}")
+        print_rank_0(f"mapping: {change}")
     return config
 
 
-def receive(checked: Checked, world: int) -> Config:
+def receive_config(checked: CheckedConfig, world: int) -> Config:
     """Return the resolved config that a launcher has passed on.
 
     A restart may have another number of ranks than the config was checked for, and is then checked again.
     """
-    grow_segments()
+    use_expandable_segments()
     try:
-        config, change = fitted(checked.config, -1, world)
+        config, change = fit_to_world(checked.config, -1, world)
         problems = refusals(config, world) if world != checked.ranks else []
     except FoldError as error:
         problems = error.problems
@@ -169,11 +169,11 @@ def receive(checked: Checked, world: int) -> Config:
         raise ConfigError(problems, checked.source)
     config = resolve(config, world)
     if change:
-        say(f"mapping: {change}")
+        print_rank_0(f"mapping: {change}")
     return config
 
 
-def only_forward(config: Config) -> Config:
+def scoring_config(config: Config) -> Config:
     """Return the config of a run that only computes log-probabilities: nothing is saved, weights are frozen.
 
     Adapters stay trainable, because a checkpoint of adapters needs them.
@@ -183,7 +183,7 @@ def only_forward(config: Config) -> Config:
     return replace(config, training=training, checkpoint=checkpoint)
 
 
-def for_launcher(config: Config, draft: Draft) -> list[str]:
+def problems_without_launcher(config: Config, draft: Draft) -> list[str]:
     """Return the problems of a recipe for several ranks that is started as one process without a launcher.
 
     They advise the command with a launcher, and not how to change the mapping. [] in all other cases.
@@ -196,7 +196,7 @@ def for_launcher(config: Config, draft: Draft) -> list[str]:
         return []
     rest = [word for word in draft.argv if word not in ("--config", f"--config={recipe}", recipe)]
     command = shlex.join(["titanmoe", "train", recipe, *rest])
-    there = refusals(on_nodes(config, ranks), ranks)
+    there = refusals(with_ranks_per_node(config, ranks), ranks)
     return [*there, f"this recipe is for {ranks} ranks, and this is one process without a launcher: {command}"]
 
 
@@ -205,7 +205,7 @@ def main(
     components: Components,
     watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
     overlap: Callable[[Config, Runtime], tuple[Config, str]] = lambda config, runtime: (config, ""),
-    **seams: Any,
+    **replacements: Any,
 ) -> int:
     """Run one rank and return its exit code.
 
@@ -214,16 +214,16 @@ def main(
         components: the components that a recipe may name.
         watch: makes from the config and the Training a context that is entered while the run trains.
         overlap: sets moe.overlap where it is "auto"; returns the config and the header's text on the choice.
-        seams: keyword arguments of build_training that replace objects of the run, such as `checks`.
+        replacements: keyword arguments of build_training that replace objects of the run, such as `checks`.
     """
     die_with_launcher()
     try:
-        if checked := read_handed_config(components):
-            config = receive(checked, world_size())
-            config = only_forward(config) if checked.scores else config
+        if checked := read_passed_config(components):
+            config = receive_config(checked, world_size())
+            config = scoring_config(config) if checked.scores else config
         else:
             show_status("reading the recipe")
-            config = read(argv, world_size(), components, check_inputs=read_environment().rank == 0)
+            config = read_config(argv, world_size(), components, check_inputs=read_environment().rank == 0)
         if config.checkpoint.initial_hf:
             from titanmoe.checkpoint.hf.fetch import fetch_first_weights
 
@@ -232,36 +232,36 @@ def main(
         runtime = start(config)
     except ConfigError as error:
         show_status("")
-        launch_messages.refuse(error)
+        launch_messages.exit_refused(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
     from titanmoe.train.build import build_training
     from titanmoe.train.checks import NumericalFault
-    from titanmoe.train.console import stamp
+    from titanmoe.train.console import prefix_output_with_rank
     from titanmoe.train.trainer import Trainer
 
-    stamp(runtime.rank)
+    prefix_output_with_rank(runtime.rank)
     abandon, training = False, None
     try:
         config, why = overlap(config, runtime)
         show_status("building the model")
         likeliest = bool(checked) and checked.scores == "likeliest"
         notes = {"overlap": why} if why else {}
-        training = build_training(config, runtime, likeliest=likeliest, notes=notes, **seams)
-        launch_messages.leave_advice(partial(out_of_memory.advice, training, config))
+        training = build_training(config, runtime, likeliest=likeliest, notes=notes, **replacements)
+        launch_messages.write_memory_advice(partial(out_of_memory.memory_advice, training, config))
         if checked and checked.scores:
-            from titanmoe.train.reference import count
+            from titanmoe.train.reference import run_scoring
 
-            return count(config, training, likeliest)
+            return run_scoring(config, training, likeliest)
         with watch(config, training):
             signal = Trainer(training).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         show_status("")
-        launch_messages.refuse(error)
+        launch_messages.exit_refused(error)
     except (CheckpointError, NumericalFault) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
-        if not launch_messages.leave_note(str(error), alike=True) and runtime.rank == 0:
+        if not launch_messages.write_failure_note(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -269,12 +269,12 @@ def main(
             print("stopped", file=sys.stderr)
         return 130
     except Exception as error:
-        if not out_of_memory.is_one(error):
-            launch_messages.leave_traceback(error)
+        if not out_of_memory.is_out_of_memory(error):
+            launch_messages.write_error_note(error)
             raise
         abandon = True  # other ranks are in the middle of a message
         text = out_of_memory.explain(error, training, runtime.rank, config)
-        if not launch_messages.leave_note(text):
+        if not launch_messages.write_failure_note(text):
             print(f"error: {text}", file=sys.stderr)
         return 1
     finally:

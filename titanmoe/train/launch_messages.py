@@ -44,7 +44,7 @@ CONFIG_FILE = "TITANMOE_CONFIG"
 """Environment variable with the name of the file with the launcher's config."""
 
 
-class Checked(NamedTuple):
+class CheckedConfig(NamedTuple):
     """Config that the launcher has checked and passes to its ranks."""
 
     config: Config
@@ -58,7 +58,7 @@ class Checked(NamedTuple):
 
 
 @contextmanager
-def hand_on_config(checked: Checked) -> Iterator[Path]:
+def pass_config(checked: CheckedConfig) -> Iterator[Path]:
     """Return a context in which a file with the checked config exists, as long as ranks may be started."""
     with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
         json.dump(checked._replace(config=flat(checked.config))._asdict(), file)
@@ -66,21 +66,21 @@ def hand_on_config(checked: Checked) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def read_handed_config(components: Components) -> Checked | None:
+def read_passed_config(components: Components) -> CheckedConfig | None:
     """Return the config that the launcher has passed on; None if there is none."""
     if not (file := os.environ.get(CONFIG_FILE)):
         return None
     values = json.loads(Path(file).read_text(encoding="utf-8"))
-    return Checked(build(values["config"], components), values["ranks"], values["source"], values["scores"])
+    return CheckedConfig(build(values["config"], components), values["ranks"], values["source"], values["scores"])
 
 
 NOTE_FILE = "TITANMOE_FAILURE"
 """Environment variable with the name of the file for a failed rank's note."""
-SPARE = "TITANMOE_FAILURE_SPARE"
+NOTES_FOLDER = "TITANMOE_FAILURE_SPARE"
 """Environment variable with a folder in memory, for notes that do not fit on the disk of the logs."""
-ADVICE = ".memory"
-"""Suffix of the file with the text of `leave_advice`."""
-OF_OTHERS = re.compile(
+ADVICE_SUFFIX = ".memory"
+"""Suffix of the file with the text of `write_memory_advice`."""
+PEER_FAILURE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
     r"remote process|peer",
     re.IGNORECASE,
@@ -88,7 +88,7 @@ OF_OTHERS = re.compile(
 """Pattern of messages of torch.distributed when another rank is gone or does not answer."""
 
 
-def leave_note(
+def write_failure_note(
     text: str,
     consequence: bool = False,
     alike: bool = False,
@@ -113,7 +113,7 @@ def leave_note(
 
 def _write(file: Path, text: str) -> bool:
     """Write a file, completely or not at all, in memory if its disk is full; return whether that was possible."""
-    for place in places(file):
+    for place in note_paths(file):
         new = place.with_name(f"{place.name}.new")
         try:
             new.write_text(text, encoding="utf-8")
@@ -125,9 +125,9 @@ def _write(file: Path, text: str) -> bool:
     return False
 
 
-def places(file: Path) -> list[Path]:
+def note_paths(file: Path) -> list[Path]:
     """Return the paths that a note may have: in the folder of the logs, or in memory."""
-    spare = os.environ.get(SPARE)
+    spare = os.environ.get(NOTES_FOLDER)
     return [file, Path(spare, file.name)] if spare else [file]
 
 
@@ -144,38 +144,38 @@ def notes_in_memory() -> Iterator[None]:
     except OSError:  # no room there either
         yield
         return
-    with folder as os.environ[SPARE]:
+    with folder as os.environ[NOTES_FOLDER]:
         try:
             yield
         finally:
-            del os.environ[SPARE]
+            del os.environ[NOTES_FOLDER]
 
 
-def leave_advice(make: Callable[[], str]) -> None:
+def write_memory_advice(make: Callable[[], str]) -> None:
     """Write the advice that the launcher prints if the kernel kills this rank for lack of memory."""
     if file := os.environ.get(NOTE_FILE):
-        _write(Path(f"{file}{ADVICE}"), make())
+        _write(Path(f"{file}{ADVICE_SUFFIX}"), make())
 
 
-def refuse(error: ConfigError) -> NoReturn:
+def exit_refused(error: ConfigError) -> NoReturn:
     """End this process with exit code 2 and the error's problems, printed once for all ranks."""
-    if leave_note(str(error), alike=True):
+    if write_failure_note(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 
 
-def leave_traceback(error: BaseException) -> None:
+def write_error_note(error: BaseException) -> None:
     """Write a failure note of one line: the error, and the last frame of titanmoe's code that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
     reason = str(error).strip().partition("\n")[0]
-    leave_note(f"{type(error).__name__}{': ' if reason else ''}{reason}{place}", caused_by_others(error))
+    write_failure_note(f"{type(error).__name__}{': ' if reason else ''}{reason}{place}", caused_by_other_rank(error))
 
 
-def caused_by_others(error: BaseException) -> bool:
+def caused_by_other_rank(error: BaseException) -> bool:
     """Return whether the failure of another rank caused this error, or an error that it was raised from."""
-    if error.__cause__ is not None and caused_by_others(error.__cause__):
+    if error.__cause__ is not None and caused_by_other_rank(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)
-    return distributed and OF_OTHERS.search(str(error)) is not None
+    return distributed and PEER_FAILURE.search(str(error)) is not None

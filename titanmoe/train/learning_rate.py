@@ -10,9 +10,9 @@ from typing import Any
 from titanmoe.config.schema import LRSchedule
 from titanmoe.config.schema import Optimizer as Options
 
-HIGH = {"AdamW": 2e-2, "Muon's matrices": 2e-1}
+HIGH_LR = {"AdamW": 2e-2, "Muon's matrices": 2e-1}
 """Peak rates above which the header warns, by kind of optimizer."""
-USUAL = {
+USUAL_LR = {
     "AdamW": "1e-4 to 1e-3 is usual for a model from scratch and for LoRA, 1e-6 to 1e-5 for all weights of a model "
     "that has learnt already",
     "Muon's matrices": '3e-4 is usual with adjust_lr = "match_rms", 2e-2 with "original"',
@@ -55,7 +55,7 @@ class LearningRate:
         return self.peak * lr_factor(step, self.steps, self.options)
 
 
-def high_rate(options: Options) -> str:
+def warn_of_high_rate(options: Options) -> str:
     """Return the header's warning of peak rates that are too high for most models; "" if none is."""
     of_adamw = {"optimizer.lr": options.lr}
     of_matrices: dict[str, float] = {}
@@ -71,12 +71,12 @@ def high_rate(options: Options) -> str:
     (of_matrices if of_matrices else of_adamw).update(groups)
     lines = []
     for kind, rates in (("AdamW", of_adamw), ("Muon's matrices", of_matrices)):
-        high = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items() if rate > HIGH[kind])
-        lines += [f"{high}: above {HIGH[kind]:g}, which is high for {kind}; {USUAL[kind]}"] * bool(high)
+        high = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items() if rate > HIGH_LR[kind])
+        lines += [f"{high}: above {HIGH_LR[kind]:g}, which is high for {kind}; {USUAL_LR[kind]}"] * bool(high)
     return "\n".join(lines)
 
 
-def changed_rate(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
+def describe_rate_change(step: int, before: Mapping[str, Any], rate: LearningRate) -> list[str]:
     """Return notes on a learning rate that changes by more than 1 % when a run resumes; [] if it does not.
 
     Args:

@@ -28,11 +28,11 @@ from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.observe import Observer
 from titanmoe.train import console
-from titanmoe.train.alarms import Collapse, Divergence, Expected, Spikes
+from titanmoe.train.alarms import DivergenceAlarm, ExpectedLoss, LoadAlarm, SpikeAlarm
 from titanmoe.train.header import Header
 from titanmoe.train.launch_messages import show_status
-from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandB
-from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
+from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandbWriter
+from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS, typed_command
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
@@ -89,8 +89,8 @@ class Metrics(Observer):
 
     options: Options
     model: Model
-    expected: Expected
-    shown: console.Shown
+    expected: ExpectedLoss
+    shown: console.ConsoleSettings
     header: Header
     recipe: str
     """Resolved config as TOML."""
@@ -120,25 +120,27 @@ class Metrics(Observer):
         self.folder = folder
         self._step = step
         self._targets: list[RetriedWriter[ReportTarget]] = []
-        self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
+        self._events, self._file, self._experts = (
+            self._line_file(folder / name) for name in (EVENTS, METRICS, EXPERTS)
+        )
         for writer in (self._events, self._file, self._experts):
             writer.open()
         # Opened when their first line is written: not every run has one.
-        self._ranks, self._answers = self._lines(folder / RANKS), self._lines(folder / ANSWERS)
+        self._ranks, self._answers = self._line_file(folder / RANKS), self._line_file(folder / ANSWERS)
         self._times: list[dict[str, np.ndarray]] = []
-        self._spikes, self._collapse = Spikes(), Collapse(self.model.num_experts, self.model.top_k)
+        self._spikes, self._collapse = SpikeAlarm(), LoadAlarm(self.model.num_experts, self.model.top_k)
         self._first_loss: tuple[int, float] | None = None
         self._last_loss, self._begun = 0.0, time.monotonic()
         self._tokens = self._flops = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
-        self._divergence = Divergence(self.expected)
+        self._divergence = DivergenceAlarm(self.expected)
         before = 0
-        for line, loss in losses(folder / METRICS):
-            self._follow(line, loss, line - before)
+        for line, loss in read_losses(folder / METRICS):
+            self._track_loss(line, loss, line - before)
             before = line
-        self._open_sinks(notes or {})
+        self._open_targets(notes or {})
         try:
             safe_files.write(folder, CONFIG, self.recipe.encode())
         except OSError as error:
@@ -146,17 +148,17 @@ class Metrics(Observer):
         self._describe_machine(step)
         self._since = time.monotonic()
 
-    def _lines(self, file: Path) -> RetriedWriter[LineFile]:
+    def _line_file(self, file: Path) -> RetriedWriter[LineFile]:
         return RetriedWriter(str(file), lambda: LineFile(file), self._warn)
 
     def _warn(self, text: str) -> None:
         self.event(self._step, "log", text)
 
-    def _open_sinks(self, notes: dict[str, str]) -> None:
+    def _open_targets(self, notes: dict[str, str]) -> None:
         options = self.options
         show_status("")
         with contextlib.suppress(OSError):  # the lines that follow report it
-            console.banner(self.header.rows(notes, self.folder))
+            console.print_header(self.header.rows(notes, self.folder))
 
         def add(name: str, make: Callable[[], ReportTarget]) -> None:
             self._targets.append(writer := RetriedWriter(name, make, self._warn))
@@ -171,7 +173,7 @@ class Metrics(Observer):
         if options.wandb:
             add(
                 "Weights & Biases",
-                lambda: WandB(self.folder, options.wandb, self.values, self.balance_losses),
+                lambda: WandbWriter(self.folder, options.wandb, self.values, self.balance_losses),
             )
 
     def _describe_machine(self, step: int) -> None:
@@ -186,10 +188,15 @@ class Metrics(Observer):
         }
         if torch.version.cuda:
             machine["cuda"] = torch.version.cuda
-        machine |= {"attention": console.mapping(fold.attention_axes), "experts": console.mapping(fold.expert_axes)}
-        machine |= {"steps": self.steps, "command": command()}
+        machine |= {
+            "attention": console.format_mapping(fold.attention_axes),
+            "experts": console.format_mapping(fold.expert_axes),
+        }
+        machine |= {"steps": self.steps, "command": typed_command()}
         if step:
-            changes = "".join(f"; {change}" for change in changed(last_environment(self.folder / EVENTS), machine))
+            changes = "".join(
+                f"; {change}" for change in describe_changes(read_last_environment(self.folder / EVENTS), machine)
+            )
             self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)
         else:
             self.event(step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {device}", environment=machine)
@@ -212,7 +219,7 @@ class Metrics(Observer):
             self.event(step, "spike", spike)
         for text in self._collapse.check(loads):
             self.event(step, "collapse", text)
-        if text := self._follow(step, values["loss"]):
+        if text := self._track_loss(step, values["loss"]):
             self.event(step, "divergence", text)
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._log_experts(step, loads)
@@ -250,7 +257,7 @@ class Metrics(Observer):
         """Exponential average of the loss over about ten steps."""
         return self._smoothed / max(self._weight, 0.1)
 
-    def _follow(self, step: int, loss: float, steps: int = 1) -> str:
+    def _track_loss(self, step: int, loss: float, steps: int = 1) -> str:
         """Add a loss to the average and to the divergence alarm; return the text of an event, or "".
 
         Args:
@@ -316,12 +323,12 @@ class Metrics(Observer):
             with contextlib.suppress(OSError):
                 seconds = time.monotonic() - self._begun
                 wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
-                checkpoint = console.last_checkpoint(self.header.checkpoint, self.folder)
+                checkpoint = console.describe_last_checkpoint(self.header.checkpoint, self.folder)
                 first, last = self._first_loss, self._last_loss
-                console.closing_line(self._step, self.steps, first, last, seconds, checkpoint, self.folder, wrong)
+                console.print_closing_line(self._step, self.steps, first, last, seconds, checkpoint, self.folder, wrong)
 
 
-def losses(file: Path) -> Iterator[tuple[int, float]]:
+def read_losses(file: Path) -> Iterator[tuple[int, float]]:
     """Yield the step and loss of each readable line of a metrics.jsonl; nothing if there is no such file."""
     with (
         contextlib.suppress(OSError),
@@ -333,7 +340,7 @@ def losses(file: Path) -> Iterator[tuple[int, float]]:
                 yield int(record["step"]), float(record["loss"])
 
 
-def last_environment(events: Path) -> dict[str, Any]:
+def read_last_environment(events: Path) -> dict[str, Any]:
     """Return the environment in the last start or restart event of an events.jsonl; {} if it cannot be read."""
     try:
         with open(safe_files.open_in(events.parent, events.name), encoding="utf-8") as stream:
@@ -343,7 +350,7 @@ def last_environment(events: Path) -> dict[str, Any]:
         return {}
 
 
-def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return texts on the ranks, mapping or device of two environments that differ, as "ranks 8 -> 16"."""
     names = ("ranks", "attention", "experts", "device")
     return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]

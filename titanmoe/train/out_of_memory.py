@@ -16,14 +16,14 @@ from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, r
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for
-from titanmoe.train import machine_room
+from titanmoe.train import host_resources
 from titanmoe.train.optimizers.optimizer_spec import OPTIMIZERS
 from titanmoe.train.runtime import world_size
 from titanmoe.train.training import Training
 
-SAYS_SO = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
+OUT_OF_MEMORY = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
 """Pattern of out-of-memory messages of PyTorch, CUDA libraries and C++."""
-PARTS = {
+ACTIVITIES = {
     "build.py:build_training": "building the model",
     "checkpoint": "loading or saving a checkpoint",
     "validation": "validation",
@@ -36,22 +36,22 @@ PARTS = {
     "/moe/": "the MoE layer",
 }
 """Activities by a word in "file:function" of titanmoe's innermost frame; the first that matches counts."""
-REST = "activations, gathered weights and buffers"
+OTHER_MEMORY = "activations, gathered weights and buffers"
 """Name of all memory that is not weights, gradients or optimizer state."""
 
 
-def is_one(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that the device or the host is out of memory."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and SAYS_SO.search(str(error)) is not None)
+    return known or (isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None)
 
 
-def advice(training: Training, config: Config) -> str:
+def memory_advice(training: Training, config: Config) -> str:
     """Return the launcher's text for a rank killed for lack of memory: what a rank holds, and settings that help."""
-    state = _state(*_weights(training), config, training.device)
-    size, room = sum(state.values()), _room(training.device)
-    lines = settings(config, size, max(0, room - size), room)
-    return "\n".join([f"each rank holds {_listed(state)}; and {REST}", *lines])
+    state = _state_bytes(*_weights(training), config, training.device)
+    size, room = sum(state.values()), _capacity(training.device)
+    lines = advise_settings(config, size, max(0, room - size), room)
+    return "\n".join([f"each rank holds {_format_sizes(state)}; and {OTHER_MEMORY}", *lines])
 
 
 def explain(error: BaseException, training: Training | None, rank: int, config: Config) -> str:
@@ -64,17 +64,20 @@ def explain(error: BaseException, training: Training | None, rank: int, config: 
         config: the resolved config.
     """
     step = training.state.step if training else 0
-    where = f"step {step}, {_where(error, 'a block')}" if step else _where(error, "starting")
-    lines = [f"rank {rank} is out of memory: {where}: {_torch_said(error)}"]
+    where = f"step {step}, {_activity(error, 'a block')}" if step else _activity(error, "starting")
+    lines = [f"rank {rank} is out of memory: {where}: {_torch_message(error)}"]
     if training is None:
         device = torch.device(kind_for(config.training.device))
-        held = {"weights": parameters(config.model).total * WIDTHS[config.training.dtype] // world_size(), REST: 0}
+        held = {
+            "weights": parameters(config.model).total * WIDTHS[config.training.dtype] // world_size(),
+            OTHER_MEMORY: 0,
+        }
     else:
-        device, held = training.device, holds(training)
-        lines.append(f"held: {_listed(held)}")
+        device, held = training.device, held_bytes(training)
+        lines.append(f"held: {_format_sizes(held)}")
     trained = held["weights"] if training is None else _weights(training)[1]
-    state = sum(_state(held["weights"], trained, config, device).values())
-    return "\n".join([*lines, *settings(config, state, held[REST], _room(device))])
+    state = sum(_state_bytes(held["weights"], trained, config, device).values())
+    return "\n".join([*lines, *advise_settings(config, state, held[OTHER_MEMORY], _capacity(device))])
 
 
 def _weights(training: Training) -> tuple[int, int]:
@@ -82,7 +85,7 @@ def _weights(training: Training) -> tuple[int, int]:
     return _bytes(training.parameters.values()), _bytes(training.gradients.trained.values())
 
 
-def _state(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
+def _state_bytes(weights: int, trained: int, config: Config, device: torch.device) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state on the device, by name.
 
     Args:
@@ -99,33 +102,33 @@ def _state(weights: int, trained: int, config: Config, device: torch.device) -> 
     return {"weights": weights, "gradients": trained, "optimizer state": moments}
 
 
-def _where(error: BaseException, otherwise: str) -> str:
+def _activity(error: BaseException, otherwise: str) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f"{f.filename}:{f.name}".rpartition("/titanmoe")[2] for f in frames if "/titanmoe/" in f.filename]
-    parts = (text for place in reversed(ours) for words, text in PARTS.items() if words in place)
+    parts = (text for place in reversed(ours) for words, text in ACTIVITIES.items() if words in place)
     backward = any(frame.name in ("_engine_run_backward", "backward") for frame in frames)
     return f"in {'backward of ' if backward else ''}{next(parts, otherwise)}"
 
 
-def _torch_said(error: BaseException) -> str:
+def _torch_message(error: BaseException) -> str:
     """Return PyTorch's message without its file and line, and without its advice on the allocator."""
     text = re.sub(r".*DefaultCPUAllocator: |CUDA out of memory\. ", "", " ".join(str(error).split()))
     return re.split(" See documentation| If reserved but| Error code", text)[0] or "?"
 
 
-def holds(training: Training) -> dict[str, int]:
+def held_bytes(training: Training) -> dict[str, int]:
     """Return the bytes in use on this rank by purpose; memory without a name of its own is under REST."""
     weights = training.parameters.values()
     held = {
         "weights": _bytes(weights),
         "gradients": _bytes(p.grad for p in weights),
-        "optimizer state": _bytes(training.optimizer.on_device),
+        "optimizer state": _bytes(training.optimizer.device_tensors),
     }
-    used, room, others = machine_room.resident_memory(), _room(training.device), 0
+    used, room, others = host_resources.resident_memory(), _capacity(training.device), 0
     if training.device.type == "cuda":
         used = torch.cuda.memory_reserved(training.device)
         others = room - torch.cuda.mem_get_info(training.device)[0] - used
-    held[REST] = max(0, used - sum(held.values()))
+    held[OTHER_MEMORY] = max(0, used - sum(held.values()))
     more = {"other programs and libraries on this GPU": others, "of": room}
     return held | {name: size for name, size in more.items() if size > 0}
 
@@ -136,14 +139,14 @@ def _bytes(tensors: Iterable[Any]) -> int:
     return sum(t.nbytes for t in pieces)
 
 
-def _room(device: torch.device) -> int:
+def _capacity(device: torch.device) -> int:
     """Return the bytes that this rank may use, 0 if unknown: its GPU's, or the machine's divided by its ranks."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return machine_room.memory_limit() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return host_resources.memory_limit() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
+def advise_settings(config: Config, state: int, rest: int, room: int) -> list[str]:
     """Return the three settings that save most memory, as numbered lines; none changes what the model learns.
 
     Args:
@@ -180,7 +183,7 @@ def settings(config: Config, state: int, rest: int, room: int) -> list[str]:
     return [opening, *(f"  {number}. {text}" for number, text in enumerate(texts[:3], 1))]
 
 
-def _listed(held: dict[str, int]) -> str:
+def _format_sizes(held: dict[str, int]) -> str:
     return ", ".join(f"{name} {_size(size)}" for name, size in held.items())
 
 

@@ -44,7 +44,7 @@ from titanmoe.parallel.context import placement
 from titanmoe.train.checkpoints import REFERENCE
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
-from titanmoe.train.runtime import say
+from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.training import Training
 
 
@@ -55,7 +55,7 @@ class Reference:
         self.config, self.training = config, training
         self.group = training.checkpoints.group
 
-    def ready(self) -> dict[str, str]:
+    def prepare(self) -> dict[str, str]:
         """Let the loader read the stored log-probabilities, after computing them if there are none.
 
         Called once the weights are loaded. Collective over the world. Returns rows of the header.
@@ -66,7 +66,7 @@ class Reference:
             about_run[REFERENCE] = self.digest()
         model, sources = about_run[REFERENCE], self.sources()
         note = "counted before"
-        if not self._take(sources, model):
+        if not self._load_scores(sources, model):
             if goes_on and training.state.step:
                 raise ConfigError(
                     [
@@ -75,10 +75,10 @@ class Reference:
                         "that the run began with, titanmoe score RECIPE"
                     ]
                 )
-            say(f"scores     counting those of the reference, {model}, as there are none beside the data")
+            print_rank_0(f"scores     counting those of the reference, {model}, as there are none beside the data")
             with without_adapters(training.stages):
-                count_scores(self.config, training, model)
-            self._take(sources, model)
+                compute_scores(self.config, training, model)
+            self._load_scores(sources, model)
             note = "counted now"
         training.loader.close()  # batches that it has prefetched have no scores
         return {"reference": f"{model}, {note}"}
@@ -105,7 +105,7 @@ class Reference:
             raise ConfigError([f"scores are kept beside the data, and this run has none in files: {fix}"])
         return documents
 
-    def _take(self, sources: list[ShardDocuments], model: str) -> bool:
+    def _load_scores(self, sources: list[ShardDocuments], model: str) -> bool:
         """Attach the stored log-probabilities of this model to all sources; return whether all ranks found all of them.
 
         Collective over the world.
@@ -126,7 +126,7 @@ class Reference:
         return all(on_all_ranks(self.group, lambda: complete))
 
 
-def count(config: Config, training: Training, likeliest: bool) -> int:
+def run_scoring(config: Config, training: Training, likeliest: bool) -> int:
     """Run `titanmoe score` on one rank and return its exit code. Collective over the world.
 
     Args:
@@ -134,15 +134,15 @@ def count(config: Config, training: Training, likeliest: bool) -> int:
         training: the model and its data.
         likeliest: whether to store the top-k ids of each position instead of the labels' log-probabilities.
     """
-    with training.checkpoints.inside(run_folder(config.job)) as checkpoints:
+    with training.checkpoints.in_folder(run_folder(config.job)) as checkpoints:
         begun, reference = checkpoints.begin(), Reference(config, training)
-        notes = begun | (_count_classes(reference) if likeliest else reference.ready())
+        notes = begun | (_score_top_k(reference) if likeliest else reference.prepare())
     for name, note in notes.items():
-        say(f"{name:<10} {note}")
+        print_rank_0(f"{name:<10} {note}")
     return 0
 
 
-def _count_classes(reference: Reference) -> dict[str, str]:
+def _score_top_k(reference: Reference) -> dict[str, str]:
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
         raise ConfigError(["--top is of a whole model: merge its adapters (titanmoe convert), and score that one"])
@@ -152,15 +152,15 @@ def _count_classes(reference: Reference) -> dict[str, str]:
         reference.group, lambda: all(find_scores(one, name, config.training.seq_len) for one in sources)
     )
     if not all(on_all_ranks(reference.group, lambda: there)):
-        count_scores(config, training, model, classes)
+        compute_scores(config, training, model, classes)
     return {"scores": f'name them in the recipe that learns from them: distillation.scores = "{name}"'}
 
 
-EVERY_S = 30
+PROGRESS_INTERVAL_S = 30
 """Seconds between two lines on progress."""
 
 
-def count_scores(config: Config, training: Training, model: str, classes: TopK | None = None) -> None:
+def compute_scores(config: Config, training: Training, model: str, classes: TopK | None = None) -> None:
     """Compute the log-probabilities of all data of the run and write them beside its shards, by one rank per machine.
 
     Collective over the world.
@@ -178,7 +178,9 @@ def count_scores(config: Config, training: Training, model: str, classes: TopK |
     record = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
     tokens = sum(int(documents.first_token[-1]) for documents in steps.documents)
     where = ", ".join(str(documents.folder / SCORES) for documents in steps.documents)
-    say(f"scores     {tokens:,} tokens of {record.itemsize} bytes: {tokens * record.itemsize / 1e9:,.3f} GB in {where}")
+    print_rank_0(
+        f"scores     {tokens:,} tokens of {record.itemsize} bytes: {tokens * record.itemsize / 1e9:,.3f} GB in {where}"
+    )
 
     def open_writers() -> None:
         for documents in steps.documents if training.runtime.local_rank == 0 else ():
@@ -191,9 +193,9 @@ def count_scores(config: Config, training: Training, model: str, classes: TopK |
             numbers_GLR = _forward(steps.slicer, training, step, classes)
             if writers:
                 _write(writers, step, _records(numbers_GLR, record))
-            if time.monotonic() - shown > EVERY_S:
+            if time.monotonic() - shown > PROGRESS_INTERVAL_S:
                 shown = time.monotonic()
-                say(f"scores     {count:,} batches of {len(step.samples)} sequences are counted")
+                print_rank_0(f"scores     {count:,} batches of {len(step.samples)} sequences are counted")
         raise_on_all_ranks(group, lambda: [writer.close() for writer in writers.values()])
     finally:
         for writer in writers.values():

@@ -1,11 +1,11 @@
-"""Checks a run before the first process group exists: its recipe (`refusals`) and its inputs (`resolve_checked`).
+"""Checks a recipe (`refusals`) and a run's inputs (`check_inputs_and_resolve`) before the first process group exists.
 
 The laws are in `titanmoe.config.laws` (fields) and `titanmoe.fold.legality` (mappings). This module adds what this
 machine or its PyTorch lacks, the files that a run reads, and the disk space for its checkpoints.
 
-`titanmoe train` calls `resolve_checked` before it starts ranks; under torchrun rank 0 does so before it joins the
-others. A missing file is then reported before every rank has loaded PyTorch. Each rank still checks the files when it
-reads them, because another machine may see other files.
+`titanmoe train` checks inputs before it starts ranks; under torchrun rank 0 does so before it joins the others. A
+missing file is then reported before every rank has loaded PyTorch. Each rank still checks the files when it reads them,
+because another machine may see other files.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import resolve
 from titanmoe.fold.legality import violations
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
-from titanmoe.train.find_teacher import problems_of_teacher
+from titanmoe.train.find_teacher import teacher_problems
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.runtime import read_environment
 
 
 def refusals(config: Config, world: int) -> list[str]:
     """Return every reason why the config cannot run on this machine with this number of ranks; [] if it can."""
-    on_machine = _here(config)
-    return [*violations(on_machine, world), *problems_of_teacher(on_machine, world), *lacking(config, world)]
+    on_machine = _with_machine(config)
+    return [*violations(on_machine, world), *teacher_problems(on_machine, world), *machine_problems(config, world)]
 
 
-def ranks_of_a_node(config: Config) -> int:
+def ranks_per_node(config: Config) -> int:
     """Return the ranks per machine: parallelism.node, or if it is not set the number on this machine."""
     ranks = config.parallelism.node
     return read_environment().local_world if ranks == -1 else ranks
 
 
-def _here(config: Config) -> Config:
+def _with_machine(config: Config) -> Config:
     """Return the config with the ranks per machine filled in, and with device "cpu" if this machine has no GPU."""
     device = config.training.device if config.training.device == "cpu" or _has_gpu() else "cpu"
     return replace(
         config,
-        parallelism=replace(config.parallelism, node=ranks_of_a_node(config)),
+        parallelism=replace(config.parallelism, node=ranks_per_node(config)),
         training=replace(config.training, device=device),
     )
 
@@ -59,7 +59,7 @@ def _has_gpu() -> bool:
     return kind_for("auto") == "cuda"
 
 
-def lacking(config: Config, world: int) -> Iterator[str]:
+def machine_problems(config: Config, world: int) -> Iterator[str]:
     """Yield what the recipe asks for and this machine, its PyTorch or its packages do not have."""
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve(world, options)
@@ -105,7 +105,7 @@ def lacking(config: Config, world: int) -> Iterator[str]:
 T = TypeVar("T")
 
 
-class Refusals:
+class CollectedErrors:
     """Collector of the errors of several checks, which are raised together."""
 
     def __init__(self) -> None:
@@ -130,7 +130,9 @@ class Refusals:
             raise ConfigError([source + problem for source, problems in named for problem in problems])
 
 
-def resolve_checked(config: Config, resolve: Callable[[Config], Config], checked: Config | None = None) -> Config:
+def check_inputs_and_resolve(
+    config: Config, resolve: Callable[[Config], Config], checked: Config | None = None
+) -> Config:
     """Check the files that a run reads and the disk it writes to; return the resolved config.
 
     Inputs are checked first, because resolving the config of a run of epochs tokenizes its data.
@@ -145,7 +147,7 @@ def resolve_checked(config: Config, resolve: Callable[[Config], Config], checked
     """
     checked = checked or config
     show_status("checking what the run reads")
-    collected = Refusals()
+    collected = CollectedErrors()
     start, record = collected.collect(lambda: _start(checked)) or (None, {})
     goes_on = record and start and not start.model_only
     collected.collect(lambda: _check_data(checked, record.get("loader") if goes_on else None))
@@ -154,7 +156,7 @@ def resolve_checked(config: Config, resolve: Callable[[Config], Config], checked
     collected.raise_together()
     resolved = resolve(config)
     if checked.checkpoint.enable:
-        from titanmoe.train.machine_room import disk_shortage
+        from titanmoe.train.host_resources import disk_shortage
 
         if shortage := disk_shortage(resolved, record["step"] if goes_on else 0):
             raise ConfigError([shortage])
@@ -184,7 +186,7 @@ def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
 
 def _check_first_weights(config: Config, start: StartPoint, record: dict[str, Any]) -> None:
     """Check the Hugging Face model and the PEFT adapters that the run begins from, if this start reads them."""
-    options, collected = config.checkpoint, Refusals()
+    options, collected = config.checkpoint, CollectedErrors()
     if options.initial_hf and (start.path is None or (config.lora.rank and "base" in record)):
         collected.collect(lambda: _check_model(config))
     if options.initial_adapter and (start.path is None or start.model_only):

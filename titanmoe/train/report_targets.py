@@ -50,11 +50,11 @@ PAUSE_S, LONGEST_S = 30.0, 600.0
 """Seconds until a failed writer is tried again; they double with every failure up to the longest pause."""
 
 
-class Closes(Protocol):
+class Closable(Protocol):
     def close(self) -> None: ...
 
 
-P = TypeVar("P", bound=Closes)
+P = TypeVar("P", bound=Closable)
 
 
 class RetriedWriter(Generic[P]):
@@ -145,7 +145,7 @@ COLUMNS = 200
 """Largest number of reports that an image of the load shows; older ones are thinned out."""
 
 
-def tag(name: str, balance_losses: Sequence[str]) -> str:
+def chart_name(name: str, balance_losses: Sequence[str]) -> str:
     """Return a metric's name in TensorBoard and W&B: "group/name", with all layers of a metric in one group."""
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
@@ -183,7 +183,7 @@ class TensorBoardWriter:
     def log(self, report: Report) -> None:
         for name, value in report.record.items():
             if name != "step":
-                self.writer.add_scalar(tag(name, self.balance_losses), value, report.step)
+                self.writer.add_scalar(chart_name(name, self.balance_losses), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
         for name, (first, value) in LOSSES.items():
             if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
@@ -219,7 +219,7 @@ class TensorBoardWriter:
         self.writer.close()
 
 
-class WandB:
+class WandbWriter:
     """ReportTarget that writes to Weights & Biases: one W&B run per run folder, continued when the run resumes."""
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any], balance_losses: Sequence[str]):
@@ -229,7 +229,7 @@ class WandB:
         self.run = wandb.init(
             project=project,
             name=folder.name,
-            id=_own_id(folder),
+            id=_wandb_id(folder),
             resume="allow",
             dir=str(folder),
             config=config,
@@ -239,7 +239,9 @@ class WandB:
         self.run.define_metric("*", step_metric="step")
 
     def log(self, report: Report) -> None:
-        values = {tag(name, self.balance_losses): value for name, value in report.record.items() if name != "step"}
+        values = {
+            chart_name(name, self.balance_losses): value for name, value in report.record.items() if name != "step"
+        }
         for layer, load in report.load.items():
             values[f"load/layer {layer}"] = self.wandb.Histogram(load)
         self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})
@@ -252,7 +254,7 @@ class WandB:
         self.run.finish()
 
 
-def _own_id(folder: Path) -> str:
+def _wandb_id(folder: Path) -> str:
     """Return the id in the folder's file wandb-id, which is drawn at random the first time."""
     file = folder / "wandb-id"
     if not file.exists():

@@ -25,13 +25,13 @@ from titanmoe.config.schema import Checkpoint, Config, Job
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS, ANSWERS = "experts.jsonl", "ranks.jsonl", "answers.jsonl"
 EVENTS, CONFIG = "events.jsonl", "config.toml"
-QUANTITIES = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
+ANSWER_METRICS = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
 """Metrics of each question in answers.jsonl; metrics.jsonl has their means."""
 COMMAND = "TITANMOE_COMMAND"
 """Environment variable in which `titanmoe train` stores the command that the user typed."""
 
 
-def command(without: str = "") -> str:
+def typed_command(without: str = "") -> str:
     """Return the shell command that started this run, with the option `without` and its value left out."""
     typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
@@ -58,7 +58,7 @@ class RunFolder:
         if self.rank == 0:
             try:
                 continues = choose_checkpoint.continues(self.checkpoint)
-                box[0], self._lock = claim(self.job, continues, self.checkpoint.folder)
+                box[0], self._lock = claim_folder(self.job, continues, self.checkpoint.folder)
             except ConfigError as error:
                 box[0] = error
         dist.broadcast_object_list(box, 0)
@@ -68,7 +68,7 @@ class RunFolder:
         return self.path
 
     @contextlib.contextmanager
-    def removed_if_refused(self) -> Iterator[None]:
+    def cleaned_up_if_refused(self) -> Iterator[None]:
         """Return a context for the start of a run: a ConfigError in it removes what `claim` created.
 
         That is the lock or the empty metrics.jsonl, and the folders that are empty without it.
@@ -90,7 +90,7 @@ class RunFolder:
             self._lock.close()
 
 
-def claim(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
+def claim_folder(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[Path, TextIO | None]:
     """Choose and create the run's folder; only one rank calls this.
 
     A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
@@ -111,7 +111,7 @@ def claim(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[
             folder.mkdir(parents=True, exist_ok=True)
             refuse_links(folder, checkpoints)
             if continues:
-                return folder, _locked(folder)
+                return folder, _open_lock(folder)
             (folder / METRICS).touch(exist_ok=False)
             return folder, None
         except OSError as error:
@@ -123,7 +123,7 @@ def claim(job: Job, continues: bool, checkpoints: str = "checkpoints") -> tuple[
         folder = parent / f"{name}-{n}"
 
 
-def _locked(folder: Path) -> TextIO:
+def _open_lock(folder: Path) -> TextIO:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND  # which does not erase what the owner wrote
     stream = os.fdopen(safe_files.open_in(folder, LOCK, flags), "a+", encoding="utf-8")
     try:
@@ -140,7 +140,7 @@ def _locked(folder: Path) -> TextIO:
         ) from None
     if os.fstat(stream.fileno()).st_nlink == 0:  # a refused start has just removed it
         stream.close()
-        return _locked(folder)
+        return _open_lock(folder)
     stream.truncate(0)
     started = datetime.now(timezone.utc).isoformat(" ", timespec="seconds").removesuffix("+00:00")
     stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {started} UTC\n")
@@ -166,14 +166,14 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
         folders[:] = [name for name in folders if Path(path, name) not in skipped]
 
 
-def check_free(config: Config) -> None:
+def refuse_live_folder(config: Config) -> None:
     """Raise a ConfigError if the run would continue in the folder of a run that is alive."""
     folder = choose_checkpoint.run_folder(config.job)
     if choose_checkpoint.continues(config.checkpoint):
         refuse_links(folder, config.checkpoint.folder)
     if choose_checkpoint.continues(config.checkpoint) and (folder / LOCK).exists():
-        with contextlib.suppress(OSError):  # `claim` says what is wrong with the folder
-            _locked(folder).close()
+        with contextlib.suppress(OSError):  # `claim_folder` says what is wrong with the folder
+            _open_lock(folder).close()
 
 
 def rewind(folder: Path, step: int) -> None:
@@ -191,7 +191,7 @@ def rewind(folder: Path, step: int) -> None:
     for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
         file = folder / name
         lines = _read_lines(folder, name) if file.exists() else []
-        remaining = [line for line in lines if _stays(line, step)]
+        remaining = [line for line in lines if _is_until(line, step)]
         if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
             layout.write_text(fresh, "".join(remaining))
@@ -203,7 +203,7 @@ def _read_lines(folder: Path, name: str) -> list[str]:
         return stream.read().splitlines(keepends=True)
 
 
-def _stays(line: str, step: int) -> bool:
+def _is_until(line: str, step: int) -> bool:
     """Return whether a line is valid and says nothing about a step after this one."""
     try:
         record = json.loads(line)

@@ -17,13 +17,13 @@ from typing import Any
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.train.checks import NumericalFault
 
-USUAL = 6.0
+DEFAULT_SIGMAS = 6.0
 """Standard deviations above the mean from which a step is suspect, if optimizer.skip_spikes is not set."""
-LEAST = 1e-3
+MIN_DEVIATION = 1e-3
 """Smallest standard deviation assumed, as a fraction of the mean: that of values that hardly change is almost 0."""
 
 
-class Skips:
+class SkipRule:
     """Rule by which steps make no update, and the number of steps that made none."""
 
     def __init__(self, options: Options):
@@ -34,7 +34,7 @@ class Skips:
         self.in_a_row = 0
         """Number of consecutive steps up to now that this rule has skipped."""
 
-    def why(self, loss: float, norm: float, sigmas: float) -> str:
+    def find_outlier(self, loss: float, norm: float, sigmas: float) -> str:
         """Return what is unusual about a step's loss or gradient norm; "" if nothing is.
 
         Args:
@@ -47,7 +47,7 @@ class Skips:
                 return f"{name} {value}"
             if len(before) >= self.options.skip_window // 2:
                 mean = fmean(before)
-                deviation = max(math.sqrt(fmean((x - mean) ** 2 for x in before)), LEAST * abs(mean))
+                deviation = max(math.sqrt(fmean((x - mean) ** 2 for x in before)), MIN_DEVIATION * abs(mean))
                 if value > mean + sigmas * deviation:
                     above = f"{(value - mean) / deviation:.3g} deviations above {mean:.5g}"
                     return f"{name} {value:.5g}, which is {above}, the mean of the {len(before)} steps before"
@@ -88,7 +88,7 @@ class Skips:
 class RunState:
     """Progress of a run: its steps and tokens so far."""
 
-    skips: Skips
+    skips: SkipRule
     step: int = 0
     tokens: float = 0.0
     """Tokens trained on so far, summed over all ranks, without padding."""

@@ -119,7 +119,7 @@ def world_size() -> int:
     return read_environment().world
 
 
-def restarted() -> bool:
+def was_restarted() -> bool:
     """Return whether torchrun has restarted this run's ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
@@ -138,17 +138,17 @@ def die_with_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def grow_segments() -> None:
+def use_expandable_segments() -> None:
     """Set expandable_segments:True for PyTorch's CUDA allocator, unless the environment has settings for it.
 
     The number of routed tokens changes in every step, and segments of fixed size would leave gaps. PyTorch reads the
-    setting once, so this has no effect after the first use of CUDA (`segments` tells).
+    setting once, so this has no effect after the first use of CUDA (`describe_segments` tells).
     """
     if not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def segments() -> str:
+def describe_segments() -> str:
     """Return the header's text on whether PyTorch's CUDA allocator uses expandable segments, and if not, why."""
     import torch
 
@@ -177,9 +177,9 @@ def start(config: Config) -> Runtime:
     if device.type == "cpu":
         process.prepare(environment.local_world)
     if config.training.deterministic:
-        _deterministic()
-    _open_files()
-    _join(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
+        _use_deterministic_algorithms()
+    _raise_open_file_limit()
+    _init_process_group(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
 
 
@@ -209,7 +209,7 @@ def _device(choice: str, environment: Environment) -> torch.device:
     return device
 
 
-def _open_files() -> None:
+def _raise_open_file_limit() -> None:
     """Raise the limit of open files to what the system allows.
 
     On a thousand ranks gloo, the store and the data workers open more files than the usual limit of 1,024.
@@ -221,7 +221,7 @@ def _open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _deterministic() -> None:
+def _use_deterministic_algorithms() -> None:
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first product
@@ -230,7 +230,7 @@ def _deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _join(environment: Environment, device: torch.device, timeout: timedelta) -> None:
+def _init_process_group(environment: Environment, device: torch.device, timeout: timedelta) -> None:
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -244,7 +244,7 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
     if environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # torchrun does not listen on MASTER_PORT, so rank 0 will.
         port = int(os.environ["MASTER_PORT"])
-        if why := why_not_listen(port):
+        if why := port_problem(port):
             raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"])
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     ranks = {"rank": environment.rank, "world_size": environment.world}
@@ -287,7 +287,7 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
     return token
 
 
-def why_not_listen(port: int) -> str:
+def port_problem(port: int) -> str:
     """Return why this process cannot listen on a port; "" if it can. torch's own error would fill a screen."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -322,10 +322,10 @@ def stop(abandon: bool = False) -> None:
     ending.start()
     ending.join(STOP_SECONDS)
     if not abandon:
-        sys.excepthook = _leave
+        sys.excepthook = _print_error_and_exit
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """Flush the output and exit with this code, without the interpreter's shutdown.
 
     If a gloo thread releases a Python object during the shutdown, the process dies of SIGABRT (torch 2.13, about one
@@ -337,12 +337,12 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_error_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     sys.__excepthook__(kind, error, trace)
-    leave(1)
+    exit_now(1)
 
 
-def say(*parts: object) -> None:
+def print_rank_0(*parts: object) -> None:
     """Print on rank 0 alone, as torchrun's variable RANK says; errors of the console are ignored."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # a console that fails must not end the run
@@ -366,7 +366,7 @@ class GarbageCollection:
             gc.collect(1)  # a full pass over the model's objects is slow and finds nothing new
 
 
-AGAIN_S = 3.0
+SECOND_CTRL_C_S = 3.0
 """Seconds after which a second Ctrl-C counts: one Ctrl-C reaches a rank twice, directly and through torchrun."""
 
 
@@ -391,6 +391,6 @@ class Signals:
         if not self.number:
             self.number, self._since = number, time.monotonic()
             again = "; Ctrl-C again ends at once" if number == signal.SIGINT else ""
-            say(f"{signal.Signals(number).name}: saving after this step, then ending{again}")
-        elif number == signal.SIGINT and time.monotonic() - self._since > AGAIN_S:
+            print_rank_0(f"{signal.Signals(number).name}: saving after this step, then ending{again}")
+        elif number == signal.SIGINT and time.monotonic() - self._since > SECOND_CTRL_C_S:
             raise KeyboardInterrupt

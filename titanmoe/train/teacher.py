@@ -28,20 +28,20 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOutput
 from titanmoe.parallel.apply import make_engine
 from titanmoe.parallel.batch_slice import Slice
-from titanmoe.train.find_teacher import check_tokenizer, config_of_teacher, find_teacher
+from titanmoe.train.find_teacher import check_tokenizer, find_teacher, teacher_config
 from titanmoe.train.gradients import Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 from titanmoe.train.run_state import RunState
 
 
-def allocate(model: Transformer, seed: int, device: torch.device) -> None:
+def allocate_uninitialized(model: Transformer, seed: int, device: torch.device) -> None:
     """Allocate the weights of a model without initial values; has the signature of initializers of weights."""
     model.to_empty(device=device)
     for buffer in model.buffers():
         buffer.zero_()
 
 
-class Kept(CrossEntropy):
+class TeacherOutputs(CrossEntropy):
     """Objective that stores the teacher's top-k ids and log-probabilities of each microbatch; its own sum is 0."""
 
     def __init__(self, meshes: Meshes, top: int):
@@ -54,13 +54,13 @@ class Kept(CrossEntropy):
         self.of_slice[id(piece)] = {name: x.movedim(0, -1).contiguous() for name, x in kept.items()}
         return scores_NBS.new_zeros(())
 
-    def added_to(self, slices: list[Slice]) -> list[Slice]:
+    def add_to(self, slices: list[Slice]) -> list[Slice]:
         """Return the slices with the stored ids and log-probabilities in `further`, and forget these."""
         of_slice, self.of_slice = self.of_slice, {}
         return [piece._replace(extra_fields={**piece.extra_fields, **of_slice.get(id(piece), {})}) for piece in slices]
 
 
-class TeachingSlicer(Slicer):
+class SlicerWithTeacher(Slicer):
     """Slicer whose slices have the teacher's distributions, on ranks with the last stage.
 
     It loads the teacher's weights when it is made, and that is collective over the world.
@@ -77,11 +77,11 @@ class TeachingSlicer(Slicer):
         super().__init__(**vars(slicer))
         meshes, device, options = slicer.meshes, slicer.device, config.distillation
         self.teacher, self.state = find_teacher(config.distillation.teacher), run_state
-        own = config_of_teacher(config, self.teacher)
+        own = teacher_config(config, self.teacher)
         if loader.mix.tokenizer:
             check_tokenizer(self.teacher, loader.mix.tokenizer.identity)
         output = HeadOutput(top=options.top, temperature=options.temperature)
-        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate, output=output)
+        self.stages = build(own, meshes, loader.microbatches, device, materialize=allocate_uninitialized, output=output)
         self.engine = make_engine(
             self.stages,
             pipeline=own.pipeline,
@@ -91,7 +91,7 @@ class TeachingSlicer(Slicer):
             microbatches=loader.microbatches,
             device=device,
         )
-        self.kept, self.one = Kept(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
+        self.outputs, self.one = TeacherOutputs(meshes, options.top), torch.ones((), dtype=torch.float64, device=device)
         self.note = f"{self.teacher.path}, of which {options.top} ids are kept"
         self._fill()
 
@@ -113,5 +113,5 @@ class TeachingSlicer(Slicer):
         for moe in (moe for stage in self.stages for moe in stage.moe_layers().values()):
             moe.begin_step(self.state.step, self.one, self.one)
         with observe.unheard():
-            self.engine.run(slices, self.kept, self.one, backward=False)
-        return self.kept.added_to(slices)
+            self.engine.run(slices, self.outputs, self.one, backward=False)
+        return self.outputs.add_to(slices)

@@ -22,7 +22,7 @@ from titanmoe.config.schema import Profile
 from titanmoe.observe import OTHERS_TURN, Observer
 from titanmoe.train.runtime import Runtime
 
-PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
+MEASURED_REGIONS = {"dispatch": "dispatch", "combine": "dispatch"}
 """Regions of forward and backward that the clock measures, and the metric time.* that each is added to."""
 
 
@@ -50,11 +50,11 @@ class Clock(Observer):
         if self._phase is None or self._phase[0] != "forward_backward":
             return None
         if name == OTHERS_TURN:
-            return self.away()
-        return self.part(PARTS[name]) if name in PARTS else None
+            return self.pause()
+        return self.measure(MEASURED_REGIONS[name]) if name in MEASURED_REGIONS else None
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Return a context whose time is added to the metric `name`; measured contexts inside it are not measured."""
         me = get_ident()
         if me in self._begun:
@@ -67,7 +67,7 @@ class Clock(Observer):
             self._open.append((*self._begun.pop(me), self._mark()))
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Return a context in which another thread works: its time does not count for this thread's region."""
         me = get_ident()
         begun = self._begun.pop(me, None)
@@ -102,11 +102,11 @@ class Clock(Observer):
         return event
 
 
-HISTORY = 200_000
+SNAPSHOT_ALLOCATIONS = 200_000
 """Number of allocations that a memory snapshot covers."""
 OPEN_TRACE = "open it at https://ui.perfetto.dev or in chrome://tracing"
 OPEN_MEMORY = "open it at https://pytorch.org/memory_viz"
-ROWS = 40
+TABLE_ROWS = 40
 """Number of operations in a profile's table."""
 
 
@@ -134,7 +134,7 @@ class Profiler:
         self.mine = self.rank in self.options.ranks
         self.records_memory = self.mine and self.options.memory != "none"
         if self.records_memory:
-            torch.cuda.memory._record_memory_history(max_entries=HISTORY)
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ALLOCATIONS)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -167,7 +167,7 @@ class Profiler:
         trace.export_chrome_trace(str(self._file(number, "json.gz")))
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         self._file(number, "txt").write_text(
-            trace.key_averages().table(sort_by=order, row_limit=ROWS), encoding="utf-8"
+            trace.key_averages().table(sort_by=order, row_limit=TABLE_ROWS), encoding="utf-8"
         )
         if self.records_memory and self.options.memory == "steps":
             self._snapshot(f"step-{number}")

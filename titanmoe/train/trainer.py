@@ -16,8 +16,8 @@ from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
 from titanmoe.train.checks import NumericalFault
 from titanmoe.train.gradients import StepWork
-from titanmoe.train.run_folder import command, rewind
-from titanmoe.train.runtime import say
+from titanmoe.train.run_folder import rewind, typed_command
+from titanmoe.train.runtime import print_rank_0
 from titanmoe.train.timing import Profiler
 from titanmoe.train.training import Training
 
@@ -38,21 +38,21 @@ class Trainer:
         return self.training.state.step
 
     @property
-    def ends(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the step just made was the last one."""
         return self.step >= self.training.steps or self.stopping
 
     def train(self) -> int:
         """Train until the last step or a signal; return the number of the signal, or 0. Collective over the world."""
-        return self.training.guard.restoring(self._train)
+        return self.training.guard.run_with_restores(self._train)
 
     def _train(self) -> int:
         training, checks = self.training, self.training.guard.checks
         check_alike(training.loader.peek(), training.meshes, training.device)
         run = training.folder.claim()
-        refused = training.folder.removed_if_refused()
-        with refused, training.checkpoints.inside(run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | training.loader.notes() | training.set_up | training.get_ready(training)
+        refused = training.folder.cleaned_up_if_refused()
+        with refused, training.checkpoints.in_folder(run) as checkpoints, ExitStack() as listening:
+            notes = checkpoints.begin() | training.loader.notes() | training.setup_rows | training.prepare(training)
             if training.metrics.writes:
                 rewind(run, self.step)
             training.metrics.begin(run, self.step, notes)
@@ -68,18 +68,18 @@ class Trainer:
                 option, has, more = "training.steps", training.steps, 2 * self.step
                 if training.epochs:
                     option, has, more = "training.epochs", training.epochs, training.epochs + 1
-                say(
+                print_rank_0(
                     f"nothing is left to do: the run in {run} has made {self.step} steps, and {option} = {has}\n"
-                    f"  to go on:       {command(f'--{option}')} --{option} {more}\n"
-                    f"  to begin anew:  {command()} --checkpoint.load none   (in a folder of its own)"
+                    f"  to go on:       {typed_command(f'--{option}')} --{option} {more}\n"
+                    f"  to begin anew:  {typed_command()} --checkpoint.load none   (in a folder of its own)"
                 )
             try:
-                while not self.ends:
+                while not self.is_finished:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
                     observe.active.phase("validation" if training.evaluations else "checkpoint", self.step)
                     for line in training.loader.epoch_messages:
-                        say(line)
+                        print_rank_0(line)
                     if self.step >= training.steps and first == 1 and self.unlabelled and not self.labelled:
                         raise NumericalFault(
                             f"none of {self.unlabelled:,} steps had a label, so that nothing was learned: what the "
@@ -94,15 +94,15 @@ class Trainer:
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
                         training.metrics.log(self.step, report | paused)
                         paused = {}
-                    checks.after_step(saves=self.ends or checkpoints.due)
+                    checks.after_step(saves=self.is_finished or checkpoints.is_due)
                     paused |= checkpoints.after_step()
                     observe.active.phase("other", self.step)
                     training.garbage.collect(self.step)
                     if self.step == first:
-                        training.runtime.steady_timeout(training.timeout_s, checkpoints.patient)
+                        training.runtime.steady_timeout(training.timeout_s, checkpoints.long_timeout_groups)
                 return checkpoints.finish()
             except NumericalFault as error:
-                ending = training.guard.last_word(error, checkpoints.has_saved)
+                ending = training.guard.record_end(error, checkpoints.has_saved)
                 checkpoints.wait()
                 if ending is error:
                     raise
@@ -119,7 +119,7 @@ class Trainer:
         state.step += 1
         observe.active.phase("data", state.step)
         batches = training.loader.next_step()
-        if training.guard.passes_over():
+        if training.guard.skips_batch():
             return {}
         totals = training.slicer.count(batches)
 

@@ -108,13 +108,13 @@ class Training(RankModel):
     checkpoints: Checkpoints
     validation: Validation | None
     answers: Answers | None
-    set_up: dict[str, str]
+    setup_rows: dict[str, str]
     """Rows of the header that are known once the model is built."""
     metrics: Metrics
     clock: Clock
     profile: Profile
     garbage: GarbageCollection
-    get_ready: Callable[[Training], dict[str, str]]
+    prepare: Callable[[Training], dict[str, str]]
     """Function called once the weights are loaded, before the first step. Returns rows of the header."""
 
     @property

@@ -26,7 +26,7 @@ from titanmoe.comm.collectives import all_gather, local
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.rank_groups import View, group_of, groups
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.gradients import Gradients, PassSums, StepWork, Sums
+from titanmoe.train.gradients import Gradients, PassSums, StepSums, StepWork
 from titanmoe.train.training import RankModel
 
 # By axis of a mesh (titanmoe.fold.meshes): the axes of the fold that it combines.
@@ -255,7 +255,7 @@ def pass_fingerprints(gradients: Gradients, own: PassSums) -> dict[str, int]:
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat_pass(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[Sums, str]:
+def repeat_pass(gradients: Gradients, work: StepWork, own: PassSums) -> tuple[StepSums, str]:
     """Run forward and backward again, and compare the results with the first pass bit by bit.
 
     Collective over the world. The gradients of the second pass replace those of the first.

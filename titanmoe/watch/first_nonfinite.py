@@ -29,7 +29,7 @@ from titanmoe.data.loader import Loader
 from titanmoe.data.token_shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.observe import Observer, listening
-from titanmoe.train.gradients import Gradients, StepWork, Sums
+from titanmoe.train.gradients import Gradients, StepSums, StepWork
 from titanmoe.watch.bit_checks import first_few
 
 SHOWN_CHARACTERS = 60
@@ -141,7 +141,7 @@ class NonFiniteTrace(Observer):
         rows_B = not_finite.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
         self.checked.append(CheckedTensor(backward, name, microbatch, not_finite.sum(), x.numel(), rows_B))
 
-    def run(self, work: StepWork) -> Sums:
+    def run(self, work: StepWork) -> StepSums:
         """Run the step's forward and backward with all checks, uncompiled, and return its sums."""
         self.batches = work.batches
         with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext(), self.hooked():
@@ -207,7 +207,7 @@ def beginning_of_text(batch: Batch, row: int, tokenizer: Tokenizer | None) -> st
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :SHOWN_CHARACTERS].tolist()).split())[:SHOWN_CHARACTERS]
 
 
-def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[Sums, str]:
+def find_first_nonfinite(trace: NonFiniteTrace, work: StepWork) -> tuple[StepSums, str]:
     """Repeat forward and backward with checks, and find the first non-finite tensor of all ranks.
 
     Collective over the world. The gradients of this pass replace those of the first.

@@ -17,7 +17,7 @@ from titanmoe.train.checks import Checks, NumericalFault, Restore
 
 if TYPE_CHECKING:
     from titanmoe.config.schema import Config, Debug
-    from titanmoe.train.gradients import Gradients, StepWork, Sums
+    from titanmoe.train.gradients import Gradients, StepSums, StepWork
     from titanmoe.train.run_state import RunState
     from titanmoe.train.training import RankModel, Training
     from titanmoe.watch.bit_checks import ReplicaCheck
@@ -75,7 +75,7 @@ class NumberChecks(Checks):
         if self.options.rerun:
             self.last_work = work
 
-    def suspect(self, why: str, work: StepWork, sums: Sums) -> Sums | None:
+    def suspect(self, why: str, work: StepWork, sums: StepSums) -> StepSums | None:
         self._remember(work)
         second_sums, self.explanations = None, []
         self._compare(self.state.step - 1)

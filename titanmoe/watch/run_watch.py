@@ -155,7 +155,7 @@ def caused_by_others(error: BaseException) -> bool:
 
     A TimeoutError with an errno comes from the operating system, such as from a disk.
     """
-    return launch_messages.caused_by_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
+    return launch_messages.caused_by_other_rank(error) or (isinstance(error, TimeoutError) and error.errno is None)
 
 
 def _stack(error: BaseException) -> list[str]:

@@ -241,7 +241,7 @@ class Watchdog(threading.Thread):
             if self.machines.number and self.messages.is_posted("report"):
                 self._leave_note(self.messages.read("report"))
                 return
-        launch_messages.leave_note("another rank is late", consequence=True)
+        launch_messages.write_failure_note("another rank is late", consequence=True)
 
     def _leave_note(self, report: dict[str, Any]) -> None:
         """Leave the report for the launcher of this machine, with the ranks whose end only follows from the hang.
@@ -251,7 +251,7 @@ class Watchdog(threading.Thread):
         late = set(map(int, report["during"]))
         local = {rank: heart for rank, heart in self.machines.local.items() if rank != self.rank}
         following = [rank for rank, heart in local.items() if rank not in late or not has_exited(heart)]
-        launch_messages.leave_note(**report, alike=True, following=following)
+        launch_messages.write_failure_note(**report, alike=True, following=following)
 
     def report(self, statuses: list[RankStatus]) -> None:
         """Find the late ranks, report them, and end the run.

@@ -22,7 +22,7 @@ from titanmoe.tokens import IGNORE
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
 
 
-class Distilled(CrossEntropy):
+class DistillationObjective(CrossEntropy):
     """Weighted sum of the divergence from the teacher and cross-entropy."""
 
     def __init__(self, meshes: Meshes, options: Distillation):
@@ -30,7 +30,7 @@ class Distilled(CrossEntropy):
         self.weight, self.temperature = options.weight, options.temperature
 
     @classmethod
-    def build(cls, config: Config, meshes: Meshes) -> Distilled:
+    def build(cls, config: Config, meshes: Meshes) -> DistillationObjective:
         return cls(meshes, config.distillation)
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:

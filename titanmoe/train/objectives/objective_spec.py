@@ -17,29 +17,29 @@ from titanmoe.data.formats import completions_in
 class ObjectiveSpec(Spec):
     """Properties of an objective, with defaults. Validation measures cross-entropy, unless the objective has pairs."""
 
-    further_tokens = False
+    allows_mtp = False
     """Whether multi-token prediction (model.mtp_depth) may be trained with this objective."""
 
-    entropy = False
+    reads_entropy = False
     """Whether the objective reads the entropy of the distribution at each label."""
 
-    reference = False
+    reads_reference = False
     """Whether the objective reads the reference model's log-probability of each label (titanmoe.train.reference)."""
 
     completions_per_prompt = 1
     """Number of completions per sample: 2 for preference pairs, which are then validated by this objective too."""
 
-    def kept(self, config: Config) -> tuple[int, float]:
+    def teacher_top_k(self, config: Config) -> tuple[int, float]:
         """Return how many top-k ids of a teacher the objective reads at each position, and the temperature."""
         return 0, 1.0
 
-    def loss_of_a_guess(self, config: Config) -> float:
+    def uniform_guess_loss(self, config: Config) -> float:
         """Return the loss of a uniform distribution over all tokens, for the divergence alarm; infinite if unknown."""
         return math.inf
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         yield from self._other_data(config)
-        if config.model.mtp_depth and not self.further_tokens:
+        if config.model.mtp_depth and not self.allows_mtp:
             yield Violation(
                 ("training.objective", "model.mtp_depth"),
                 f'training.objective = "{config.training.objective}" says nothing of the token after next, which '
@@ -47,13 +47,13 @@ class ObjectiveSpec(Spec):
                 '"cross_entropy"',
             )
         for name in ("teacher", "scores"):
-            if getattr(config.distillation, name) and not self.kept(config)[0]:
+            if getattr(config.distillation, name) and not self.teacher_top_k(config)[0]:
                 yield Violation(
                     ("training.objective", f"distillation.{name}"),
                     f'training.objective = "{config.training.objective}" reads nothing of distillation.{name}, which '
                     f'is set: use objective = "distillation", or {name} = ""',
                 )
-        if config.dpo != DPO() and not self.reference:
+        if config.dpo != DPO() and not self.reads_reference:
             yield Violation(
                 ("training.objective", "dpo.beta"),
                 f'training.objective = "{config.training.objective}" reads nothing of dpo.beta = {config.dpo.beta}: '
@@ -84,7 +84,7 @@ class ObjectiveSpec(Spec):
 class DPOSpec(ObjectiveSpec):
     help = "dpo is direct preference optimization on pairs of answers, with dpo.beta."
     implementation = "titanmoe.train.objectives.dpo:DPO"
-    reference = True
+    reads_reference = True
     completions_per_prompt = 2
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -101,7 +101,7 @@ class WeightedCrossEntropySpec(ObjectiveSpec):
     help = "weighted_cross_entropy weights each label as data.label_weights says."
     implementation = "titanmoe.train.objectives.cross_entropy:WeightedCrossEntropy"
 
-    def loss_of_a_guess(self, config: Config) -> float:
+    def uniform_guess_loss(self, config: Config) -> float:
         return math.log(config.model.vocab_size)
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -116,9 +116,9 @@ class WeightedCrossEntropySpec(ObjectiveSpec):
 
 class DistillationSpec(ObjectiveSpec):
     help = "distillation learns from a teacher's distributions as [distillation] says."
-    implementation = "titanmoe.train.objectives.distillation:Distilled"
+    implementation = "titanmoe.train.objectives.distillation:DistillationObjective"
 
-    def kept(self, config: Config) -> tuple[int, float]:
+    def teacher_top_k(self, config: Config) -> tuple[int, float]:
         return config.distillation.top, config.distillation.temperature
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
@@ -148,9 +148,9 @@ class DistillationSpec(ObjectiveSpec):
 class CrossEntropySpec(ObjectiveSpec):
     help = "cross_entropy is the mean over all labels."
     implementation = "titanmoe.train.objectives.cross_entropy:CrossEntropy"
-    further_tokens = True
+    allows_mtp = True
 
-    def loss_of_a_guess(self, config: Config) -> float:
+    def uniform_guess_loss(self, config: Config) -> float:
         return math.log(config.model.vocab_size)
 
 

@@ -17,15 +17,15 @@ from titanmoe.parallel.materialize import blocks_of, piece
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_share
+from titanmoe.train.optimizers.optimizer_spec import GroupRates, group_rates, rate_factor
 
 
-def widened(x: Tensor) -> Tensor:
+def to_float32(x: Tensor) -> Tensor:
     """Return a bfloat16 tensor in float32, and any other tensor itself."""
     return x.float() if x.dtype == torch.bfloat16 else x
 
 
-def at_random(x: Tensor, bits: Tensor) -> Tensor:
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Round float32 to bfloat16, away from zero with a probability equal to the dropped fraction (stochastic rounding).
 
     Args:
@@ -79,14 +79,14 @@ class Rounding:
         key, done = counter_rng.key("rounding", self.seed, self.update, self.names[name], what), 0
         for rows, index in blocks_of(target, *self.places[name]):
             random = counter_rng.bits(key, index) >> 48
-            rows.copy_(at_random(value[done : done + len(rows)].contiguous(), random))
+            rows.copy_(round_stochastically(value[done : done + len(rows)].contiguous(), random))
             done += len(rows)
 
 
 MOMENTS = "exp_avg", "exp_avg_sq"
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
+def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
     """Return whether weight decay applies: not to vectors, biases, routers and the shared expert's gate."""
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
@@ -103,7 +103,7 @@ class AdamW(Optimizer):
         self,
         parameters: dict[str, nn.Parameter],
         options: Options,
-        groups: Mapping[str, OwnRates] | None = None,
+        groups: Mapping[str, GroupRates] | None = None,
         lr: float | None = None,
         rounding: Rounding | None = None,
     ):
@@ -122,10 +122,10 @@ class AdamW(Optimizer):
         self.narrow = options.moments_dtype == "bfloat16" or options.stochastic_rounding
         alike: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, p in parameters.items():
-            group = (groups or {}).get(name, OwnRates())
-            usual = options.weight_decay if options.decay_all or decays(name, p) else 0.0
+            group = (groups or {}).get(name, GroupRates())
+            usual = options.weight_decay if options.decay_all or has_weight_decay(name, p) else 0.0
             decay = usual if group.weight_decay is None else group.weight_decay
-            rate = rate_share(lr if group.lr is None else group.lr, options)
+            rate = rate_factor(lr if group.lr is None else group.lr, options)
             alike.setdefault((rate, decay), []).append(self.local_shards[name])
         groups_of_torch = [{"params": ps, "weight_decay": decay, "rate": rate} for (rate, decay), ps in alike.items()]
         # torch refuses an optimizer without parameters, which a stage that trains nothing would have.
@@ -143,7 +143,7 @@ class AdamW(Optimizer):
 
     @classmethod
     def build(cls, parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None = None) -> AdamW:
-        return cls(parameters, config.optimizer, groups_of(parameters, config), None, Rounding.of(parameters, config))
+        return cls(parameters, config.optimizer, group_rates(parameters, config), None, Rounding.of(parameters, config))
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """Return both moments of each parameter, zeros before the first step."""
@@ -153,12 +153,12 @@ class AdamW(Optimizer):
         return {name: {key: state[key] for key in MOMENTS} for name, state in states.items()}
 
     @property
-    def on_device(self) -> list[Tensor]:
+    def device_tensors(self) -> list[Tensor]:
         states = [x for state in self.adamw.state.values() for x in state.values()]
         return states if self.offload is None else [*states, *self.offload.buffers]
 
     @property
-    def on_host(self) -> list[Tensor]:
+    def host_tensors(self) -> list[Tensor]:
         return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
     def _states(self) -> dict[str, dict[str, Tensor]]:
@@ -188,7 +188,7 @@ class AdamW(Optimizer):
         if self.offload is None:
             self._update(self.parameters)
             return
-        for bucket in self.offload.visits():
+        for bucket in self.offload.visit_buckets():
             for name, both in bucket.items():
                 states[name].update(zip(MOMENTS, both, strict=True))
             self._update(bucket)
@@ -212,9 +212,9 @@ class AdamW(Optimizer):
         """Update one parameter in float32 and round it and its moments to their dtypes."""
         shard, parameter, options = self.local_shards[name], self.parameters[name], self.options
         group = next(group for group in self.adamw.param_groups if any(p is shard for p in group["params"]))
-        state, grad = self.adamw.state[shard], widened(local_grad(parameter))
+        state, grad = self.adamw.state[shard], to_float32(local_grad(parameter))
         tensors = {"weight": shard.data} | {key: state[key] for key in MOMENTS}
-        wide = {what: widened(x) for what, x in tensors.items()}
+        wide = {what: to_float32(x) for what, x in tensors.items()}
         adamw(
             [wide["weight"]],
             [grad],

@@ -25,16 +25,16 @@ from titanmoe.parallel.matrix_pieces import ALONE, Piecewise, Team, piecewise
 from titanmoe.parallel.norm import local_grad
 from titanmoe.parallel.sharded import shard_experts_on_model_dim
 from titanmoe.parallel.whole_matrices import rounds_of, sum_grams
-from titanmoe.train.optimizers.adamw import AdamW, Rounding, decays, moment_dtype, widened
+from titanmoe.train.optimizers.adamw import AdamW, Rounding, has_weight_decay, moment_dtype, to_float32
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
-from titanmoe.train.optimizers.optimizer_spec import OwnRates, groups_of, rate_share
+from titanmoe.train.optimizers.optimizer_spec import GroupRates, group_rates, rate_factor
 
-BATCH = 1 << 27
+MAX_ELEMENTS = 1 << 27
 """Largest number of elements of expert matrices that Newton-Schulz works on at once."""
 
 
-def pieces_of(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[Piecewise]:
+def muon_weights(parameters: dict[str, nn.Parameter], config: Config, meshes: Meshes | None) -> list[Piecewise]:
     """Return this rank's weights that Muon trains, with their matrices and the ranks that share them."""
     attention = experts = ALONE
     if meshes is not None and meshes.fold.world > 1:
@@ -58,7 +58,7 @@ class Muon(Optimizer):
         parameters: dict[str, nn.Parameter],
         options: Options,
         weights: Sequence[Piecewise] = (),
-        groups: Mapping[str, OwnRates] | None = None,
+        groups: Mapping[str, GroupRates] | None = None,
         rounding: Rounding | None = None,
     ):
         """Allocate the momentum, and plan which ranks exchange which shards.
@@ -95,8 +95,8 @@ class Muon(Optimizer):
         return cls(
             parameters,
             config.optimizer,
-            pieces_of(parameters, config, meshes),
-            groups_of(parameters, config),
+            muon_weights(parameters, config, meshes),
+            group_rates(parameters, config),
             Rounding.of(parameters, config),
         )
 
@@ -125,14 +125,14 @@ class Muon(Optimizer):
         self.rest.resume(updates)
 
     @property
-    def on_device(self) -> list[Tensor]:
+    def device_tensors(self) -> list[Tensor]:
         buffers = [] if self.offload is None else self.offload.buffers
-        return [*self.momentum.values(), *buffers, *self.rest.on_device]
+        return [*self.momentum.values(), *buffers, *self.rest.device_tensors]
 
     @property
-    def on_host(self) -> list[Tensor]:
+    def host_tensors(self) -> list[Tensor]:
         own = [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
-        return [*own, *self.rest.on_host]
+        return [*own, *self.rest.host_tensors]
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor | float = 0.0) -> None:
@@ -142,7 +142,7 @@ class Muon(Optimizer):
             return orthogonalize(x, self.steps, eps_norm)
 
         self.rest.step(lr)  # which counts the update
-        visits = iter(()) if self.offload is None else self.offload.visits()
+        visits = iter(()) if self.offload is None else self.offload.visit_buckets()
         for turn in self.rounds:
             own = next(visits, None) or {weight.name: (self.momentum[weight.name],) for weight in turn.weights}
             # In the gradients' memory, where each direction becomes the update.
@@ -159,12 +159,12 @@ class Muon(Optimizer):
 
     def _move(self, name: str, update: Tensor, lr: float) -> None:
         """Apply weight decay and an update to this rank's shard of a weight."""
-        shard, options, group = self.local_shards[name], self.options, self.groups.get(name, OwnRates())
-        usual = options.weight_decay if options.decay_all or decays(name, shard) else 0.0
+        shard, options, group = self.local_shards[name], self.options, self.groups.get(name, GroupRates())
+        usual = options.weight_decay if options.decay_all or has_weight_decay(name, shard) else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
-        lr *= rate_share(group.lr, options)
+        lr *= rate_factor(group.lr, options)
         weight = shard.data
-        wide = widened(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
+        wide = to_float32(weight).mul_(1 - lr * decay).sub_(update, alpha=lr)
         self.rounding.store(weight, wide, name, "weight")
 
     def scale(self, matrix: Matrix) -> float:
@@ -179,8 +179,8 @@ class Muon(Optimizer):
 
         The parameter's gradient is None afterwards.
         """
-        parameter, mean, mu = self.parameters[name], widened(momentum), self.options.momentum
-        grad, parameter.grad = widened(local_grad(parameter)), None
+        parameter, mean, mu = self.parameters[name], to_float32(momentum), self.options.momentum
+        grad, parameter.grad = to_float32(local_grad(parameter)), None
         mean.lerp_(grad, 1 - mu)
         direction = grad.lerp_(mean, mu) if self.options.nesterov else grad.copy_(mean)
         self.rounding.store(momentum, mean, name, "momentum")
@@ -189,7 +189,7 @@ class Muon(Optimizer):
     def _local(self, weight: Piecewise, piece: Tensor, eps_norm: Tensor | float) -> None:
         """Orthogonalize in place the matrices of a weight that are on this rank in full."""
         if weight.cut.whole_experts:
-            for some in piece.split(max(1, BATCH // max(1, piece[:1].numel()))):
+            for some in piece.split(max(1, MAX_ELEMENTS // max(1, piece[:1].numel()))):
                 some.copy_(orthogonalize(some.to(self.dtype), self.steps, eps_norm))
             piece.mul_(self.scale(weight.cut.matrices[0]))
             return

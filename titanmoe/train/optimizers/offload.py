@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TURN = 1 << 26
+BUCKET_BYTES = 1 << 26
 """Largest number of bytes of a bucket's moments; a single parameter may have more. Page-locked memory is allocated in
 powers of two."""
 BUFFERS = 3
@@ -45,10 +45,10 @@ class Copies:
     def mark(self) -> Any:
         """Return the event that ends all work the device has been given so far."""
 
-    def hold(self, event: Any) -> None:
+    def wait_on_device(self, event: Any) -> None:
         """Make the device wait for the event."""
 
-    def wait(self, event: Any) -> None:
+    def wait_on_host(self, event: Any) -> None:
         """Make the host wait for the event."""
 
 
@@ -72,10 +72,10 @@ class CudaCopies(Copies):
     def mark(self) -> Any:
         return torch.cuda.current_stream().record_event()
 
-    def hold(self, event: Any) -> None:
+    def wait_on_device(self, event: Any) -> None:
         torch.cuda.current_stream().wait_event(event)
 
-    def wait(self, event: Any) -> None:
+    def wait_on_host(self, event: Any) -> None:
         event.synchronize()
 
 
@@ -115,7 +115,7 @@ class Offload:
         copies: Copies | None = None,
         count: int = 2,
         dtype: torch.dtype | None = None,
-        together: Iterable[Iterable[str]] | None = None,
+        bucket_names: Iterable[Iterable[str]] | None = None,
     ):
         """Allocate zeros for all moments in host memory, and the buffers on the device.
 
@@ -124,12 +124,12 @@ class Offload:
             copies: how to copy; None to choose by the device of the weights.
             count: number of moments of each weight.
             dtype: of the moments; None for the dtype of each weight.
-            together: names of the parameters of each bucket; None for buckets of TURN bytes.
+            bucket_names: names of the parameters of each bucket; None for buckets of BUCKET_BYTES bytes.
         """
         first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
         like = {name: torch.empty_like(x, dtype=dtype, device="meta") for name, x in local_shards.items()}
-        groups = self._turns(like, count) if together is None else together
+        groups = self._group_names(like, count) if bucket_names is None else bucket_names
         self.buckets = [self._bucket({name: like[name] for name in names}, count) for names in groups]
         most = max(bucket.host.nbytes for bucket in self.buckets)
         self.buffers = [first.new_empty(most, dtype=torch.uint8) for _ in range(min(BUFFERS, len(self.buckets)))]
@@ -138,11 +138,11 @@ class Offload:
         """Event after which each buffer may be overwritten."""
 
     @staticmethod
-    def _turns(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
-        """Yield the names of each bucket: as many as have at most TURN bytes of moments, at least one."""
+    def _group_names(like: dict[str, Tensor], count: int) -> Iterator[list[str]]:
+        """Yield the names of each bucket: as many as have at most BUCKET_BYTES bytes of moments, at least one."""
         names: list[str] = []
         for name in like:
-            if names and count * _size(like[n] for n in (*names, name)) > TURN:
+            if names and count * _size(like[n] for n in (*names, name)) > BUCKET_BYTES:
                 yield names
                 names = []
             names = [*names, name]
@@ -156,10 +156,10 @@ class Offload:
         """Return the moments of each parameter in host memory, after waiting for all copies to it."""
         for bucket in self.buckets:
             if bucket.copied_out is not None:
-                self.copies.wait(bucket.copied_out)
+                self.copies.wait_on_host(bucket.copied_out)
         return {name: every for bucket in self.buckets for name, every in bucket.unpack(bucket.host).items()}
 
-    def visits(self) -> Iterator[dict[str, Moments]]:
+    def visit_buckets(self) -> Iterator[dict[str, Moments]]:
         """Yield the moments of one bucket after another, on the device.
 
         The caller updates them in place before it asks for the next; then they are copied to the host.
@@ -169,7 +169,7 @@ class Offload:
             here = arrived
             if number + 1 < len(self.buckets):
                 arrived = self._fetch(number + 1)
-            self.copies.hold(here)
+            self.copies.wait_on_device(here)
             slot = number % len(self.buffers)
             every = self.buffers[slot][: bucket.host.nbytes]
             yield bucket.unpack(every)

@@ -67,11 +67,11 @@ class Optimizer:
         """Restore state other than the moments, after `updates` updates; called once the moments are loaded."""
 
     @property
-    def on_device(self) -> list[Tensor]:
+    def device_tensors(self) -> list[Tensor]:
         """Tensors on the device now. Must not allocate: a rank that is out of memory reads it."""
         return [x for tensors in self.moments().values() for x in tensors.values()]
 
     @property
-    def on_host(self) -> list[Tensor]:
+    def host_tensors(self) -> list[Tensor]:
         """Tensors in host memory, if the moments are offloaded."""
         return []

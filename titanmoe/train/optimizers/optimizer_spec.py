@@ -27,7 +27,7 @@ from titanmoe.models.tensors import Tuning, matches, shapes, stored_name, unmatc
 GROUPS = "optimizer.groups"
 
 
-class OwnRates(NamedTuple):
+class GroupRates(NamedTuple):
     """Learning rate and weight decay of a group of parameters ([[optimizer.groups]])."""
 
     lr: float | None = None
@@ -36,17 +36,17 @@ class OwnRates(NamedTuple):
     """Weight decay; None for that of parameters in no group."""
 
 
-def groups_of(parameters: Iterable[str], config: Config) -> dict[str, OwnRates]:
+def group_rates(parameters: Iterable[str], config: Config) -> dict[str, GroupRates]:
     """Return by name the rates of those parameters that are in a group."""
     out, tied = {}, config.model.tie_embeddings
     for name in parameters:
         for table in config.optimizer.groups:
             if matches(stored_name(name, tied), tuple(table["match"])):
-                out[name] = OwnRates(table.get("lr"), table.get("weight_decay"))
+                out[name] = GroupRates(table.get("lr"), table.get("weight_decay"))
     return out
 
 
-def rate_share(rate: float | None, options: Options) -> float:
+def rate_factor(rate: float | None, options: Options) -> float:
     """Return a group's peak rate as a multiple of optimizer.lr, by which the scheduled rate is multiplied."""
     return 1.0 if rate is None else rate / options.lr
 
@@ -100,7 +100,7 @@ def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
             "such as 100, or leave it out",
         )
     if config.optimizer.qk_clip_measure == "bound":
-        yield from _clipped_by_bound(config, value)
+        yield from _bound_contradictions(config, value)
     if not value:
         return
     if config.compile.enable:
@@ -123,10 +123,10 @@ def qk_clip_contradictions(config: Config) -> Iterator[Violation]:
                 "and bounds logits itself: leave it out",
             )
             return
-    yield from _clips_frozen(config, field) if limit else ()
+    yield from _frozen_clip_contradictions(config, field) if limit else ()
 
 
-def _clipped_by_bound(config: Config, value: float) -> Iterator[Violation]:
+def _bound_contradictions(config: Config, value: float) -> Iterator[Violation]:
     """Yield settings that contradict optimizer.qk_clip_measure = "bound"."""
     field, limit, length = "optimizer.qk_clip_measure", config.optimizer.qk_clip, config.training.seq_len
     if not value:
@@ -149,7 +149,7 @@ def _clipped_by_bound(config: Config, value: float) -> Iterator[Violation]:
         )
 
 
-def _clips_frozen(config: Config, field: str) -> Iterator[Violation]:
+def _frozen_clip_contradictions(config: Config, field: str) -> Iterator[Violation]:
     """Yield a violation if QK-Clip would scale a weight that is not trained."""
     tuning = Tuning.of(config)
     for layer, mixer in enumerate(mixers(config.model)):
@@ -163,8 +163,8 @@ def _clips_frozen(config: Config, field: str) -> Iterator[Violation]:
                 return
 
 
-SHARED = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
-SHARED += ("qk_clip", "qk_clip_every", "qk_clip_measure")
+COMMON_FIELDS = ("name", "lr", "max_grad_norm", "skip_spikes", "skip_window", "skip_limit")
+COMMON_FIELDS += ("qk_clip", "qk_clip_every", "qk_clip_measure")
 """Fields of [optimizer] that a step reads with any optimizer."""
 
 
@@ -203,7 +203,7 @@ class OptimizerSpec(Spec):
         yield from qk_clip_contradictions(config)
         name, usual = config.optimizer.name, asdict(Options())
         for field, value in asdict(config.optimizer).items():
-            if field not in (*SHARED, *self.reads) and value != usual[field]:
+            if field not in (*COMMON_FIELDS, *self.reads) and value != usual[field]:
                 yield Violation(
                     (f"optimizer.{field}", "optimizer.name"),
                     f"optimizer.{field} = {toml_value(value)} does nothing with optimizer.name = {toml_value(name)}, "
@@ -279,5 +279,5 @@ OPTIMIZERS = ComponentKind(
         "muon": MuonSpec(),
     },
     OptimizerSpec,
-    ("step", "moments", "resume", "on_device", "on_host"),
+    ("step", "moments", "resume", "device_tensors", "host_tensors"),
 )
