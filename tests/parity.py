@@ -25,7 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import COMPLETION, PAIRS, REFERENCE, WEIGHT, Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.observe import Observer, listening
 from titanmoe.ops import counter_rng
 from titanmoe.tokens import IGNORE
@@ -414,7 +414,7 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
     config = read(changes, size)
     moe, fold = config.moe, config.parallelism
     sub_sequence = moe.capacity_factor > 0 and moe.capacity_scope == "sub_sequence"
-    grouping = sub_sequence or any(term.spec.by_microbatch for term in switched_on(moe))
+    grouping = sub_sequence or any(term.spec.by_microbatch for term in active_losses(moe))
     neutral = {key: value for key, value in (TINY | changes).items() if not key.startswith(NEUTRAL)}
     neutral |= dict.fromkeys(NUMERICS, "float64")
     dp = fold.dp_replicate * fold.dp_shard if grouping else 1

@@ -23,7 +23,7 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import Groups, can_group, grouped_loop, grouped_product
+from titanmoe.moe.grouped_mm import Groups, can_group, grouped_product, loop_product
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel import attention_kernel
 from titanmoe.parallel.attention_block import block, block_backward, block_reference
@@ -62,7 +62,7 @@ def grouped_equals_loop(counts: list[int]) -> None:
         pytest.skip("torch's grouped product needs Hopper or later")
     grad = torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16)
     results = []
-    for product in (grouped_loop, grouped_product):
+    for product in (loop_product, grouped_product):
         y = product(x, w, count)
         results.append([y, *torch.autograd.grad(y, (x, w), grad)])
     for loop, grouped in zip(*results, strict=True):

@@ -94,7 +94,7 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)
         chosen_TK = torch.zeros(T, model.top_k, dtype=torch.int64)
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = exchange.combine(experts(*exchange.rows()))
+        y_TD = exchange.combine(experts(*exchange.receive_routed()))
         y_TD.backward(torch.empty_like(y_TD))
     assert y_TD.shape == x_TD.shape
     assert all(x.grad is not None for x in (x_TD, weights_TK, *experts.parameters()))

@@ -231,8 +231,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
     from titanmoe.models.mixers.mixer_spec import elements
-    from titanmoe.moe.assign import assign_all_rows, copy_rows
-    from titanmoe.moe.permute import to_tokens
+    from titanmoe.moe.permute import unpermute_tokens
+    from titanmoe.moe.send_slots import assign_unpadded_slots, fill_slots
 
     model, kernels = config.model, config.moe.kernels
     # The second layer's attention too, if it sees further than the first.
@@ -262,8 +262,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
 
     weights_TK, chosen_TK = (x.detach() for x in route())
     weights_TK.requires_grad_()
-    entry, slot, count_E = assign_all_rows(chosen_TK, E, 1, 1, kernels)
-    rows, row_weights, sent = copy_rows(x_TD, weights_TK, entry, slot, kernels)
+    entry, slot, count_E = assign_unpadded_slots(chosen_TK, E, 1, 1, kernels)
+    rows, row_weights, sent = fill_slots(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts = list(moe.experts.parameters())
     through = 2 * (T + R) * D * size
@@ -292,10 +292,10 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
             (3 * T * D * size + 6 * T * E * 4),
             router_peak,
         ),
-        ("dispatch", lambda: assign_all_rows(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
+        ("dispatch", lambda: assign_unpadded_slots(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
         (
             "permute",
-            both(lambda: copy_rows(x_TD, weights_TK, entry, slot, kernels)[:2], [x_TD, weights_TK]),
+            both(lambda: fill_slots(x_TD, weights_TK, entry, slot, kernels)[:2], [x_TD, weights_TK]),
             0,
             through,
             peak,
@@ -307,7 +307,13 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
             0,
             peak,
         ),
-        ("combine", both(lambda: to_tokens(rows, sent.source_R, sent.slot_TJ, kernels), [rows]), 0, through, peak),
+        (
+            "combine",
+            both(lambda: unpermute_tokens(rows, sent.source_R, sent.slot_TJ, kernels), [rows]),
+            0,
+            through,
+            peak,
+        ),
         (
             "head, loss",
             both(lambda: head(x_BLD, labels_BL), [x_BLD, *head.parameters()]),

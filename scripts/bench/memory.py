@@ -36,7 +36,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy, cross_entropy
 from titanmoe.moe.expert_products import plain_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import grouped_product
+from titanmoe.moe.grouped_mm import grouped_product
 from titanmoe.parallel.recompute import recompute
 
 Variant = Callable[[], Tensor]

@@ -48,8 +48,8 @@ GROUPS = {
     "norms": r"norm|rsqrt|mean",
     "rotation (RoPE)": r"rope|rotat|CatArray|complex|^_(join|split|copy_heads)$|^_(join|split|copy_heads) ",
     "embedding": r"embedding",
-    "routed rows": r"^_(fetch|sum|assign|regroup)_rows|^_count_choices|^_(put|take)|to_rows|to_tokens|reorder"
-    r"|scatter|gather|index|sort|cumsum|histogram",
+    "routed rows": r"^_(fetch|sum|assign|regroup)_rows|^_count_choices|^_(put|take)|permute_tokens"
+    r"|reorder|scatter|gather|index|sort|cumsum|histogram",
     "copies": r"memcpy|memset|copy",
 }
 """Kinds of kernels, by a pattern of their names; the first match counts, and without one it is 'other'."""

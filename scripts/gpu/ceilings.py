@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from rows import Rows, both_ways, elapsed, median_seconds  # noqa: E402
 
-from titanmoe.moe.grouped import grouped_product  # noqa: E402
+from titanmoe.moe.grouped_mm import grouped_product  # noqa: E402
 
 
 def main() -> int:

@@ -139,7 +139,7 @@ def through(dispatcher: Dispatcher, experts: Any) -> Callable[[Tensor, Tensor, T
 
     def there_and_back(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        return exchange.combine(experts(*exchange.rows()))
+        return exchange.combine(experts(*exchange.receive_routed()))
 
     return there_and_back
 
@@ -232,7 +232,7 @@ def speed(here: Rank, plain_memory: bool) -> dict[str, Any]:
 
     def there_and_back(dispatcher: Dispatcher) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        return exchange.combine(exchange.rows()[0])
+        return exchange.combine(exchange.receive_routed()[0])
 
     with torch.no_grad():
         exchange = symmetric.dispatch(x_TD, weights_TK, chosen_TK, 0)

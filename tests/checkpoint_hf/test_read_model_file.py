@@ -19,7 +19,7 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load, to_toml
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance_losses.aux_losses import AuxLoss
-from titanmoe.moe.balance_losses.balance_loss import Routed
+from titanmoe.moe.balance_losses.balance_loss import RouterOutput
 from titanmoe.tokens import Tokens
 
 ROOT = Path(__file__).parents[2]
@@ -137,7 +137,9 @@ def aux_loss(logits_TE: Tensor, top_k: int) -> Tensor:
     count_1E = torch.bincount(scores_TE.topk(top_k).indices.flatten(), minlength=E)[None]
     loss = AuxLoss(Model(num_experts=E, top_k=top_k), MoE(), 1)
     return loss(
-        Routed(logits_TE, scores_TE, count_1E, tokens, torch.tensor(T), torch.tensor(1), False, NO_GROUP, NO_GROUP)
+        RouterOutput(
+            logits_TE, scores_TE, count_1E, tokens, torch.tensor(T), torch.tensor(1), False, NO_GROUP, NO_GROUP
+        )
     )
 
 

@@ -127,11 +127,11 @@ def test_a_recomputed_forward_changes_nothing() -> None:
         return torch.autograd.grad(weights_TK.sum(), logits[m])[0]
 
     grads = [run(m) for m in range(3)]
-    one.dropped(torch.tensor(5), torch.tensor(1))
+    one.record_dropped(torch.tensor(5), torch.tensor(1))
     before = {name: buffer.clone() for name, buffer in one.named_buffers()}
     for m in (1, 0, 2, 1):
         assert torch.equal(run(m), grads[m])
-        one.dropped(torch.tensor(5), torch.tensor(1))
+        one.record_dropped(torch.tensor(5), torch.tensor(1))
     for name, buffer in one.named_buffers():
         assert torch.equal(buffer, before[name]), name
     assert counted(one).counts["dropped"] == 5

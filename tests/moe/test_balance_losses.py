@@ -14,8 +14,8 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.schema import Config, Model, MoE
 from titanmoe.moe.balance import Balance
-from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
-from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, switched_on
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, RouterOutput
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, OTHER_METRICS, BalanceSpec, active_losses
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.train.alarms import warn_of_no_balancing
 
@@ -29,11 +29,11 @@ class Even(BalanceLoss):
 
     spec = EvenSpec()
 
-    def forward(self, routed: Routed) -> Tensor:
-        choices_BE = routed.choices()
+    def forward(self, routed: RouterOutput) -> Tensor:
+        choices_BE = routed.choice_counts()
         f_BE = choices_BE * self.model.num_experts / choices_BE.sum(1, keepdim=True).clamp(min=1)
         tokens_B1 = choices_BE.sum(1, keepdim=True).clamp(min=1) / self.model.top_k
-        return (f_BE * routed.shares() / tokens_B1).sum() / routed.step_samples
+        return (f_BE * routed.score_sums() / tokens_B1).sum() / routed.step_samples
 
 
 class LogitSpec(BalanceSpec):
@@ -44,7 +44,7 @@ class LogitSpec(BalanceSpec):
 class Logits(BalanceLoss):
     spec = LogitSpec()
 
-    def forward(self, routed: Routed) -> Tensor:
+    def forward(self, routed: RouterOutput) -> Tensor:
         return routed.logits_TE.square().sum() / routed.step_tokens
 
 
@@ -68,7 +68,7 @@ def test_one_from_outside_equals_that_of_the_package_and_is_reported_by_its_metr
 
 
 def test_terms_that_are_on() -> None:
-    terms = switched_on(MoE(z_loss=0.5, aux_loss=0.1, balance_losses=[f"{EVEN} 1e-3", f"{LOGITS} 0"]))
+    terms = active_losses(MoE(z_loss=0.5, aux_loss=0.1, balance_losses=[f"{EVEN} 1e-3", f"{LOGITS} 0"]))
     assert [(term.metric, term.coefficient) for term in terms] == [
         ("aux_loss", 0.1),
         ("z_loss", 0.5),

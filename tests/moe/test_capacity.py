@@ -111,10 +111,10 @@ def test_capacity_is_the_formula(factor: float, positions: int, rows: int) -> No
 
 def test_a_padded_bin_holds_what_one_rank_can_have() -> None:
     one = capacity(capacity_factor=1.0)
-    assert one.bin_rows(samples=3, own_tokens=24) == one.limit(24) == 12
+    assert one.slots_per_expert(samples=3, own_tokens=24) == one.limit(24) == 12
     # 8 positions of each of 3 samples here, 8 * size in the whole sample: C is 4 * size, but never more than the 8
     for size, rows in ((1, 3 * 4), (2, 3 * 8), (4, 3 * 8)):
-        assert capacity(size, capacity_factor=1.0, capacity_scope="full_sequence").bin_rows(3, 24) == rows
+        assert capacity(size, capacity_factor=1.0, capacity_scope="full_sequence").slots_per_expert(3, 24) == rows
 
 
 def tokens(samples: int, length: int) -> Tokens:
@@ -161,4 +161,4 @@ def test_what_is_kept_fits_the_bin(samples: int, length: int, factor: float, sco
     weights_TK, chosen_TK = scores_TE.topk(2)
     kept_TK = one(chosen_TK, weights_TK, tokens(samples, length), samples)
     assert ((kept_TK == chosen_TK) | (kept_TK == 4)).all()
-    assert kept_TK.flatten().bincount(minlength=5)[:4].max() <= one.bin_rows(samples, samples * length)
+    assert kept_TK.flatten().bincount(minlength=5)[:4].max() <= one.slots_per_expert(samples, samples * length)

@@ -21,7 +21,7 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE as Layer
-from titanmoe.moe.products_in_graph import experts_down, experts_up
+from titanmoe.moe.traced_products import experts_down, experts_up
 from titanmoe.tokens import Tokens
 
 SHAPE = dict(num_experts=4, top_k=2, dim=16, expert_hidden=24)

@@ -25,14 +25,14 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.comm.counts import Counts
 from titanmoe.comm.host import ToHost
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers import alltoall
 from titanmoe.moe.dispatchers.allgather import AllGather
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.hierarchical import Hierarchical
 from titanmoe.moe.layer import MoE as MoELayer
-from titanmoe.moe.permute import to_tokens
+from titanmoe.moe.permute import unpermute_tokens
+from titanmoe.moe.send_slots import assign_slots, fill_slots, order_by_expert, sort_by_expert
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.tokens import Tokens
 
@@ -89,16 +89,16 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    bin_rows = T if padded else 0
+    slots_per_expert = T if padded else 0
 
-    rows_RD, weight_R1, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
+    rows_RD, weight_R1, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, slots_per_expert)
     want, counts = arriving(case, group.size, experts)
     got = list(zip(rows_RD[:, 0].tolist(), weight_R1[:, 0].tolist(), strict=True))
     assert len(got) == int(count_e.sum())
     if padded:
-        assert count_e.tolist() == [bin_rows * group.size] * local
+        assert count_e.tolist() == [slots_per_expert * group.size] * local
         ends = count_e.cumsum(0).tolist()
-        pieces = [got[end - bin_rows * group.size : end] for end in ends]
+        pieces = [got[end - slots_per_expert * group.size : end] for end in ends]
         assert [sum(number > 0 for number, _ in piece) for piece in pieces] == counts
         assert all(pair == (0, 0) for pair in got if pair[0] == 0), "an empty row holds something"
         got = [pair for pair in got if pair[0] > 0]
@@ -118,7 +118,7 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
         torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
 
     # without weights, every kept choice returns once from each of the etp ranks
-    rows_RD, _, _, send_back = dispatched(dispatcher, x_TD.detach(), weights_TK.detach(), chosen_TK, bin_rows)
+    rows_RD, _, _, send_back = dispatched(dispatcher, x_TD.detach(), weights_TK.detach(), chosen_TK, slots_per_expert)
     kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
     copies_TD = send_back(rows_RD)
     torch.testing.assert_close(copies_TD, x_TD.detach() * kept_T1 * etp, rtol=1e-13, atol=1e-13)
@@ -127,8 +127,8 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
 def test_rows_are_copied_before_their_number_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a device has work while the host waits."""
     order = []
-    copy, read = alltoall.copy_rows, ToHost.read
-    monkeypatch.setattr(alltoall, "copy_rows", lambda *given: order.append("copied") or copy(*given))
+    copy, read = alltoall.fill_slots, ToHost.read
+    monkeypatch.setattr(alltoall, "fill_slots", lambda *given: order.append("copied") or copy(*given))
     monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", 0)
     rows_RD, _, count_e, _ = dispatched(AllToAll(E), x_TD, weights_TK, chosen_TK)
@@ -191,7 +191,9 @@ def leaving(name: str, args: Any, group: dist.ProcessGroup) -> int:
     return (sum(send) - send[group.rank()]) * x.shape[1:].numel()
 
 
-def traffic(kind: type, ep: int, etp: int, case: str, bin_rows: int) -> list[list[tuple[str, torch.dtype, int]]]:
+def traffic(
+    kind: type, ep: int, etp: int, case: str, slots_per_expert: int
+) -> list[list[tuple[str, torch.dtype, int]]]:
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
     dispatcher = kind(E)
@@ -199,7 +201,7 @@ def traffic(kind: type, ep: int, etp: int, case: str, bin_rows: int) -> list[lis
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        rows_RD, weight_R1, _, combine = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
+        rows_RD, weight_R1, _, combine = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, slots_per_expert)
     with Recorder() as combining:
         y_TD = combine(rows_RD * weight_R1.float())
     with Recorder() as backward:
@@ -216,32 +218,32 @@ def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dty
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
-@pytest.mark.parametrize("case, bin_rows", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
-def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, bin_rows: int) -> None:
+@pytest.mark.parametrize("case, slots_per_expert", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
+def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, slots_per_expert: int) -> None:
     """Per rank and direction: the copies of its routed rows that leave it, D elements each; weights only
     travel there.
     """
     out = torch.zeros(RANKS, RANKS, dtype=torch.int64)  # rows from, to
     for rank in range(RANKS):
-        experts = torch.arange(E).repeat(bin_rows) if bin_rows else inputs(case, rank)[2].flatten()
+        experts = torch.arange(E).repeat(slots_per_expert) if slots_per_expert else inputs(case, rank)[2].flatten()
         for expert in experts[experts < E].tolist():
             for copy in range(etp):
                 out[rank, expert // (E // ep) * etp + copy] += 1
     out.fill_diagonal_(0)
-    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin_rows)
+    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, slots_per_expert)
 
     def kinds(**bytes: int) -> dict[tuple[str, torch.dtype], int]:
         return {("all_to_all_single", getattr(torch, name)): count for name, count in bytes.items() if count}
 
     for rank, (dispatching, combining, backward) in enumerate(answers):
         there, back = int(out[rank].sum()), int(out[:, rank].sum())
-        counts = 0 if bin_rows else (RANKS - 1) * (E // ep) * 8
+        counts = 0 if slots_per_expert else (RANKS - 1) * (E // ep) * 8
         assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
         assert added(combining) == kinds(float32=back * D * 4)
         # backward: the outputs' gradients travel like the rows; the gradients of rows and weights return
         assert added(backward[:1]) == kinds(float32=there * D * 4)
         assert added(backward[1:]) == kinds(float32=back * D * 4, float64=back * 8)
-        assert [len(sent) for sent in (dispatching, combining, backward)] == [2 + (not bin_rows), 1, 3]
+        assert [len(sent) for sent in (dispatching, combining, backward)] == [2 + (not slots_per_expert), 1, 3]
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
@@ -364,33 +366,33 @@ def test_by_node_on_one_rank(padded: bool, case: str) -> None:
 
 @st.composite
 def choices(draw: st.DrawFn, least: int = 0) -> tuple[Tensor, int, int, int, int]:
-    """chosen_TK for at least `least` tokens, E, ep, etp, bin_rows."""
+    """chosen_TK for at least `least` tokens, E, ep, etp, slots_per_expert."""
     ep, etp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     experts = ep * draw(st.integers(1, 3))
     tokens, k = draw(st.integers(least, 6)), draw(st.integers(1, 3))
     flat = draw(st.lists(st.integers(0, experts), min_size=tokens * k, max_size=tokens * k))
     largest = max((flat.count(e) for e in range(experts)), default=0)
-    bin_rows = draw(st.sampled_from([0, max(1, largest), largest + 2]))
-    return torch.tensor(flat, dtype=torch.int64).view(tokens, k), experts, ep, etp, bin_rows
+    slots_per_expert = draw(st.sampled_from([0, max(1, largest), largest + 2]))
+    return torch.tensor(flat, dtype=torch.int64).view(tokens, k), experts, ep, etp, slots_per_expert
 
 
 @given(choices())
 def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor, int, int, int, int]) -> None:
-    chosen_TK, experts, ep, etp, bin_rows = drawn
+    chosen_TK, experts, ep, etp, slots_per_expert = drawn
     flat = chosen_TK.flatten().tolist()
     order, count_E = sort_by_expert(chosen_TK, experts)
     counts = [flat.count(e) for e in range(experts)]
     assert count_E.tolist() == counts
-    rows = etp * (experts * bin_rows if bin_rows else sum(counts))
-    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin_rows, rows)
+    rows = etp * (experts * slots_per_expert if slots_per_expert else sum(counts))
+    choice_R, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
 
     want, local = [], experts // ep
     for block in range(ep):
         for _copy in range(etp):
             for expert in range(block * local, (block + 1) * local):
                 mine = [entry for entry, e in enumerate(flat) if e == expert]
-                want += mine + [len(flat)] * (bin_rows - len(mine) if bin_rows else 0)
-    assert entry_R.tolist() == want
+                want += mine + [len(flat)] * (slots_per_expert - len(mine) if slots_per_expert else 0)
+    assert choice_R.tolist() == want
     assert slot.shape == (len(flat), etp)
     for entry, expert in enumerate(flat):
         places = [row for row, e in enumerate(want) if e == entry]
@@ -400,16 +402,16 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
 
 @given(choices(least=1))
 def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, int, int]) -> None:
-    chosen_TK, experts, ep, etp, bin_rows = drawn
+    chosen_TK, experts, ep, etp, slots_per_expert = drawn
     tokens, k = chosen_TK.shape
     x_TD = torch.arange(tokens * 2.0, dtype=torch.float64).view(tokens, 2)
     weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
     order, count_E = sort_by_expert(chosen_TK, experts)
-    rows = etp * (experts * bin_rows if bin_rows else int(count_E.sum()))
-    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin_rows, rows)
-    rows_RD, weight_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot)
+    rows = etp * (experts * slots_per_expert if slots_per_expert else int(count_E.sum()))
+    choice_R, slot = assign_slots(chosen_TK, order, count_E, ep, etp, slots_per_expert, rows)
+    rows_RD, weight_R1, route = fill_slots(x_TD, weights_TK, choice_R, slot)
     kept_TK = chosen_TK < experts
-    back_TD = to_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)
+    back_TD = unpermute_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)
     torch.testing.assert_close(back_TD, x_TD * (weights_TK * kept_TK).sum(1, keepdim=True) * etp)
     (grad_TK,) = torch.autograd.grad(weight_R1.sum(), weights_TK)
     assert torch.equal(grad_TK, kept_TK * float(etp))
@@ -423,7 +425,7 @@ def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, 
 def test_by_expert_turns_senders_into_experts(counts: list[list[int]]) -> None:
     count_Ge = torch.tensor(counts)
     marks = [(g, e, i) for g, row in enumerate(counts) for e, n in enumerate(row) for i in range(n)]
-    order, inverse = by_expert(count_Ge, len(marks))
+    order, inverse = order_by_expert(count_Ge, len(marks))
     assert [marks[i] for i in order.tolist()] == sorted(marks, key=lambda mark: (mark[1], mark[0], mark[2]))
     assert torch.equal(order[inverse], torch.arange(len(marks)))
 

@@ -17,7 +17,7 @@ from tests.support.live_bytes import saved_bytes
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.expert_products import ExpertProducts, plain_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import Groups, grouped_loop, grouped_product
+from titanmoe.moe.grouped_mm import Groups, grouped_product, loop_product
 
 
 def inputs(counts: list[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
@@ -40,7 +40,7 @@ def test_the_down_half_equals_plain_autograd(
     results, weight_dtype = [], torch.promote_types(dtype, torch.float32)
 
     def plain(hidden: tuple[Tensor, ...], weight: Tensor, w2: Tensor) -> tuple[Tensor]:
-        product = grouped_product if grouped and dtype == w2.dtype else grouped_loop
+        product = grouped_product if grouped and dtype == w2.dtype else loop_product
         return (product(plain_swiglu(*hidden, weight, clamped), w2, torch.tensor(counts)),)
 
     made = ExpertProducts(groups=Groups(torch.tensor(counts)), kind="grouped" if grouped else "loop", clamped=clamped)
@@ -68,7 +68,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
     from titanmoe.moe import expert_products
 
     products = []
-    loop, gradient = expert_products.grouped_loop, expert_products.loop_gradient
+    loop, gradient = expert_products.loop_product, expert_products.loop_gradient
     monkeypatch.setitem(expert_products.PRODUCTS, "loop", lambda *x: products.append("input") or loop(*x))
     monkeypatch.setitem(expert_products.GRADIENTS, "loop", lambda *x: products.append("weight") or gradient(*x))
     counts = [5, 0, 9, 3]
@@ -102,8 +102,8 @@ def test_within_a_recomputed_block(switches: dict[str, Any]) -> None:
 
 def weighted_after(made: Experts, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
     """As usually written: the routing weight multiplies the experts' outputs, and autograd saves what it needs."""
-    hidden = F.silu(grouped_loop(x_RD, made.w1, count_e)) * grouped_loop(x_RD, made.w3, count_e)
-    return (grouped_loop(hidden, made.w2, count_e) * weight_R1).to(x_RD.dtype)
+    hidden = F.silu(loop_product(x_RD, made.w1, count_e)) * loop_product(x_RD, made.w3, count_e)
+    return (loop_product(hidden, made.w2, count_e) * weight_R1).to(x_RD.dtype)
 
 
 def test_kept_bytes_per_row_at_a_qwen_shape() -> None:

@@ -14,7 +14,7 @@ from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.expert_products import clamped_swiglu
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.grouped_mm import can_group, grouped_gradient, grouped_product, loop_product
 from titanmoe.ops.device import Hardware, as_on
 
 D, HIDDEN = 16, 24
@@ -44,7 +44,7 @@ def with_gradients(product: Callable[..., Tensor], counts: list[int], dtype: tor
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_product_equals_the_loop(dtype: torch.dtype, counts: list[int]) -> None:
-    wants = with_gradients(grouped_loop, counts, dtype)
+    wants = with_gradients(loop_product, counts, dtype)
     for got, want in zip(with_gradients(grouped_product, counts, dtype), wants, strict=True):
         tolerances.close(got, want, terms=HIDDEN)
     idle = torch.tensor(counts) == 0
@@ -56,7 +56,7 @@ def test_the_loop_is_one_product_per_row(counts: list[int]) -> None:
     x_RD, w_eFD = random(sum(counts), D, dtype=torch.float64, seed=0), random(4, HIDDEN, D, dtype=torch.float64, seed=1)
     of_R = torch.arange(4).repeat_interleave(torch.tensor(counts))
     want = torch.einsum("rd,rfd->rf", x_RD, w_eFD[of_R])
-    torch.testing.assert_close(grouped_loop(x_RD, w_eFD, torch.tensor(counts)), want)
+    torch.testing.assert_close(loop_product(x_RD, w_eFD, torch.tensor(counts)), want)
 
 
 @pytest.mark.parametrize(

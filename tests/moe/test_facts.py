@@ -67,10 +67,10 @@ def on_four_ranks(name: str) -> Dispatcher:
     return dispatcher
 
 
-def host_syncs(name: str, bin_rows: int) -> int:
+def host_syncs(name: str, slots_per_expert: int) -> int:
     dispatcher = on_four_ranks(name)
     with HostReads() as reads:
-        rows, _, _, send_back = dispatched(dispatcher, *inputs("some_dropped", dist.get_rank()), bin_rows)
+        rows, _, _, send_back = dispatched(dispatcher, *inputs("some_dropped", dist.get_rank()), slots_per_expert)
         send_back(rows)
     return reads.times
 
@@ -78,7 +78,7 @@ def host_syncs(name: str, bin_rows: int) -> int:
 def can_wait(name: str) -> bool:
     """Whether what it returns is a SplitExchange."""
     exchange = on_four_ranks(name).dispatch(*inputs("random", dist.get_rank()), 0)
-    return all(hasattr(exchange, method) for method in ("relay", "send_back", "receive"))
+    return all(hasattr(exchange, method) for method in ("relay", "start_combine", "finish_combine"))
 
 
 def rows_for_no_expert(name: str) -> bool:
@@ -106,7 +106,7 @@ def seen_by_hooks(name: str) -> tuple[int, int, int]:
     leaves = tree_leaves(exchange)
     going = sum(x.requires_grad for x in leaves if isinstance(x, Tensor))
     numbers = sum(isinstance(x, int) for x in leaves)
-    back = exchange.send_back(exchange.rows()[0])
+    back = exchange.start_combine(exchange.receive_routed()[0])
     return going, numbers, sum(x.requires_grad for x in tree_leaves(back) if isinstance(x, Tensor))
 
 
@@ -120,8 +120,8 @@ def test_hooks_see_rows_that_are_on_their_way(name: str) -> None:
 def test_facts_are_true(name: str) -> None:
     spec = DISPATCHERS.look_up(name)
     assert world.run(RANKS, host_syncs, name, 0) == [spec.host_syncs] * RANKS
-    assert world.run(RANKS, rows_for_no_expert, name) == [spec.unused_rows] * RANKS
-    if not spec.no_bins:
+    assert world.run(RANKS, rows_for_no_expert, name) == [spec.has_unused_slots] * RANKS
+    if not spec.cannot_pad:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, can_wait, name) == [name in overlapping()] * RANKS
     assert world.run(RANKS, sends_across, name) == [spec.works_by_node] * RANKS
@@ -133,7 +133,7 @@ class Nowhere(Dispatcher):
 
     spec = DispatcherSpec()
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Stay:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Stay:
         flat = chosen_TK.flatten()
         kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
         token_R = kept_R // chosen_TK.shape[1]
@@ -149,7 +149,7 @@ class Stay(NamedTuple):
     token_R: Tensor
     tokens: int
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_RD, self.weights_R1, self.count_e
 
     def combine(self, y_RD: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from titanmoe.moe import fp8
 from titanmoe.moe.expert_products import plain_swiglu
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.fp8 import LARGEST, EightBitProducts, quantise
-from titanmoe.moe.grouped import Groups
+from titanmoe.moe.grouped_mm import Groups
 
 D, HIDDEN = 16, 32
 # Every number that e4m3 has: 3 bits of fraction, exponents -6 to 8, subnormals of 2^-9; all ones is NaN.

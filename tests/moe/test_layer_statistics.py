@@ -12,11 +12,11 @@ from torch import Tensor
 from tests import parity, world
 from titanmoe.config.schema import MoE
 from titanmoe.moe import layer_statistics
-from titanmoe.moe.balance_losses.balance_loss import Routed
+from titanmoe.moe.balance_losses.balance_loss import RouterOutput
 from titanmoe.moe.layer_statistics import LayerStatistics, RowLayout, Statistic, StepCounts, step_metrics
 
 
-def largest_scores(routed: Routed) -> Tensor:
+def largest_scores(routed: RouterOutput) -> Tensor:
     return routed.scores_TE.amax(-1) @ routed.valid_T
 
 

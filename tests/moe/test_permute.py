@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
+from titanmoe.moe.permute import invert, permute_tokens, reorder, unpermute_tokens
 
 D = 3
 
@@ -57,14 +57,14 @@ def plain_tokens(y_RD: Tensor, layout: Layout) -> Tensor:
 @given(layouts())
 def test_both_maps_are_plain_indexing(layout: Layout) -> None:
     x_TD, y_RD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_R), D, seed=1)
-    assert torch.equal(to_rows(x_TD, *layout), plain_rows(x_TD, layout))
-    torch.testing.assert_close(to_tokens(y_RD, *layout), plain_tokens(y_RD, layout), rtol=0, atol=1e-14)
+    assert torch.equal(permute_tokens(x_TD, *layout), plain_rows(x_TD, layout))
+    torch.testing.assert_close(unpermute_tokens(y_RD, *layout), plain_tokens(y_RD, layout), rtol=0, atol=1e-14)
 
 
 @given(layouts())
 def test_each_is_the_others_transpose(layout: Layout) -> None:
     x_TD, y_RD = numbers(len(layout.slot_TJ), D), numbers(len(layout.source_R), D, seed=1)
-    here, there = (x_TD * to_tokens(y_RD, *layout)).sum(), (to_rows(x_TD, *layout) * y_RD).sum()
+    here, there = (x_TD * unpermute_tokens(y_RD, *layout)).sum(), (permute_tokens(x_TD, *layout) * y_RD).sum()
     assert float(here) == pytest.approx(float(there), abs=1e-12)
 
 
@@ -73,8 +73,8 @@ def test_gradients_are_those_of_plain_indexing(layout: Layout) -> None:
     x_TD = numbers(len(layout.slot_TJ), D).requires_grad_()
     y_RD = numbers(len(layout.source_R), D, seed=1).requires_grad_()
     for ours, plain, argument, result in (
-        (to_rows, plain_rows, x_TD, y_RD),
-        (to_tokens, plain_tokens, y_RD, x_TD),
+        (permute_tokens, plain_rows, x_TD, y_RD),
+        (unpermute_tokens, plain_tokens, y_RD, x_TD),
     ):
         (got,) = torch.autograd.grad(ours(argument, *layout), argument, result.detach())
         with torch.enable_grad():
@@ -105,7 +105,7 @@ def test_reorder_and_its_inverse(order: list[int]) -> None:
 def test_nothing_to_move_gives_zeros_and_zero_gradients(tokens: int, rows: int) -> None:
     layout = Layout(torch.full((rows,), tokens), torch.full((tokens, 2), rows))
     x_TD, y_RD = numbers(tokens, D).requires_grad_(), numbers(rows, D).requires_grad_()
-    (to_rows(x_TD, *layout).sum() + to_tokens(y_RD, *layout).sum()).backward()
-    assert torch.equal(to_rows(x_TD, *layout), torch.zeros(rows, D, dtype=torch.float64))
-    assert torch.equal(to_tokens(y_RD, *layout), torch.zeros(tokens, D, dtype=torch.float64))
+    (permute_tokens(x_TD, *layout).sum() + unpermute_tokens(y_RD, *layout).sum()).backward()
+    assert torch.equal(permute_tokens(x_TD, *layout), torch.zeros(rows, D, dtype=torch.float64))
+    assert torch.equal(unpermute_tokens(y_RD, *layout), torch.zeros(tokens, D, dtype=torch.float64))
     assert torch.equal(x_TD.grad, torch.zeros_like(x_TD)) and torch.equal(y_RD.grad, torch.zeros_like(y_RD))

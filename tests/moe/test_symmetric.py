@@ -103,8 +103,8 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
         assert count_e.tolist() == [max(1, -(-n // ALIGN)) * ALIGN for n in counts]
         bins = count_e.tolist()
         mask = torch.arange(len(rows)) < 0
-        for end, bin_rows, n in zip(torch.tensor(bins).cumsum(0).tolist(), bins, counts, strict=True):
-            mask[end - bin_rows : end - bin_rows + n] = True
+        for end, slots_per_expert, n in zip(torch.tensor(bins).cumsum(0).tolist(), bins, counts, strict=True):
+            mask[end - slots_per_expert : end - slots_per_expert + n] = True
         assert rows[~mask].eq(0).all() and weights[~mask].eq(0).all()
         rows, weights = rows[mask], weights[mask]
     else:
@@ -164,7 +164,7 @@ def through_graphs(backend: str) -> list[tuple[int, int]]:
 
     def layer(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        x_AD, weights_A1, _ = exchange.rows()
+        x_AD, weights_A1, _ = exchange.receive_routed()
         y_AD = torch.tanh(x_AD * weights_A1)
         exchange.combine(y_AD)
         return exchange.combine(y_AD) + exchange.combine(y_AD)
@@ -229,7 +229,7 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
     """One round trip with buffers for even routing: whether this rank would overflow, and whether all is finite."""
     dispatcher = make(whole_world(), RANKS, 1, 1.0)
     memory = dispatcher.memory
-    memory.away_rows = 4 * ALIGN  # less than one expert's rows of all ranks need
+    memory.receive_slots = 4 * ALIGN  # less than one expert's rows of all ranks need
     x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
     if case == "one_expert":  # 3 of a token's rows to rank 2, which has experts 4 and 5, in bins of 24 and 48
         chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5

@@ -18,7 +18,7 @@ from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.dispatcher import ExpertRanks
 from titanmoe.moe.dispatchers.symm_mem import Symmetric, missing
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import can_group
+from titanmoe.moe.grouped_mm import can_group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +60,7 @@ def test_rows_through_the_experts_without_a_host_sync(world_of_one: Group) -> No
     torch.cuda.set_sync_debug_mode("error")
     try:
         exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = exchange.combine(experts(*exchange.rows()))
+        y_TD = exchange.combine(experts(*exchange.receive_routed()))
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")

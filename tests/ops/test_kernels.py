@@ -19,25 +19,25 @@ from titanmoe.config.schema import Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_norm, plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy
-from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.symm_mem import plain_put, plain_take
 from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.fp8 import plain_quantise, quantise
-from titanmoe.moe.grouped import Groups, add_gradient
+from titanmoe.moe.grouped_mm import Groups, add_gradient
 from titanmoe.moe.layer_statistics import entropy_and_count as balance_spread
 from titanmoe.moe.permute import (
     can_pack,
     invert,
+    permute_packed,
+    permute_tokens,
+    permute_with_weights,
     reorder,
-    reorder_packed,
+    reorder_and_unpack,
     reorder_weighted,
-    to_packed_rows,
-    to_rows,
-    to_tokens,
-    to_weighted_rows,
+    unpermute_tokens,
 )
 from titanmoe.moe.router import Router
 from titanmoe.moe.router_product import plain_parts, product_by_parts
+from titanmoe.moe.send_slots import assign_slots, assign_unpadded_slots, fill_slots, order_by_expert, sort_by_expert
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
 
@@ -79,8 +79,8 @@ def choices(kind: str, tokens: int, top_k: int) -> Tensor:
 
 
 def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tensor) -> list[Tensor]:
-    rows, row_weights, route = copy_rows(x, weights, entry, slot, kernels)
-    back = to_tokens(rows * row_weights.to(rows.dtype), route.source_R, route.slot_TJ, kernels)
+    rows, row_weights, route = fill_slots(x, weights, entry, slot, kernels)
+    back = unpermute_tokens(rows * row_weights.to(rows.dtype), route.source_R, route.slot_TJ, kernels)
     cotangents = [random(*y.shape, dtype=y.dtype, seed=9).detach() for y in (rows, row_weights, back)]
     grads = torch.autograd.grad((rows, row_weights, back), (x, weights), cotangents)
     return [rows, row_weights, back, *grads]
@@ -88,16 +88,18 @@ def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tenso
 
 @pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
 @pytest.mark.parametrize(
-    "tokens, top_k, etp, bin_rows, width",
+    "tokens, top_k, etp, slots_per_expert, width",
     [(37, 2, 1, 0, 24), (37, 1, 1, 0, 24), (5, 3, 2, 0, 130), (16, 2, 1, 20, 8), (1, 1, 1, 0, 1), (0, 2, 1, 0, 8)],
 )
-def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, bin_rows: int, width: int) -> None:
+def test_tokens_to_rows_and_back(
+    kind: str, tokens: int, top_k: int, etp: int, slots_per_expert: int, width: int
+) -> None:
     """The interpreter sums in float32 in a test below, which is compiled too."""
     for dtype in DTYPES[::2] if interpreted() else DTYPES:
         chosen = choices(kind, tokens, top_k)
         order, count = sort_by_expert(chosen, E)
-        rows = E * etp * bin_rows if bin_rows else int(count.sum()) * etp
-        entry, slot = assign_rows(chosen, order, count, 2, etp, bin_rows, rows)
+        rows = E * etp * slots_per_expert if slots_per_expert else int(count.sum()) * etp
+        entry, slot = assign_slots(chosen, order, count, 2, etp, slots_per_expert, rows)
         inputs = (
             random(tokens, width, dtype=dtype),
             random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
@@ -118,7 +120,7 @@ def test_rows_wider_than_a_program() -> None:
         results = []
         for kernels in ("triton", "torch"):
             moved = reorder(x, order, invert(order), kernels)
-            back = to_rows(moved, order, invert(order).unsqueeze(1), kernels)
+            back = permute_tokens(moved, order, invert(order).unsqueeze(1), kernels)
             cotangent = random(rows, width, dtype=torch.float32, seed=4).detach()
             results.append([moved, back, *torch.autograd.grad((moved, back), x, (cotangent, cotangent))])
         for got, want in zip(*results, strict=True):
@@ -128,7 +130,7 @@ def test_rows_wider_than_a_program() -> None:
 def test_regrouped_rows_come_back() -> None:
     count = torch.tensor([[3, 0], [1, 4]], device=DEVICE)
     x = random(8, 6, dtype=torch.float32)
-    regroup = by_expert(count, 8)
+    regroup = order_by_expert(count, 8)
     assert torch.equal(reorder(reorder(x, *regroup, "triton"), *reversed(regroup), "triton"), x)
     weights, cotangent = random(8, 1, dtype=torch.float32, seed=1), random(8, 6, dtype=torch.float32, seed=2).detach()
     results = []
@@ -144,17 +146,19 @@ def test_rows_packed_with_their_weights(kind: str) -> None:
     """Bit by bit what goes apart, there and back."""
     chosen = choices(kind, 13, 2)
     order, count = sort_by_expert(chosen, E)
-    entry, slot = assign_rows(chosen, order, count, 2, 1, 9, E * 9)  # padded bins
+    entry, slot = assign_slots(chosen, order, count, 2, 1, 9, E * 9)  # padded bins
     again = torch.randperm(len(entry), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     for dtype in DTYPES:
         wide = torch.promote_types(dtype, torch.float32)
         x, weights = random(13, 24, dtype=dtype), random(13, 2, dtype=wide, seed=1)
         assert can_pack(x, "triton") and not can_pack(x[:, :9], "triton") and not can_pack(x, "torch")
-        apart = reorder_weighted(*to_weighted_rows(x, weights, entry, slot.view(13, 2), "torch"), again, invert(again))
-        packed = to_packed_rows(x, weights, entry, slot.view(13, 2))
+        apart = reorder_weighted(
+            *permute_with_weights(x, weights, entry, slot.view(13, 2), "torch"), again, invert(again)
+        )
+        packed = permute_packed(x, weights, entry, slot.view(13, 2))
         assert packed.shape[1] * packed.element_size() == 24 * x.element_size() + 16
         results = []
-        for rows in (apart, reorder_packed(packed, again, invert(again), wide)):
+        for rows in (apart, reorder_and_unpack(packed, again, invert(again), wide)):
             cotangents = [random(*y.shape, dtype=y.dtype, seed=9).detach() for y in rows]
             results.append([*rows, *torch.autograd.grad(rows, (x, weights), cotangents)])
         for a, b in zip(*results[:2], strict=True):
@@ -219,7 +223,7 @@ def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, 
     monkeypatch.setattr(choice_rows, "TILE", 256)  # blocks of 64 choices
     chosen = choices(kind, tokens, top_k)
     for got, want in zip(
-        *(assign_all_rows(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True
+        *(assign_unpadded_slots(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True
     ):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
@@ -228,7 +232,7 @@ def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, 
 def test_rows_by_expert(counts: list[list[int]]) -> None:
     count = torch.tensor(counts, device=DEVICE)
     rows = int(count.sum())
-    for got, want in zip(*(by_expert(count, rows, kernels) for kernels in ("triton", "torch")), strict=True):
+    for got, want in zip(*(order_by_expert(count, rows, kernels) for kernels in ("triton", "torch")), strict=True):
         assert torch.equal(got, want)
 
 
@@ -461,16 +465,16 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 def test_compiled_calls_keep_the_kernels_whole() -> None:
     chosen = choices("random", 12, 2)
     order, count = sort_by_expert(chosen, E)
-    entry, slot = assign_rows(chosen, order, count, 1, 1, 0, 24)
+    entry, slot = assign_slots(chosen, order, count, 1, 1, 0, 24)
     x, weights = random(12, 8, dtype=torch.float32), random(12, 2, dtype=torch.float32, seed=1)
 
     logits = random(12, 8, dtype=torch.float32, seed=2)
     made = router(8, torch.float32, "triton")
 
     def forward(x: Tensor, weights: Tensor, logits: Tensor) -> Tensor:
-        rows, row_weights, route = copy_rows(x, weights, entry, slot, "triton")
+        rows, row_weights, route = fill_slots(x, weights, entry, slot, "triton")
         _, scores, chosen_weights, _, _ = made(logits, tokens)
-        back = to_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
+        back = unpermute_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
         return back.square().sum() + (scores.sum(1) * chosen_weights.sum(1)).sum()
 
     tokens = padded_tokens(2, 6)

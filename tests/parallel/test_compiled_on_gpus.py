@@ -273,7 +273,7 @@ def test_each_part_is_one_graph_whose_kernels_compile(recipe: Path) -> None:
 
 
 PADDED = {"capacity_factor": 1.0, "pad_to_capacity": True}
-PLACES = SimpleNamespace(name="buffers", limit=2**15, away_rows=2**15, needs_repeat=torch.tensor(False))
+PLACES = SimpleNamespace(name="buffers", limit=2**15, receive_slots=2**15, needs_repeat=torch.tensor(False))
 """What a graph knows of the receive buffers of symmetric memory."""
 
 

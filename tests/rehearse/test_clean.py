@@ -153,13 +153,13 @@ def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Ver
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
     """As if it first checked whether it has a token."""
-    real = AllToAllExchange.send_back
+    real = AllToAllExchange.start_combine
 
     def alone(self: AllToAllExchange, y_RD: Tensor) -> Any:
         return real(self._replace(x_RD=self.x_RD._replace(wire=None)), y_RD)
 
     def of(rank: int) -> Any:
-        return mock.patch.object(AllToAllExchange, "send_back", alone if rank == 2 else real)
+        return mock.patch.object(AllToAllExchange, "start_combine", alone if rank == 2 else real)
 
     verdict = faulty(4, of, {})
     assert not verdict.safe and "rank 2" in verdict.text and "moe/dispatchers/alltoall.py" in verdict.text

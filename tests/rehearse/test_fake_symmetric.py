@@ -16,7 +16,7 @@ from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import ONE, faulty
 from tests.rehearse.test_rehearse_command import SMALL, rehearse
 from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricExchange
-from titanmoe.moe.permute import to_tokens
+from titanmoe.moe.permute import unpermute_tokens
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import rehearsal
 from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, PUT
@@ -70,7 +70,7 @@ def test_a_rank_that_keeps_its_rows_is_named() -> None:
 
     def keep(self: SymmetricExchange, y_AD: Tensor) -> Tensor:
         y_HD = y_AD.new_zeros(len(self.to_H), y_AD.shape[1]) + y_AD.sum()
-        return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
+        return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
 
     def on(rank: int) -> Any:
         return mock.patch.object(SymmetricExchange, "combine", keep if rank == 2 else real)

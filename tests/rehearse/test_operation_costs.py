@@ -91,7 +91,7 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     assert products == {"attention", "router", "experts", "head and loss"}
     assert {operation.site.phase for operation in operations if operation.site.region == "optimizer"} == {"update"}
     lines = {operation.site.file for operation in operations if operation.site.region == "experts" and operation.flops}
-    assert lines == {"moe/grouped.py"}
+    assert lines == {"moe/grouped_mm.py"}
     report = work_as_json(operations)
     for unit in ("flops", "read", "written"):
         assert sum(row[unit] * row["count"] for row in report["operations"]) == report[unit]

@@ -33,15 +33,15 @@ def test_split_sizes_are_those_of_the_rehearsed_rank(name: str) -> None:
 
 
 def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_named() -> None:
-    real = AllToAllExchange.send_back
+    real = AllToAllExchange.start_combine
 
-    def send_back(self: AllToAllExchange, y_RD: Tensor) -> Any:
+    def start_combine(self: AllToAllExchange, y_RD: Tensor) -> Any:
         wire = self.x_RD.wire
         if wire.group.rank != 2:
             return real(self, y_RD)
         return start(y_RD, wire.group, wire.receive[::-1], wire.send)
 
-    with mock.patch.object(AllToAllExchange, "send_back", send_back):
+    with mock.patch.object(AllToAllExchange, "start_combine", start_combine):
         rehearsal = of({})
         assert "rank 2 sends rank 0" in check_ranks([rehearsal]).text
     assert check_ranks([rehearsal]).text == HOST_ORDER
@@ -59,9 +59,9 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
 
 
 def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
-    real, runs = AllToAllExchange.send_back, []
+    real, runs = AllToAllExchange.start_combine, []
 
-    def send_back(self: AllToAllExchange, y_RD: Tensor) -> Any:
+    def start_combine(self: AllToAllExchange, y_RD: Tensor) -> Any:
         wire = self.x_RD.wire
         if wire.group.rank or len(set(wire.receive)) == 1:
             return real(self, y_RD)
@@ -78,5 +78,5 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
     rehearsal = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
     rehearsal.exchange.__class__ = Watched
     assert not list(disagreeing_splits([rehearsal])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    with mock.patch.object(AllToAllExchange, "send_back", send_back):
+    with mock.patch.object(AllToAllExchange, "start_combine", start_combine):
         assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([rehearsal]))

@@ -10,7 +10,7 @@ import torch
 from tests import reference
 from tests.support import tolerances
 from titanmoe.config.schema import Config
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.ops.newton_schulz import CLASSIC, coefficients, gain
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
     for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
         note("loss", relative(loss, step.loss))
         note("norm", relative(norm, step.grad_norm))
-        for term in switched_on(config.moe):
+        for term in active_losses(config.moe):
             note(term.metric, relative(report[term.metric], term.coefficient * step.aux[term.name]))
         if config.model.mtp_depth:
             note("mtp_loss", relative(report["mtp_loss"], step.mtp))

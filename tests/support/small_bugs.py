@@ -97,7 +97,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/moe/test_balance.py": [
         (
-            "Routed.shares",
+            "RouterOutput.score_sums",
             "sigmoid scores are not normalised",
             "self.valid_T / self.scores_TE.sum(-1) if self.normalises else self.valid_T",
             "self.valid_T",
@@ -129,7 +129,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{PARITY}::test_smaller_worlds {PAIRS} -k sequence+z": [
         (
-            "Routed.choices",
+            "RouterOutput.choice_counts",
             "a rank's own counts are used instead of its whole sample's",
             "all_reduce(self.count_BE.to(torch.float64), self.sequence)",
             "self.count_BE.to(torch.float64)",
@@ -137,7 +137,7 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     f"{PAIRS} -k global+bias": [
         (
-            "move_biases",
+            "update_expert_bias",
             "selection biases move towards the busy experts",
             "load_E.mean() - load_E",
             "load_E - load_E.mean()",
@@ -161,25 +161,30 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             "count_E.view(1, self.ep, e).expand(self.etp, -1, -1)",
         ),
         (
-            "AllGather.sort_choices",
+            "AllGather.gather_and_sort_choices",
             "the all-gather takes etp ranks for ep ranks",
             "self.group.rank // self.etp",
             "self.group.rank",
         ),
-        ("Hierarchical.dispatch", "bins inside a node have room for only one node's rows", "bin_rows * N", "bin_rows"),
+        (
+            "Hierarchical.dispatch",
+            "bins inside a node have room for only one node's rows",
+            "slots_per_expert * N",
+            "slots_per_expert",
+        ),
     ],
     f"tests/moe/test_permute.py {NO_GROUP}": [
         (
-            "to_weighted_rows",
+            "permute_with_weights",
             "routers have no gradient through their weights",
-            "(to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1)",
-            "(to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1.detach())",
+            "(permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1)",
+            "(permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1.detach())",
         ),
     ],
     "tests/moe/test_experts.py": [
         ("Experts.products", "an expert's last bias is not weighted", "member_Re * weight_R1", "member_Re"),
         (
-            "Experts.with_last_bias",
+            "Experts.add_down_bias",
             "every etp rank adds its bias to the first columns",
             "self.etp_rank * bias_ed.shape[1]",
             "0",

@@ -189,7 +189,7 @@ PRIVATE = (
         "torch", ("_foreach_norm",), "checkpoint/write_tensors.py", "whether all numbers of a checkpoint are finite"
     ),
     Private("torch", ("_foreach_copy_",), "parallel/unsharded.py", "a step's copies of experts' weights in one call"),
-    Private("torch", ("_grouped_mm",), "moe/grouped.py", "the products of all experts"),
+    Private("torch", ("_grouped_mm",), "moe/grouped_mm.py", "the products of all experts"),
     Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
     Private(
         "torch.distributed._symmetric_memory",

@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 def test_a_step_has_one_host_sync_besides_its_dispatchers(name: str) -> None:
     changes, dispatched = CASES[name]
     # The second step: before the first, torch's stages ask each other for their shapes.
-    with mock.patch.object(SymmetricBuffers, "try_once"):
+    with mock.patch.object(SymmetricBuffers, "check_first_exchange"):
         log = rehearse(config_of(ONE | changes, 4, "h100"), 4, 0, "h100", steps=2).log
     want = {"train/gradients.py": 1} | ({"moe/dispatchers/alltoall.py": dispatched} if dispatched else {})
     assert Counter(line.file for line in log.syncs) == want

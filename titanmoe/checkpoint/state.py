@@ -26,7 +26,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.families import family_of
 from titanmoe.models.families.family import attention
 from titanmoe.models.tensors import stored_name
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.parallel.materialize import piece
 
 Targets = dict[str, tuple[str, Piece]]
@@ -231,7 +231,7 @@ def _grouping_notes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
     moe = MoE(**{path.removeprefix("moe."): value for path, value in new.items() if path.startswith("moe.")})
-    if terms := [term.name for term in switched_on(moe) if term.spec.by_microbatch and per_microbatch]:
+    if terms := [term.name for term in active_losses(moe) if term.spec.by_microbatch and per_microbatch]:
         notes.append(f"note: other microbatches than before for {' and '.join(terms)} (docs/moe.md)")
     drops = new["moe.capacity_factor"] and new["moe.capacity_scope"] == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):

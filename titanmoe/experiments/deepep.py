@@ -18,10 +18,10 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.assign import assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.allgather import SummedExchange
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
+from titanmoe.moe.send_slots import assign_slots, fill_slots, sort_by_expert
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
 
@@ -75,22 +75,22 @@ class DeepEP(Dispatcher):
         self.plain.place(ranks)
 
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         if self.memory is None:
-            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
-        chosen_TJ = self.for_each_rank(chosen_TK)
+        chosen_TJ = self.expand_over_etp(chosen_TK)
         x_ND, weights_NJ, chosen_NJ, counts, handle = _Dispatch.apply(
             x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory.buffer, self.num_experts * self.etp
         )
         chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
-        entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
-        x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
+        choice_R, slot = assign_slots(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
+        x_RD, weights_R1, route = fill_slots(x_ND, weights_NJ, choice_R, slot, self.kernels)
         return_sums = partial(_Combine.apply, self.memory.buffer, handle)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
-    def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
+    def expand_over_etp(self, chosen_TK: Tensor) -> Tensor:
         """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)

@@ -18,7 +18,7 @@ class DeepEPSpec(DispatcherSpec):
     cannot_overlap = "sends a token once for all its experts on a rank"
     asks_machine = True
     own_buffers = True
-    no_bins = 'and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false'
+    cannot_pad = 'and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false'
 
     # deep_ep/buffer.py and csrc/kernels of DeepEP 1.2: sizes that it has options for, lanes of a warp, a token's
     # half in a warp's buffer, 32 bytes at a time.
@@ -70,8 +70,8 @@ class DeepEPSpec(DispatcherSpec):
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         domains = costs.domains(ep, etp)
-        across = tokens * costs.row_bytes * costs.visits(domains) * (domains - 1) / domains
-        within = tokens * costs.row_bytes * costs.visits(ep) * etp
+        across = tokens * costs.routed_token_bytes * costs.visits(domains) * (domains - 1) / domains
+        within = tokens * costs.routed_token_bytes * costs.visits(ep) * etp
         return 2 * costs.links.relay(costs.expert_group(ep, etp), across, within)
 
 

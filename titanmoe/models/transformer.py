@@ -21,7 +21,7 @@ from titanmoe.models.families import mixers
 from titanmoe.models.layers import FeedForward, Linear, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.mixers.mixer_spec import MixerSpec
 from titanmoe.models.vocabulary import LOSS_ONLY, Embedding, Head, HeadOutput
-from titanmoe.moe.halves import feed_halves
+from titanmoe.moe.halves import forward_in_halves
 from titanmoe.moe.layer import MoE
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -76,7 +76,7 @@ class Block(nn.Module):
             attend: gives attention's output for the second half (titanmoe.moe.halves).
         """
         if attend is not None:
-            return feed_halves(self.moe, self.ffn_norm, x_BsD, attend, tokens)
+            return forward_in_halves(self.moe, self.ffn_norm, x_BsD, attend, tokens)
         y_BsD = self.ffn_norm(x_BsD)
         with region("dense FFN" if self.moe is None else "MoE layer"):
             y_BsD = self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens)

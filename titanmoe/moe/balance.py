@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance_losses.balance_loss import Routed
-from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, switched_on
+from titanmoe.moe.balance_losses.balance_loss import RouterOutput
+from titanmoe.moe.balance_losses.balance_spec import BALANCE_LOSSES, active_losses
 from titanmoe.moe.layer_statistics import RowLayout, StepCounts
 from titanmoe.moe.router import Router
 from titanmoe.moe.score_functions import score_function_of
@@ -50,7 +50,7 @@ class Balance(nn.Module):
         super().__init__()
         self.model, self.kernels = model, options.kernels
         self.normalises = not score_function_of(model).scores_sum_to_one
-        on = switched_on(options)
+        on = active_losses(options)
         self.coefficients = tuple(term.coefficient for term in on)
         kinds = (BALANCE_LOSSES.implementation(term.name) for term in on)
         self.losses = nn.ModuleList(kind(model, options, microbatches) for kind in kinds)
@@ -77,7 +77,7 @@ class Balance(nn.Module):
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
         """Returns the routing weights with the gradient of the balance losses attached."""
-        routed = Routed(
+        routed = RouterOutput(
             logits_TE=logits_TE,
             scores_TE=scores_TE,
             count_BE=count_BE,
@@ -96,13 +96,13 @@ class Balance(nn.Module):
                 self.counts.record(tokens.microbatch, (name,), coefficient * term)
         return _Attach.apply(weights_TK, self.coefficients_X, *terms) if terms else weights_TK
 
-    def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
+    def record_dropped(self, entries: Tensor, microbatch: Tensor) -> None:
         """Record how many of this rank's choices were over capacity."""
         self.counts.record(microbatch, ("dropped",), entries)
 
 
 @torch.no_grad()
-def move_biases(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
+def update_expert_bias(routers: Mapping[int, Router], loads: Mapping[int, Tensor], rate: float) -> None:
     """Move each selection bias by `rate` towards even loads.
 
     Args:

@@ -30,7 +30,7 @@ class Capacity(nn.Module):
         """C for a scope of this many token positions."""
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
-    def bin_rows(self, samples: int, own_tokens: int) -> int:
+    def slots_per_expert(self, samples: int, own_tokens: int) -> int:
         """The most rows that this rank can send to one expert: the size of a padded bin."""
         if not self.full:
             return self.limit(own_tokens)

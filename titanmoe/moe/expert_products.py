@@ -3,12 +3,12 @@
 Experts make one object for each call, which says how the call multiplies:
 
     ExpertProducts      in the tokens' dtype, with a backward of its own that saves little
-    ProductsInGraph     the same, where torch.compile traces the call (titanmoe.moe.products_in_graph)
+    TracedProducts     the same, where torch.compile traces the call (titanmoe.moe.traced_products)
     EightBitProducts    with factors in 8 bits (titanmoe.moe.fp8)
 
 Biases are added by the experts themselves (titanmoe.moe.experts).
 
-Shapes as in titanmoe.moe.grouped. `hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
+Shapes as in titanmoe.moe.grouped_mm. `hidden` is gate and up, (R, F) each, or both side by side, (R, 2F).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.recomputation import recomputing
-from titanmoe.moe.grouped import (
+from titanmoe.moe.grouped_mm import (
     Groups,
     even_gradient,
     even_product,
     grouped_gradient,
-    grouped_loop,
     grouped_product,
     loop_gradient,
+    loop_product,
 )
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
@@ -38,7 +38,7 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 Kind = Literal["grouped", "even", "loop"]
 """How rows are multiplied: by torch's grouped product, by a batched one if all experts have as many rows, or one expert
 after the other, for which the host has to know their rows."""
-PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": grouped_loop}
+PRODUCTS = {"grouped": grouped_product, "even": even_product, "loop": loop_product}
 GRADIENTS = {"grouped": grouped_gradient, "even": even_gradient, "loop": loop_gradient}
 
 
@@ -78,11 +78,11 @@ class ExpertProducts:
 
     # ---- not differentiable: the factors of a product, the product, and the gradient of a weight
 
-    def rows(self, x_RD: Tensor) -> Any:
+    def token_factor(self, x_RD: Tensor) -> Any:
         """Return the rows as a factor of any number of products."""
         return x_RD
 
-    def weight(self, name: str, w_eFD: Tensor) -> Any:
+    def weight_factor(self, name: str, w_eFD: Tensor) -> Any:
         """Return a weight as a factor. `name` identifies it, along this width, within the layer."""
         return w_eFD
 
@@ -153,8 +153,8 @@ class _Down(torch.autograd.Function):
 
 def multiply(how: ExpertProducts, name: str, x_RD: Tensor, weights: Sequence[Tensor], first: int = 0) -> list[Tensor]:
     """Return the product of the rows with each of the weights, which are numbered from `first`."""
-    rows = how.rows(x_RD)
-    return [how.product(rows, how.weight(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
+    rows = how.token_factor(x_RD)
+    return [how.product(rows, how.weight_factor(f"{name} {i}", w)) for i, w in enumerate(weights, first)]
 
 
 def activate(how: ExpertProducts, hidden: Sequence[Tensor], weight_R1: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ def down_backward(
 
 def _through(how: ExpertProducts, name: str, grads: list[Tensor], weights: Sequence[Tensor]) -> Tensor:
     """Return the gradient of the rows that were multiplied by all of the weights."""
-    across = [how.weight(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
-    return _total(how.product(how.rows(g), w) for g, w in zip(grads, across, strict=True))
+    across = [how.weight_factor(f"{name} {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
+    return _total(how.product(how.token_factor(g), w) for g, w in zip(grads, across, strict=True))
 
 
 def _total(summands: Iterator[Tensor]) -> Tensor:

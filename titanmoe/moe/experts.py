@@ -15,9 +15,9 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.expert_products import AddGradient, ExpertProducts, Kind
-from titanmoe.moe.fp8 import EightBitProducts, Rounded
-from titanmoe.moe.grouped import Groups, can_group
-from titanmoe.moe.products_in_graph import ProductsInGraph
+from titanmoe.moe.fp8 import EightBitProducts, QuantisedWeights
+from titanmoe.moe.grouped_mm import Groups, can_group
+from titanmoe.moe.traced_products import TracedProducts
 from titanmoe.observe import named
 
 
@@ -34,7 +34,7 @@ class Experts(nn.Module):
         self.accumulates = options.accumulate_weight_gradients
         self.sums: dict[str, AddGradient] = {}
         """Where the gradients of these weights go in a step, if it accumulates them, and not to autograd."""
-        self.unused_rows = DISPATCHERS.look_up(options.dispatcher).unused_rows
+        self.has_unused_slots = DISPATCHERS.look_up(options.dispatcher).has_unused_slots
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
@@ -42,7 +42,7 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
-        self.rounded = Rounded(self.kernels)
+        self.rounded = QuantisedWeights(self.kernels)
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
@@ -72,17 +72,17 @@ class Experts(nn.Module):
         hidden = self.gate_and_up(products, x_RD)
         if self.w1_bias is None:
             return self.down(products, hidden, weight_R1)
-        member_Re = membership(count_e, x_RD.shape[0], self.w2.dtype)
-        hidden = self.with_biases(hidden, member_Re, count_e)
-        return self.with_last_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
+        member_Re = expert_one_hot(count_e, x_RD.shape[0], self.w2.dtype)
+        hidden = self.add_up_bias(hidden, member_Re, count_e)
+        return self.add_down_bias(self.down(products, hidden, weight_R1), member_Re * weight_R1)
 
-    def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | ProductsInGraph:
+    def choose_products(self, x_RD: Tensor, count_e: Tensor) -> ExpertProducts | TracedProducts:
         """Return how this call multiplies."""
         kind: Kind = "grouped" if self.uses_grouped_mm(x_RD, local(self.w1)) else "loop"
         if kind == "loop" and self.even_rows:
             kind = "even"
         if torch.compiler.is_compiling():
-            return ProductsInGraph.of(count_e, kind, self.clamped, self.kernels)
+            return TracedProducts.of(count_e, kind, self.clamped, self.kernels)
         common = {"groups": Groups(count_e), "clamped": self.clamped, "kernels": self.kernels}
         if self.dtype == "compute":
             return ExpertProducts(kind=kind, **common)
@@ -99,16 +99,16 @@ class Experts(nn.Module):
         (y_RD,) = products.down(hidden, weight_R1, local(self.w2), add=self.sums.get("w2"))
         return y_RD
 
-    def with_biases(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
+    def add_up_bias(self, hidden: tuple[Tensor, ...], member_Re: Tensor, count_e: Tensor) -> tuple[Tensor, ...]:
         w1_eF, w3_eF = local(self.w1_bias), local(self.w3_bias)
         biases = (w1_eF, w3_eF) if len(hidden) == 2 else (torch.cat((w1_eF, w3_eF), 1),)
         hidden = tuple(torch.addmm(x, member_Re, bias) for x, bias in zip(hidden, biases, strict=True))
-        if not self.unused_rows:
+        if not self.has_unused_slots:
             return hidden
         used_R1 = torch.arange(member_Re.shape[0], device=count_e.device).unsqueeze(1) < count_e.sum()
         return tuple(x.where(used_R1, 0) for x in hidden)  # 0 * NaN is NaN: mask, do not multiply
 
-    def with_last_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
+    def add_down_bias(self, y_RD: Tensor, weight_Re: Tensor) -> Tensor:
         """Add the bias of the last product, times each row's routing weight: (R, e), 0 where it is not its expert's."""
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = local(self.w2_bias)
@@ -117,7 +117,7 @@ class Experts(nn.Module):
         return torch.addmm(y_RD, weight_Re.to(y_RD.dtype), bias_eD)
 
 
-def membership(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def expert_one_hot(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """(R, e): 1 where a row belongs to an expert. Multiplied by the biases, it gives each row its expert's; its
     transpose sums their gradients.
     """

@@ -4,14 +4,14 @@ Both factors are e4m3 with a float32 scale per row: of tokens, of gradients, or 
 
     q = round(x / s),  s = max|x| over the row / 448        y = (q_x q_w^T) s_x s_w
 
-This computes forward and the gradient of the inputs, for which weights are quantised along the other width. The
+Forward and the gradient of the inputs are computed so; for the latter, weights are quantised along the other width. The
 gradient of the weights sums over tokens, which have different scales, so it is not computed in 8 bits. Router, norms,
 attention and head never use 8 bits.
 
-`scaled_rows` is the product on hardware that has it, `plain_scaled_rows` the formula: the same quantised numbers,
-scaled back and multiplied in float32. It is the reference, and what "fp8_emulated" runs.
+`scaled_grouped_mm` is the product on hardware that has it. `plain_scaled_grouped_mm` is the formula, which scales the
+same quantised numbers back and multiplies in float32. It is the reference, and what "fp8_emulated" runs.
 
-Shapes: R routed rows sorted by local expert, e local experts, D and F the widths of a weight.
+Shapes: R routed tokens sorted by local expert, e local experts, D and F the widths of a weight.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ LARGEST = 448.0
 
 
 class Quantised(NamedTuple):
+    """A tensor in 8 bits: e4m3 numbers, and a scale for each row."""
+
     q: Tensor
     scale: Tensor
-    """(...,), float32."""
+    """The scale of each row, float32, of q's shape without the last dim."""
     dtype: torch.dtype
     """The dtype before rounding."""
 
 
 def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
-    """e4m3 numbers and a scale per row; their product is about x. A row of zeros stays a row of zeros."""
+    """Return x as e4m3 numbers and a scale per row, whose product is about x. A row of zeros stays zeros."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.quantise import quantise as by_kernel
 
@@ -48,6 +50,7 @@ def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
 
 
 def plain_quantise(x: Tensor) -> Quantised:
+    """Return what `quantise` does, by plain operations of torch: the kernel's reference."""
     wide = x.to(torch.float32)
     largest = wide.abs().amax(-1)
     # By a tensor: on CUDA torch divides by a number through its reciprocal, and some scales are then a bit off.
@@ -59,11 +62,11 @@ def plain_quantise(x: Tensor) -> Quantised:
     return Quantised(q.contiguous(), scale.contiguous(), x.dtype)
 
 
-class Rounded:
-    """A layer's weights as factors of its products in 8 bits.
+class QuantisedWeights:
+    """A layer's weights in 8 bits, as factors of its products.
 
     Where gathered weights stay gathered (`keep`), their 8-bit copies stay too, until the next step begins: 2 bytes per
-    weight, one for each width. Where gathered weights are freed, they are rounded again in each pass.
+    weight, one for each width. Where gathered weights are freed, they are quantised anew in each pass.
     """
 
     def __init__(self, kernels: str = "auto"):
@@ -72,10 +75,15 @@ class Rounded:
         self.cache: dict[str, Quantised] = {}
 
     def begin_step(self) -> None:
+        """Drop the cached copies, because the weights have changed."""
         self.cache.clear()
 
     def __call__(self, name: str, weight: Tensor) -> Quantised:
-        """Return the weight in 8 bits. `name` identifies it along this width."""
+        """Return the weight in 8 bits.
+
+        Args:
+            name: identifies the weight, and the width along which it is quantised, within the layer.
+        """
         if name in self.cache:
             return self.cache[name]
         narrow = quantise(weight, self.kernels)
@@ -84,15 +92,19 @@ class Rounded:
         return narrow
 
 
-def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
-    """Multiplies the quantised rows of expert i by its transposed matrix."""
+def scaled_grouped_mm(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
+    """Multiply the quantised tokens of each expert by its transposed weight, in torch's scaled grouped product."""
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
     )
 
 
-def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
-    """The same by the plain formula."""
+def plain_scaled_grouped_mm(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
+    """Return the product of `scaled_grouped_mm` by the plain formula, a loop over experts in float32.
+
+    Args:
+        sizes: the number of each expert's tokens.
+    """
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
     products = [row @ weight.t() for row, weight in zip(rows, weights.unbind(), strict=True)]
@@ -101,26 +113,26 @@ def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
 
 @dataclass(eq=False, kw_only=True)
 class EightBitProducts(ExpertProducts):
-    """Products of rounded factors. Gradients of weights are products of the factors before rounding."""
+    """The products of quantised factors. Gradients of weights are products of the factors before rounding."""
 
-    rounded: Rounded = field(default_factory=Rounded)
+    rounded: QuantisedWeights = field(default_factory=QuantisedWeights)
     emulated: bool = False
     """Whether the plain formula computes them, which is a loop over experts: `kind` is "loop" then."""
 
-    def rows(self, x_RD: Tensor) -> Quantised:
+    def token_factor(self, x_RD: Tensor) -> Quantised:
         return quantise(x_RD, self.kernels)
 
-    def weight(self, name: str, w_eFD: Tensor) -> Quantised:
+    def weight_factor(self, name: str, w_eFD: Tensor) -> Quantised:
         return self.rounded(name, w_eFD)
 
     def product(self, x_RD: Quantised, w_eFD: Quantised) -> Tensor:
         if self.emulated:
-            return plain_scaled_rows(x_RD, w_eFD, self.groups.sizes)
-        return scaled_rows(x_RD, w_eFD, self.groups.ends_e)
+            return plain_scaled_grouped_mm(x_RD, w_eFD, self.groups.sizes)
+        return scaled_grouped_mm(x_RD, w_eFD, self.groups.ends_e)
 
 
 def missing(on_gpu: bool) -> str:
-    """Why this machine cannot compute products in 8 bits; "" if it can."""
+    """Return why this machine cannot compute products in 8 bits; "" if it can."""
     if not on_gpu:
         return "the run is on CPUs, which have none"
     if not hasattr(torch, "_scaled_grouped_mm"):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
 
 
-def take_halves(experts: Experts) -> None:
+def accept_exchanges(experts: Experts) -> None:
     """Let a call of the experts take the exchanges of both halves, and return what each sends back: one call, so that
     the hooks around it, such as FSDP's that gather weights, run once. Of a microbatch that is not halved it still takes
     rows, weights and counts."""
@@ -35,14 +35,14 @@ def take_halves(experts: Experts) -> None:
             return plain(*routed)
         back = []
         for exchange in routed:
-            y_RD = plain(*exchange.rows())
-            back.append(exchange.send_back(y_RD))
+            y_RD = plain(*exchange.receive_routed())
+            back.append(exchange.start_combine(y_RD))
         return back
 
     experts.forward = forward
 
 
-def feed_halves(
+def forward_in_halves(
     moe: MoE, norm: Callable[[Tensor], Tensor], first_hsD: Tensor, attend: Callable[[], Tensor], tokens: Tokens
 ) -> Tensor:
     """Return a block's output (B, s, D) from what attention gave for the first half.
@@ -69,6 +69,6 @@ def feed_halves(
 
         shared = [moe.run_shared(x) for x in (x_hsD, z_hsD)]
         back = moe.experts(*[exchange.relay() for exchange in exchanges])
-        out = [exchange.receive(sent) for exchange, sent in zip(exchanges, back, strict=True)]
+        out = [exchange.finish_combine(sent) for exchange, sent in zip(exchanges, back, strict=True)]
     halves = zip((first_hsD, second_hsD), out, shared, strict=True)
     return torch.cat([x + (y.view_as(x) if z is None else y.view_as(x) + z) for x, y, z in halves])

@@ -17,7 +17,7 @@ from titanmoe.moe.balance import Balance
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.halves import take_halves
+from titanmoe.moe.halves import accept_exchanges
 from titanmoe.moe.router import Router
 from titanmoe.observe import region
 from titanmoe.tokens import Tokens
@@ -40,10 +40,10 @@ class MoE(nn.Module):
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         kind = DISPATCHERS.implementation(options.dispatcher)
         self.dispatcher = kind(model.num_experts, options.kernels)
-        self.dispatcher.allows_unused_rows = not model.expert_biases
+        self.dispatcher.allows_unused_slots = not model.expert_biases
         self.experts = Experts(model, options, dtype)
         if options.overlap == "halves":
-            take_halves(self.experts)
+            accept_exchanges(self.experts)
         self.shared = shared
         self.pad = options.pad_to_capacity
 
@@ -56,10 +56,10 @@ class MoE(nn.Module):
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         """Return each token's sum over its experts (B, s, D), with the shared expert's output."""
         x_TD = x_BsD.flatten(0, 1)
-        weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
-        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+        weights_TK, chosen_TK, slots_per_expert = self.route(x_TD, tokens)
+        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         shared_BsD = self.run_shared(x_BsD)  # while routed tokens are in flight
-        y_RD = self.experts(*exchange.rows())  # of (R, D), weights (R, 1) and counts (e,)
+        y_RD = self.experts(*exchange.receive_routed())  # of (R, D), weights (R, 1) and counts (e,)
         y_BsD = exchange.combine(y_RD).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
@@ -72,8 +72,8 @@ class MoE(nn.Module):
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
         within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
-        self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
-        return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
+        self.balance.record_dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
+        return weights_TK, within_TK, self.capacity.slots_per_expert(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
         if self.shared is None:

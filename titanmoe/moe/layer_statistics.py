@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance_losses.balance_loss import Routed
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_loss import RouterOutput
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.ops.kernels import fused
 
 
@@ -52,7 +52,7 @@ class Statistic(NamedTuple):
     """Returns a layer's metric. The step's is the mean over layers."""
     counts: tuple[str, ...]
     """Names of the numbers that it adds to LayerStatistics.counts."""
-    measure: Callable[[Routed], Tensor] | None = None
+    measure: Callable[[RouterOutput], Tensor] | None = None
     """Returns these numbers for this rank's tokens of a microbatch, in one tensor. None: the layer records them."""
 
 
@@ -68,7 +68,7 @@ def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kerne
     return torch.stack((entropy, valid_T.sum())).to(torch.float64)
 
 
-def _measure_entropy(routed: Routed) -> Tensor:
+def _measure_entropy(routed: RouterOutput) -> Tensor:
     return entropy_and_count(routed.scores_TE, routed.tokens.valid_T, routed.normalises, routed.kernels)
 
 
@@ -94,7 +94,7 @@ class RowLayout:
     @staticmethod
     def of(num_experts: int, options: MoEOptions) -> RowLayout:
         """Return the layout for the balance losses that are on."""
-        losses = tuple(term.metric for term in switched_on(options))
+        losses = tuple(term.metric for term in active_losses(options))
         return RowLayout(num_experts, losses, tuple(name for statistic in STATISTICS for name in statistic.counts))
 
     @property
@@ -134,7 +134,7 @@ class StepCounts(nn.Module):
         columns, row_1X = self.layout.columns(names), values.view(1, -1).to(torch.float64)
         self.counts_MX[:, columns].index_copy_(0, microbatch.view(1), row_1X)
 
-    def record_routed(self, routed: Routed) -> None:
+    def record_routed(self, routed: RouterOutput) -> None:
         """Write the load and what STATISTICS measure in a microbatch."""
         microbatch = routed.tokens.microbatch
         self.record_load(microbatch, routed.count_BE)

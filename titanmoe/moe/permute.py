@@ -38,7 +38,7 @@ def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
     return rows_TJD.sum(1)
 
 
-class _ToRows(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, source_R, slot_TJ, kernels):
         ctx.save_for_backward(slot_TJ)
@@ -50,7 +50,7 @@ class _ToRows(torch.autograd.Function):
         return _sum(grad_RD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
-class _ToTokens(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_RD, source_R, slot_TJ, kernels):
         ctx.save_for_backward(source_R)
@@ -62,14 +62,14 @@ class _ToTokens(torch.autograd.Function):
         return _copy(grad_TD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
-class _ToWeightedRows(torch.autograd.Function):
+class _PermuteWithWeights(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, weights_TK, entry_R, slot_TJ):
+    def forward(ctx, x_TD, weights_TK, choice_R, slot_TJ):
         from titanmoe.ops.kernels.rows import fetch_weighted_rows
 
         ctx.save_for_backward(slot_TJ)
         ctx.top_k = weights_TK.shape[1]
-        return fetch_weighted_rows(x_TD, weights_TK, entry_R)
+        return fetch_weighted_rows(x_TD, weights_TK, choice_R)
 
     @staticmethod
     def backward(ctx, grad_RD, grad_R1):
@@ -78,43 +78,43 @@ class _ToWeightedRows(torch.autograd.Function):
         return *sum_weighted_rows(grad_RD, grad_R1, *ctx.saved_tensors, ctx.top_k), None, None
 
 
-def to_rows(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
+def permute_tokens(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Row r is a copy of token source_R[r]."""
     with saved():
-        return _ToRows.apply(x_TD, source_R, slot_TJ, kernels)
+        return _Permute.apply(x_TD, source_R, slot_TJ, kernels)
 
 
-def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
+def unpermute_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Token t is the sum of the rows slot_TJ[t]."""
     with saved():
-        return _ToTokens.apply(y_RD, source_R, slot_TJ, kernels)
+        return _Unpermute.apply(y_RD, source_R, slot_TJ, kernels)
 
 
-def to_weighted_rows(
-    x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
+def permute_with_weights(
+    x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Row r is a copy of token entry_R[r] // K. Also returns its weight, number entry_R[r] % K of that token, (R,
+    """Row r is a copy of token choice_R[r] // K. Also returns its weight, number choice_R[r] % K of that token, (R,
     1)."""
     if fused(kernels, x_TD):
         with saved():
-            return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+            return _PermuteWithWeights.apply(x_TD, weights_TK, choice_R, slot_TJ)
     K = weights_TK.shape[1]
-    weights_R1 = to_rows(
-        weights_TK.reshape(-1, 1), entry_R, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
+    weights_R1 = permute_tokens(
+        weights_TK.reshape(-1, 1), choice_R, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
     )
-    return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1
+    return permute_tokens(x_TD, choice_R // K, slot_TJ, kernels), weights_R1
 
 
-class _ToPackedRows(torch.autograd.Function):
+class _PermutePacked(torch.autograd.Function):
     """The gradient of packed rows is packed too."""
 
     @staticmethod
-    def forward(ctx, x_TD, weights_TK, entry_R, slot_TJ):
+    def forward(ctx, x_TD, weights_TK, choice_R, slot_TJ):
         from titanmoe.ops.kernels.rows import fetch_packed_rows
 
         ctx.save_for_backward(slot_TJ)
         ctx.top_k, ctx.wide = weights_TK.shape[1], weights_TK.dtype
-        return fetch_packed_rows(x_TD, weights_TK, entry_R)
+        return fetch_packed_rows(x_TD, weights_TK, choice_R)
 
     @staticmethod
     def backward(ctx, grad_RP):
@@ -144,13 +144,15 @@ def can_pack(x_TD: Tensor, kernels: str) -> bool:
     return fused(kernels, x_TD) and x_TD.shape[1] * x_TD.element_size() % 16 == 0
 
 
-def to_packed_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor) -> Tensor:
-    """`to_weighted_rows` in one tensor, each row with its weight (titanmoe.ops.kernels.rows)."""
+def permute_packed(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor, slot_TJ: Tensor) -> Tensor:
+    """`permute_with_weights` in one tensor, each row with its weight (titanmoe.ops.kernels.rows)."""
     with saved():
-        return _ToPackedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+        return _PermutePacked.apply(x_TD, weights_TK, choice_R, slot_TJ)
 
 
-def reorder_packed(packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+def reorder_and_unpack(
+    packed_RP: Tensor, order_R: Tensor, inverse_R: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Rows and their weights, of dtype `wide`, reordered and apart again."""
     with saved():
         return _Unpack.apply(packed_RP, order_R, inverse_R, wide)
@@ -185,7 +187,7 @@ def reorder_weighted(
     """Reorders rows and their weights."""
     if fused(kernels, x_RD):
         with saved():
-            return _ToWeightedRows.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
+            return _PermuteWithWeights.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
     return reorder(x_RD, order_R, inverse_R, kernels), reorder(weights_R1, order_R, inverse_R, kernels)
 
 

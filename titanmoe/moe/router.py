@@ -29,7 +29,7 @@ class Router(nn.Module):
         stored = torch.promote_types(dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.dim, dtype=stored))
         self.bias = nn.Parameter(torch.empty(model.num_experts, dtype=stored)) if model.router_bias else None
-        # Added to the scores for the choice only; moved by titanmoe.moe.balance.move_biases, not by a gradient.
+        # Added to the scores for the choice only; moved by titanmoe.moe.balance.update_expert_bias, not by a gradient.
         self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -81,8 +81,8 @@ class Router(nn.Module):
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         model = self.model
         if self.options.force_balance:
-            slot_TK = index_T.unsqueeze(1) * model.top_k + torch.arange(model.top_k, device=index_T.device)
-            return slot_TK % model.num_experts
+            choice_TK = index_T.unsqueeze(1) * model.top_k + torch.arange(model.top_k, device=index_T.device)
+            return choice_TK % model.num_experts
         scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         if model.num_groups > 1:
             scores_TE = self._best_groups(scores_TE)

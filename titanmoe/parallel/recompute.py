@@ -110,7 +110,9 @@ def _end_at_products(moe: MoE) -> None:
             return plain(*given)
         with region("experts"):
             # Of a microbatch in halves the experts take two exchanges (titanmoe.moe.halves).
-            for routed in [given] if isinstance(given[0], Tensor) else (exchange.rows() for exchange in given):
+            for routed in (
+                [given] if isinstance(given[0], Tensor) else (exchange.receive_routed() for exchange in given)
+            ):
                 experts.products(*routed)
         raise RuntimeError(_TOO_FAR)
 

@@ -24,7 +24,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.expert_products import ExpertProducts
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.grouped import add_gradient
+from titanmoe.moe.grouped_mm import add_gradient
 from titanmoe.observe import region
 
 MATRICES = ("w1", "w3", "w2")

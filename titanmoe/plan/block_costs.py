@@ -84,7 +84,7 @@ class BlockCosts(DispatchCosts):
         self.imbalance, self.stack = imbalance, stack
         self.links = Links(device, factors)
         self.w = WIDTHS[config.training.mixed_precision_param]
-        self.row_bytes = config.model.dim * self.w
+        self.routed_token_bytes = config.model.dim * self.w
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
         self.attention = cache(self._attention)

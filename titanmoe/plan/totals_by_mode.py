@@ -9,7 +9,7 @@ from typing import Any
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, against_halves
+from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS, halves_violations
 from titanmoe.plan.block_costs import BlockCosts
 from titanmoe.plan.cost import Cost
 from titanmoe.plan.dispatch_costs import DispatchChoice
@@ -73,7 +73,7 @@ def row_seconds(costs: BlockCosts, *experts: Any) -> float:
 def seconds_in_halves(config: Config, costs: BlockCosts, dispatcher: str, fold: Fold) -> SecondsByMode:
     """Of a whole model whose blocks take the samples of a microbatch in two halves; endless where they cannot. config:
     that of `costs`, with its own microbatch."""
-    if fold.ep * fold.etp == 1 or any(against_halves(config, DISPATCHERS.look_up(dispatcher))):
+    if fold.ep * fold.etp == 1 or any(halves_violations(config, DISPATCHERS.look_up(dispatcher))):
         return (inf,) * len(MODES)
     samples = config.training.local_batch_size
     choice, head = DispatchChoice(dispatcher, halves=True), sum(costs.head(fold.tp, fold.cp, samples))

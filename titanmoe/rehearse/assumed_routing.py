@@ -222,7 +222,7 @@ class IntegerMessages:
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad(), outside():
             for exchange in self._exchanges(rank, microbatch, layer):
-                exchange.combine(exchange.rows()[0])
+                exchange.combine(exchange.receive_routed()[0])
         return run.all_to_alls
 
     def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:

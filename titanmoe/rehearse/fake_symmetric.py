@@ -42,10 +42,10 @@ class RehearsedBuffers(SymmetricBuffers):
         self.recorder.ledger.assign([own], SYMMETRIC)
         return Buffers([own] * self.group.size, addresses_G)
 
-    def try_once(self, num_experts: int) -> None:
+    def check_first_exchange(self, num_experts: int) -> None:
         recorder = self.recorder
         with self.fake, recorder.recording():
-            super().try_once(num_experts)
+            super().check_first_exchange(num_experts)
         recorder.start_up += recorder.log.messages
         recorder.begin_step()
 
@@ -80,7 +80,7 @@ def _overflows(
     """Whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and layer."""
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
-        bool((bins(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.away_rows).any())
+        bool((bins(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.receive_slots).any())
         for rank in ranks
         for microbatch in range(exchange.routing.microbatches)
         for layer in layers

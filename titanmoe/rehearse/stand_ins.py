@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.models.layers import promote
-from titanmoe.moe.assign import assign_all_rows, by_expert
+from titanmoe.moe.send_slots import assign_unpadded_slots, order_by_expert
 from titanmoe.parallel.context import TellLse
 from titanmoe.replace import replaced
 
@@ -113,11 +113,11 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    return assign_all_rows(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
+    return assign_unpadded_slots(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return by_expert(count_Ge, rows, "torch")
+    return order_by_expert(count_Ge, rows, "torch")
 
 
 FORMULAS = {f"titanmoe::{formula.__name__}": formula for formula in (count_choices, assign_choices, regroup)}

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 
 WINDOW = 64
 """Number of recent losses that a spike is compared with."""
@@ -76,7 +76,7 @@ ADVICE = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe
 
 def warn_of_no_balancing(model: Model, moe: MoE) -> str:
     """Return the header's warning for a run without balance losses or selection biases; "" if it has some."""
-    balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in switched_on(moe))
+    balanced = moe.bias_update_rate or any(term.spec.evens_loads for term in active_losses(moe))
     a_choice = moe_blocks(model) and model.num_experts > model.top_k
     if not a_choice or moe.force_balance or balanced:
         return ""

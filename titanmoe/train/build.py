@@ -25,7 +25,7 @@ from titanmoe.models.count import parameters, training_work
 from titanmoe.models.tensors import Tuning
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import HeadOutput
-from titanmoe.moe.balance_losses.balance_spec import switched_on
+from titanmoe.moe.balance_losses.balance_spec import active_losses
 from titanmoe.moe.dispatchers.dispatcher import SharedBuffers
 from titanmoe.moe.layer_statistics import RowLayout
 from titanmoe.parallel.apply import build, make_engine, make_meshes
@@ -306,7 +306,7 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         header=make_header(config, fold, count, name, peak),
         recipe=to_toml(config),
         values=nested(config),
-        balance_losses=tuple(term.metric for term in switched_on(config.moe)),
+        balance_losses=tuple(term.metric for term in active_losses(config.moe)),
         runtime=runtime,
         fold=fold,
         clock=clock,

@@ -11,7 +11,7 @@ from typing import Any
 
 from titanmoe import observe
 from titanmoe.data.source_mix import TRUNCATION_ROWS
-from titanmoe.moe.balance import move_biases
+from titanmoe.moe.balance import update_expert_bias
 from titanmoe.parallel.batch_slice import check_alike
 from titanmoe.parallel.norm import clip
 from titanmoe.train.checks import NumericalFault
@@ -143,7 +143,7 @@ class Trainer:
                     training.qk_clip(verdict.sums.logits)
             routers = {number: moe.router for number, moe in training.moe_layers.items()}
             loads = {number: layer.load for number, layer in verdict.sums.layers.items()}
-            move_biases(routers, loads, training.bias_update_rate)
+            update_expert_bias(routers, loads, training.bias_update_rate)
             state.tokens += scalars.tokens
             observe.active.updated(state.step)
         return training.report(scalars, rate)

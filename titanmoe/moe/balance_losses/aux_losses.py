@@ -12,26 +12,26 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, RouterOutput
 
 
 class AuxLossSequence(BalanceLoss):
     """Even loads within each sample (DeepSeek-V3, arXiv 2412.19437): the mean over samples of sum f * mean p."""
 
-    def forward(self, routed: Routed) -> Tensor:
-        choices_BE = routed.choices()
+    def forward(self, routed: RouterOutput) -> Tensor:
+        choices_BE = routed.choice_counts()
         choices_B1 = choices_BE.sum(1, keepdim=True).clamp(min=1)
         constant_BE = choices_BE / choices_B1.square() * (self.model.num_experts * self.model.top_k)
-        return (routed.shares() * (constant_BE / routed.step_samples)).sum()
+        return (routed.score_sums() * (constant_BE / routed.step_samples)).sum()
 
 
 class AuxLoss(BalanceLoss):
     """Even loads within each microbatch of a data rank (Switch, arXiv 2101.03961)."""
 
-    def forward(self, routed: Routed) -> Tensor:
-        count_E = routed.choices().sum(0)
+    def forward(self, routed: RouterOutput) -> Tensor:
+        count_E = routed.choice_counts().sum(0)
         constant_E = count_E / count_E.sum().clamp(min=1) * self.model.num_experts
-        return (routed.shares() * (constant_E / routed.step_tokens)).sum()
+        return (routed.score_sums() * (constant_E / routed.step_tokens)).sum()
 
 
 class AuxLossGlobal(BalanceLoss):
@@ -49,11 +49,11 @@ class AuxLossGlobal(BalanceLoss):
     def begin_step(self) -> None:
         self.count_ME.zero_()
 
-    def forward(self, routed: Routed) -> Tensor:
+    def forward(self, routed: RouterOutput) -> Tensor:
         m = routed.tokens.microbatch.view(1)
-        count_1E = all_reduce(routed.choices().sum(0, keepdim=True), routed.data)
+        count_1E = all_reduce(routed.choice_counts().sum(0, keepdim=True), routed.data)
         self.count_ME.index_copy_(0, m, count_1E.to(torch.int64))
         so_far_1E = self.count_ME.cumsum(0).index_select(0, m)
         choices = so_far_1E.sum(dtype=torch.float64).clamp(min=1)
         constant_1E = so_far_1E / choices * self.model.num_experts
-        return (routed.shares() * (constant_1E / routed.step_tokens)).sum()
+        return (routed.score_sums() * (constant_1E / routed.step_tokens)).sum()

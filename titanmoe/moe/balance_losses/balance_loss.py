@@ -22,7 +22,7 @@ from titanmoe.tokens import Tokens
 
 
 @dataclass(eq=False)
-class Routed:
+class RouterOutput:
     """What the router knows of a microbatch, on one rank. (torch 2.11 cannot compile a group as a field's default.)"""
 
     logits_TE: Tensor
@@ -55,14 +55,14 @@ class Routed:
             self._valid_T = self.tokens.valid_T.to(self.scores_TE.dtype)
         return self._valid_T
 
-    def choices(self) -> Tensor:
+    def choice_counts(self) -> Tensor:
         """(B, E): the counts of whole samples, in float64, without a gradient. Summed over the ranks once, for all
         losses."""
         if self._choices_BE is None:
             self._choices_BE = all_reduce(self.count_BE.to(torch.float64), self.sequence)
         return self._choices_BE
 
-    def shares(self) -> Tensor:
+    def score_sums(self) -> Tensor:
         """(B, E): the scores of this rank's tokens, each token's scaled to add up to 1, summed over the tokens of each
         sample. Computed once, for all losses."""
         if self._shares_BE is None:
@@ -89,7 +89,7 @@ class BalanceLoss(nn.Module):
         """Called before the first microbatch of a step."""
 
     @abstractmethod
-    def forward(self, routed: Routed) -> Tensor:
+    def forward(self, routed: RouterOutput) -> Tensor:
         """This rank's summand of the term, a scalar with its gradient, without the coefficient.
 
         Summed over all ranks and microbatches of a step, these give the whole term, and their gradients its gradient:

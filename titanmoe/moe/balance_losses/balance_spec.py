@@ -120,7 +120,7 @@ class Term(NamedTuple):
         return self.spec.metric or self.name.rpartition(":")[2]
 
 
-def switched_on(moe: MoE) -> list[Term]:
+def active_losses(moe: MoE) -> list[Term]:
     keys = [Entry(name, getattr(moe, name)) for name in BALANCE_LOSSES.table if name in KEYS]
     return [
         Term(*entry, cast(BalanceSpec, BALANCE_LOSSES.look_up(entry.name)))
@@ -132,7 +132,7 @@ def switched_on(moe: MoE) -> list[Term]:
 def contradictions(config: Config) -> Iterator[Violation]:
     """Balance losses whose metric would overwrite another."""
     names: dict[str, list[str]] = {}
-    for term in switched_on(config.moe):
+    for term in active_losses(config.moe):
         names.setdefault(term.metric, []).append(term.name)
     for metric, losses in names.items():
         if metric in OTHER_METRICS or "." in metric:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, Routed
+from titanmoe.moe.balance_losses.balance_loss import BalanceLoss, RouterOutput
 
 
 class ZLoss(BalanceLoss):
-    def forward(self, routed: Routed) -> Tensor:
+    def forward(self, routed: RouterOutput) -> Tensor:
         return (routed.logits_TE.logsumexp(-1).square() * routed.valid_T).sum() / routed.step_tokens

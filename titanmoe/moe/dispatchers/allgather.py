@@ -18,35 +18,37 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import all_gather, gather, scatter_sum
 from titanmoe.comm.host import ToHost
-from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher
-from titanmoe.moe.permute import to_tokens
+from titanmoe.moe.permute import unpermute_tokens
+from titanmoe.moe.send_slots import Route, assign_slots, fill_slots, sort_by_expert
 from titanmoe.observe import named
 
 
 class AllGather(Dispatcher):
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> SummedExchange:
-        bin_rows *= self.group.size
-        chosen_NK, order, count_e, number = self.sort_choices(chosen_TK, bin_rows)
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> SummedExchange:
+        slots_per_expert *= self.group.size
+        chosen_NK, order, count_e, number = self.gather_and_sort_choices(chosen_TK, slots_per_expert)
         # The host waits while these are in flight. Rows are copies of what arrives, so nothing can be laid out earlier.
         x_ND = gather(x_TD, 0, self.group)
         weights_NK = gather(weights_TK, 0, self.group, small=True)
-        rows = self.local_experts * bin_rows if number is None else number.read()  # the layer's only host sync
-        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
-        x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
-        count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
+        rows = self.local_experts * slots_per_expert if number is None else number.read()  # the layer's only host sync
+        choice_R, slot = assign_slots(chosen_NK, order, count_e, 1, 1, slots_per_expert, rows)
+        x_RD, weights_R1, route = fill_slots(x_ND, weights_NK, choice_R, slot, self.kernels)
+        count_e = torch.full_like(count_e, slots_per_expert) if slots_per_expert else count_e
         return_sums = partial(scatter_sum, dim=0, group=self.group)
         return SummedExchange(x_RD, weights_R1, count_e, route, return_sums, self.kernels)
 
-    def sort_choices(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
+    def gather_and_sort_choices(
+        self, chosen_TK: Tensor, slots_per_expert: int
+    ) -> tuple[Tensor, Tensor, Tensor, ToHost | None]:
         """The choices of all ranks, numbered from this rank's first expert, of which all other experts become "no
         expert"; their order; each expert's count; and the number of rows on its way to the host."""
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(local, self.local_experts)
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
-        return chosen_NK, order, count_e, None if bin_rows else ToHost(count_e.sum())
+        return chosen_NK, order, count_e, None if slots_per_expert else ToHost(count_e.sum())
 
 
 class SummedExchange(NamedTuple):
@@ -61,9 +63,9 @@ class SummedExchange(NamedTuple):
     ranks (T, D)."""
     kernels: str
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_RD, self.weights_R1, self.count_e
 
     @named("combine")
     def combine(self, y_RD: Tensor) -> Tensor:
-        return self.return_sums(to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))
+        return self.return_sums(unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels))

@@ -1,19 +1,21 @@
-"""What a dispatcher is. It knows tokens and ranks, not what experts do; the layer calls it in this order:
+"""The interface of dispatchers, which send routed tokens to the ranks of their experts and bring outputs back.
 
-    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)    routed tokens leave
-    ...                                                             other work, while they are in flight
-    y = experts(*exchange.rows())                                   waits for the routed tokens of this rank's experts
-    y = exchange.combine(y)                                         sends outputs back, and sums those of each token
+A dispatcher knows tokens and ranks, not what experts compute. The MoE layer calls it in this order:
 
-Backward may recompute a layer, up to what its experts got (titanmoe.parallel.recompute). What a dispatcher sends by
-titanmoe.comm to learn sizes and places is not sent a second time then, nor what it sends as `small`. What `combine`
-saves for backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
+    exchange = dispatcher.dispatch(x, weights, chosen, slots_per_expert)    starts to send routed tokens
+    ...                                                                     other work, while they are in flight
+    y = experts(*exchange.receive_routed())                                 waits for this rank's routed tokens
+    y = exchange.combine(y)                                                 sends outputs back, sums them by token
+
+Backward may recompute a layer, up to the experts' inputs (titanmoe.parallel.recompute). The recomputation repeats
+neither messages by titanmoe.comm that tell sizes and positions, nor those sent as `small`. What `combine` saves for
+backward has to be small, and saved inside `titanmoe.comm.recomputation.saved()`.
 
 A new dispatcher is a subclass of `Dispatcher` with its own `dispatch` and `spec`, a class with the methods of
 `Exchange`, and a line in `titanmoe/moe/dispatchers/dispatcher_spec.py`. `allgather.py` is the shortest.
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
-etp innermost), R routed tokens that this rank's experts work on. Expert number E stands for "no expert".
+etp innermost), R routed tokens of this rank's experts. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ from titanmoe.config.schema import MoE as MoEOptions
 
 
 class Exchange(Protocol):
-    """A layer's routed tokens, from dispatch to combine."""
+    """One layer's routed tokens, from dispatch to combine."""
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the routed tokens of this rank's experts (R, D), sorted by expert; the routing weight of each (R, 1);
-        and the number of each expert (e,).
+    def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Wait for the routed tokens of this rank's experts, and return them. Called once.
 
-        Waits for them. Called once.
+        Returns:
+            The routed tokens (R, D), sorted by expert; the routing weight of each (R, 1); the number of each expert's
+            (e,).
         """
         ...
 
@@ -49,34 +52,36 @@ class Exchange(Protocol):
 
 
 class SplitExchange(Exchange, Protocol):
-    """An exchange that can wait while something else is computed: two halves of a microbatch overlap by it.
+    """An exchange whose messages can be in flight while something else is computed, such as the other half.
 
-    `combine` is `receive` of `send_back`. What `relay` and `send_back` return passes into and out of the module that
-    has the experts' weights, whose hooks (FSDP's) look for tensors with gradients in them: so use tuples, named tuples,
-    lists or tensors, and hide nothing with a gradient in another kind of object. Otherwise FSDP would not reduce the
-    gradients of these weights before the whole backward has ended.
+    `combine(y)` equals `finish_combine(start_combine(y))`. What `relay` and `start_combine` return passes into and out
+    of the module that has the experts' weights, whose hooks (FSDP's) look for tensors with gradients in it. So return
+    tuples, named tuples, lists or tensors, and hide nothing with a gradient in another kind of object: otherwise FSDP
+    reduces the gradients of these weights only after the whole backward.
     """
 
     def relay(self) -> SplitExchange:
-        """Return the exchange whose routed tokens are on their way to this rank's experts, and whose `rows` and
-        `send_back` are called. Waits for what has to be sent on by ranks in between."""
+        """Wait for what ranks in between have to forward; return the exchange that brings tokens to the experts.
+
+        `receive_routed` and `start_combine` are called on the exchange that it returns.
+        """
         ...
 
-    def send_back(self, y_RD: Tensor) -> Any:
-        """Send the experts' outputs back without waiting; return what `receive` takes."""
+    def start_combine(self, y_RD: Tensor) -> Any:
+        """Start to send the experts' outputs back; return what `finish_combine` takes."""
         ...
 
-    def receive(self, back: Any) -> Tensor:
-        """Wait for what is sent back, and return each token's sum (T, D)."""
+    def finish_combine(self, back: Any) -> Tensor:
+        """Wait for the outputs in flight, and return each token's sum of them (T, D)."""
         ...
 
 
 @dataclass(frozen=True)
 class ExpertRanks:
-    """The ranks that have a layer's experts, as this rank sees them."""
+    """The ranks that hold one layer's experts, as this rank sees them."""
 
     group: Group = NO_GROUP
-    """ep x etp, etp innermost."""
+    """The dispatch group: ep x etp, etp innermost."""
     ep: int = 1
     etp: int = 1
     within: Group = NO_GROUP
@@ -86,27 +91,36 @@ class ExpertRanks:
 
 
 class SharedBuffers:
-    """Buffers that all dispatchers of a rank share, attached to them in a step's first forward and backward. A
-    dispatcher that finds them too small asks for the step to be repeated without them (titanmoe.train.gradients)."""
+    """Buffers that all dispatchers of a rank share, attached to them during the first forward and backward of a step.
+
+    A dispatcher that finds them too small asks for the step to be repeated without them (titanmoe.train.gradients).
+    """
 
     repeats = 0
-    """How many steps of this process were repeated."""
+    """The number of steps of this process that were repeated."""
 
     def __init__(self, device: torch.device):
         self.needs_repeat = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether this rank asks for it. What the pass computes is then void, but it has to be finite."""
+        """Whether this rank asks for the step to be repeated.
+
+        The pass then computes void numbers, but they have to be finite.
+        """
 
     def must_repeat(self, ranks: float) -> bool:
-        """Return whether the step has to be repeated. ranks: how many ask for it."""
+        """Return whether the step has to be repeated.
+
+        Args:
+            ranks: the number of ranks that ask for it.
+        """
         return ranks > 0
 
     def metrics(self) -> dict[str, float]:
-        """Return what is reported of them with every step."""
+        """Return the metrics of these buffers, which every step reports."""
         return {}
 
     @contextmanager
     def attached(self, layers: Collection[nn.Module]) -> Iterator[None]:
-        """Attach them to the dispatchers of these MoE layers."""
+        """Attach the buffers to the dispatchers of these MoE layers while the context lasts."""
         self.needs_repeat.zero_()
         try:
             for layer in layers:
@@ -118,43 +132,59 @@ class SharedBuffers:
 
 
 class Dispatcher:
-    """One for each layer."""
+    """The base class of dispatchers. Each MoE layer has one."""
 
     memory: SharedBuffers | None = None
-    """What `reserve` returned, during a training step; None outside of one."""
-    allows_unused_rows = False
-    """Whether rows after those of the last expert may hold anything. Biases need to know which rows are real."""
+    """The buffers that `reserve` returned, during a training step; None outside of one."""
+    allows_unused_slots = False
+    """Whether slots after those of the last expert may hold anything; with biases, experts need to know which are used.
+    """
 
     def __init__(self, num_experts: int, kernels: str = "auto"):
-        """kernels: `[moe] kernels`."""
+        """Place all experts on this rank; `place` is called when the model is laid on the meshes.
+
+        Args:
+            kernels: the option `[moe] kernels`.
+        """
         self.num_experts, self.kernels = num_experts, kernels
         self.place(ExpertRanks())
 
     def place(self, ranks: ExpertRanks) -> None:
-        """Called when the model is placed on the meshes; until then, this rank has all experts."""
+        """Set the ranks that hold this layer's experts. Called when the model is laid on the meshes."""
         self.ranks = ranks
         self.group, self.ep, self.etp = ranks.group, ranks.ep, ranks.etp
         self.local_experts = self.num_experts // ranks.ep
 
     @abstractmethod
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
-        """Sends each token to the ranks of its chosen experts, and returns at once if it can.
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
+        """Start to send each token to the ranks of its chosen experts; return without waiting if possible.
 
-        bin_rows: rows per expert and sender if bins are padded to a static size, else 0.
+        Args:
+            chosen_TK: each token's experts; E for no expert.
+            slots_per_expert: the capacity slots of an expert for each sender, if its buffer is padded to a static size;
+            0 without padding.
         """
         raise NotImplementedError
 
     @staticmethod
     def missing(device: str) -> str:
-        """Why this machine cannot run it; "" if it can. device: as in training.device."""
+        """Return why this machine cannot run the dispatcher; "" if it can.
+
+        Args:
+            device: the value of training.device.
+        """
         return ""
 
     @staticmethod
     def reserve(
         model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
     ) -> SharedBuffers | None:
-        """Makes what all layers of a rank share; None if nothing is needed. All ranks of the world call it together.
+        """Make what the dispatchers of all layers of a rank share; None if nothing is needed.
 
-        tokens: how many a rank owns in a microbatch. dtype: that of the rows that are sent.
+        Collective over the world.
+
+        Args:
+            tokens: the number that a rank owns in a microbatch.
+            dtype: the dtype of the tokens that are sent.
         """
         return None

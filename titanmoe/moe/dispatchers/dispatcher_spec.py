@@ -28,7 +28,7 @@ class ExchangeCosts(Protocol):
 
     model: Model
     links: Network
-    row_bytes: int
+    routed_token_bytes: int
     """Of a routed token."""
 
     def expert_group(self, ep: int, etp: int) -> Any:
@@ -54,13 +54,13 @@ class DispatcherSpec(Spec):
     "halves" computes between the two, and this dispatcher ..."; "" if its exchanges are `SplitExchange`s."""
     works_by_node = False
     """Whether it needs to know which ranks of its group share a node."""
-    unused_rows = False
+    has_unused_slots = False
     """Whether experts get unused rows after the last one that is theirs, for which they may compute NaN."""
     traceable = False
     """Whether torch.compile can trace its exchanges, as part of a MoE layer in one graph."""
     asks_machine = False
     """Whether it needs more than torch.distributed; then its `missing` says what this machine lacks."""
-    no_bins = ""
+    cannot_pad = ""
     """Why pad_to_capacity is refused, as the end of "moe.pad_to_capacity = true makes every size static, ..."; "" if it
     is not."""
     own_buffers = False
@@ -71,11 +71,11 @@ class DispatcherSpec(Spec):
     def contradictions(self, config: Config) -> Iterator[Violation]:
         moe = config.moe
         if moe.overlap == "halves":
-            yield from against_halves(config, self)
-        if moe.pad_to_capacity and self.no_bins:
+            yield from halves_violations(config, self)
+        if moe.pad_to_capacity and self.cannot_pad:
             yield Violation(
                 ("moe.pad_to_capacity", "moe.dispatcher"),
-                f"moe.pad_to_capacity = true makes every size static, {self.no_bins}",
+                f"moe.pad_to_capacity = true makes every size static, {self.cannot_pad}",
             )
 
     def violations(self, config: Config, degrees: Mapping[str, int]) -> Iterator[str]:
@@ -111,7 +111,7 @@ class DispatcherSpec(Spec):
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
         """For the planner: the time to send rows there and back in one forward, by default that of an all-to-all."""
-        row, K = costs.row_bytes, costs.model.top_k
+        row, K = costs.routed_token_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
     def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
@@ -134,7 +134,7 @@ class AllGatherSpec(DispatcherSpec):
     own_buffers = True
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
-        return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.row_bytes)
+        return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.routed_token_bytes)
 
 
 class HierarchicalSpec(DispatcherSpec):
@@ -153,7 +153,7 @@ class HierarchicalSpec(DispatcherSpec):
         if costs.domains(ep, etp) == 1:
             return super().seconds(costs, tokens, ep, etp)
         within, _ = costs.groups_by_domain(ep, etp)
-        inside = costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes)
+        inside = costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.routed_token_bytes)
         return self.seconds_in_one_piece(costs, tokens, ep, etp) + 2 * inside
 
     def seconds_in_one_piece(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
@@ -161,7 +161,7 @@ class HierarchicalSpec(DispatcherSpec):
         if (domains := costs.domains(ep, etp)) == 1:
             return 0.0
         _, across = costs.groups_by_domain(ep, etp)
-        return 2 * costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
+        return 2 * costs.links.exchange(across, tokens * costs.routed_token_bytes * costs.visits(domains))
 
 
 class SymmetricMemorySpec(DispatcherSpec):
@@ -174,10 +174,10 @@ class SymmetricMemorySpec(DispatcherSpec):
     traceable = True
     host_syncs = 0
     cannot_overlap = "leaves its counts on the device"
-    unused_rows = True
+    has_unused_slots = True
     asks_machine = True
     own_buffers = True
-    no_bins = (
+    cannot_pad = (
         'so that moe.dispatcher = "symm_mem" saves the host nothing: use dispatcher = "alltoall", which then does not '
         "wait either, or pad_to_capacity = false"
     )
@@ -192,7 +192,7 @@ class SymmetricMemorySpec(DispatcherSpec):
             )
 
 
-def against_halves(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
+def halves_violations(config: Config, spec: DispatcherSpec) -> Iterator[Violation]:
     """Yield why a half of a microbatch's samples cannot be computed while routed tokens of the other are in flight."""
     moe, samples = config.moe, config.training.local_batch_size
     halves, off = 'moe.overlap = "halves"', 'or overlap = "none"'

@@ -20,10 +20,10 @@ from torch import Tensor
 from titanmoe.comm import turns
 from titanmoe.comm.collectives import InFlight, arrive, start
 from titanmoe.comm.counts import Counts
-from titanmoe.moe.assign import Route, assign_rows, cut, first_rows, sort_by_expert
 from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllExchange
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks
-from titanmoe.moe.permute import to_rows, to_tokens
+from titanmoe.moe.permute import permute_tokens, unpermute_tokens
+from titanmoe.moe.send_slots import Route, assign_slots, sort_by_expert, truncate_buffer, truncate_route
 from titanmoe.observe import named
 from titanmoe.ops import device
 
@@ -37,28 +37,28 @@ class Hierarchical(Dispatcher):
         self.inner.place(ExpertRanks(ranks.within if nodes > 1 else ranks.group, self.ep // nodes, self.etp))
 
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         across = self.ranks.across
         T, N = x_TD.shape[0], across.size
         if N == 1:
-            return self.inner.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
-        entry_R, slot, counts = self.assign(chosen_TK, bin_rows)
-        route = Route(entry_R // N, slot.view(T, N))
-        x_RD, weights_RK = (to_rows(x, route.source_R, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
+            return self.inner.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
+        choice_R, slot, counts = self.assign(chosen_TK, slots_per_expert)
+        route = Route(choice_R // N, slot.view(T, N))
+        x_RD, weights_RK = (permute_tokens(x, route.source_R, route.slot_TJ, self.kernels) for x in (x_TD, weights_TK))
         choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         if counts is None:
             send = receive = [T] * N
         else:
             turns.give_up_in_backward(x_RD)
             _, send, receive = counts.read()  # the first of two host syncs
-            route = cut(route, sum(send))
+            route = truncate_route(route, sum(send))
         x_VD, weights_VK, choices_VK = (
-            start(first_rows(rows, sum(send)), across, send, receive, small)
+            start(truncate_buffer(rows, sum(send)), across, send, receive, small)
             for rows, small in ((x_RD, False), (weights_RK, True), (choices_RK.to(torch.int32), True))
         )
-        return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, bin_rows * N, route, send, receive)
+        return HierarchicalExchange(self, x_VD, weights_VK, choices_VK, slots_per_expert * N, route, send, receive)
 
-    def assign(self, chosen_TK: Tensor, bin_rows: int) -> tuple[Tensor, Tensor, Counts | None]:
+    def assign(self, chosen_TK: Tensor, slots_per_expert: int) -> tuple[Tensor, Tensor, Counts | None]:
         """The visit of each row and the row of each visit, numbered token * N + node; and the counts on their way."""
         T, N = chosen_TK.shape[0], self.ranks.across.size
         # A token visits each of its nodes once; "no expert" is on node N, which does not exist.
@@ -67,10 +67,10 @@ class Hierarchical(Dispatcher):
         node_TN = torch.arange(N, device=chosen_TK.device).where(visits_TN, N)
         order, count_N = sort_by_expert(node_TN, N)
         on_gpu = device.kind(chosen_TK) == "cuda"
-        counts = None if bin_rows else Counts(count_N.view(N, 1), self.ranks.across, on_gpu)
+        counts = None if slots_per_expert else Counts(count_N.view(N, 1), self.ranks.across, on_gpu)
         # A static size with padded bins, where a token may visit every node; otherwise the largest possible.
-        most = T * N if bin_rows else T * min(N, chosen_TK.shape[1])
-        return *assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, most), counts
+        most = T * N if slots_per_expert else T * min(N, chosen_TK.shape[1])
+        return *assign_slots(node_TN, order, count_N, N, 1, T if slots_per_expert else 0, most), counts
 
 
 @dataclass
@@ -81,7 +81,7 @@ class HierarchicalExchange:
     x_VD: InFlight
     weights_VK: InFlight
     choices_VK: InFlight
-    bin_rows: int
+    slots_per_expert: int
     route: Route
     leaving: list[int]
     """Tokens to each node."""
@@ -92,27 +92,27 @@ class HierarchicalExchange:
     def relay(self) -> AllToAllExchange:
         """Wait for the tokens that cross to this rank, and dispatch them inside the node."""
         x_VD, weights_VK = arrive(self.x_VD), arrive(self.weights_VK)
-        chosen_VK = self.choices_here(arrive(self.choices_VK))
-        self.inside = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.bin_rows)
-        return self.inside
+        chosen_VK = self.local_choices(arrive(self.choices_VK))
+        self.node_exchange = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.slots_per_expert)
+        return self.node_exchange
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.relay().rows()
+    def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.relay().receive_routed()
 
-    def choices_here(self, chosen_VK: Tensor) -> Tensor:
+    def local_choices(self, chosen_VK: Tensor) -> Tensor:
         """Numbered from this node's first expert; others become "no expert"."""
         node_experts = self.dispatcher.node_experts
         chosen_VK = chosen_VK.long() - self.dispatcher.ranks.across.rank * node_experts
         return chosen_VK.where((chosen_VK >= 0) & (chosen_VK < node_experts), node_experts)
 
     def combine(self, y_RD: Tensor) -> Tensor:
-        return self.receive(self.send_back(y_RD))
+        return self.finish_combine(self.start_combine(y_RD))
 
-    def send_back(self, y_RD: Tensor) -> InFlight:
-        return self.inside.send_back(y_RD)
+    def start_combine(self, y_RD: Tensor) -> InFlight:
+        return self.node_exchange.start_combine(y_RD)
 
     @named("combine")
-    def receive(self, back: InFlight) -> Tensor:
-        y_VD, across = self.inside.receive(back), self.dispatcher.ranks.across
+    def finish_combine(self, back: InFlight) -> Tensor:
+        y_VD, across = self.node_exchange.finish_combine(back), self.dispatcher.ranks.across
         y_RD = arrive(start(y_VD, across, self.arriving, self.leaving))
-        return to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)
+        return unpermute_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

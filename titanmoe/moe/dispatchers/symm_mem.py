@@ -38,10 +38,10 @@ from titanmoe.comm.recomputation import saved
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.moe.dispatchers.dispatcher import Dispatcher, Exchange, ExpertRanks, SharedBuffers
-from titanmoe.moe.permute import to_tokens
+from titanmoe.moe.permute import unpermute_tokens
+from titanmoe.moe.send_slots import Route, assign_unpadded_slots, fill_slots
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
 from titanmoe.ops.cpu import shared_memory
@@ -184,17 +184,17 @@ class SymmetricBuffers(SharedBuffers):
         self.name = f"buffers {next(self.numbers)} of group {self.group.name}"
         self.by_name[self.name] = self
         local_experts = model.num_experts // ranks.ep
-        self.home_rows = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
+        self.send_slots = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
         most = self.group.size * tokens * min(model.top_k, local_experts)
-        room = min(math.ceil(options.symm_mem_factor * self.home_rows), most)
-        self.away_rows = room + -room % ALIGN + local_experts * ALIGN
-        self.limit = max(self.home_rows, self.away_rows)
+        room = min(math.ceil(options.symm_mem_factor * self.send_slots), most)
+        self.receive_slots = room + -room % ALIGN + local_experts * ALIGN
+        self.limit = max(self.send_slots, self.receive_slots)
         if self.group == NO_GROUP:
             return
         self.handles = []
         wide = torch.promote_types(dtype, getattr(torch, options.router_dtype))
         self.rows, self.weights = (self.allocate(*kind, device) for kind in ((model.dim, dtype), (1, wide)))
-        self.try_once(model.num_experts)
+        self.check_first_exchange(model.num_experts)
 
     def allocate(self, width: int, dtype: torch.dtype, device: torch.device) -> Buffers:
         shape = self.limit + 1, width
@@ -242,11 +242,11 @@ class SymmetricBuffers(SharedBuffers):
             take = plain_take
         return tuple(take(x_MD, from_M) for x_MD in arrived)
 
-    def try_once(self, num_experts: int) -> None:
+    def check_first_exchange(self, num_experts: int) -> None:
         """Sends rows that name where they come from there and back, if they fit, and checks what arrives: every other
         expert gets one from a rank, the first of its experts or the second."""
         group, device, dtype = self.group, self.rows.of_ranks[0].device, self.rows.of_ranks[0].dtype
-        width, rows = self.rows.of_ranks[0].shape[1], min(self.home_rows, num_experts * self.ranks.etp)
+        width, rows = self.rows.of_ranks[0].shape[1], min(self.send_slots, num_experts * self.ranks.etp)
 
         def names(place_N: Tensor) -> Tensor:  # of numbers that bfloat16 has
             row_N = place_N % self.limit
@@ -256,7 +256,7 @@ class SymmetricBuffers(SharedBuffers):
         sender_G1 = torch.arange(group.size, device=device).unsqueeze(1)
         expert_E = torch.arange(num_experts, device=device)
         sent_GE = ((sender_G1 + expert_E) % 2) * (expert_E < rows // self.ranks.etp)
-        to_H, from_A, *_ = places(sent_GE, self.ranks, self.limit, rows, self.away_rows)
+        to_H, from_A, *_ = places(sent_GE, self.ranks, self.limit, rows, self.receive_slots)
         own_HD = names(torch.arange(rows, device=device) + group.rank * self.limit)
         (away_AD,) = send([own_HD], to_H, from_A, self.name)
         (home_HD,) = send([away_AD], from_A, to_H, self.name)
@@ -349,26 +349,26 @@ class Symmetric(Dispatcher):
     def place(self, ranks: ExpertRanks) -> None:
         super().place(ranks)
         self.plain = AllToAll(self.num_experts, self.kernels)
-        self.plain.allows_unused_rows = True
+        self.plain.allows_unused_slots = True
         self.plain.place(ranks)
 
     @named("dispatch")
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, slots_per_expert: int) -> Exchange:
         """Unused rows are zero in what experts get, and may be anything in their output."""
         memory = self.memory
         if memory is None or self.group == NO_GROUP:
-            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, slots_per_expert)
         rows = chosen_TK.numel() * self.etp
-        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        choice_H, slot, count_E = assign_unpadded_slots(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         to_H, from_A, bin_e, fits, _ = self.places_of(count_E, memory, rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
-        x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
+        x_HD, weights_H1, route = fill_slots(x_TD, weights_TK, choice_H, slot.where(fits, rows), self.kernels)
         x_AD, weights_A1 = exchange((x_HD, weights_H1), to_H, from_A, memory.name)
         return SymmetricExchange(x_AD, weights_A1, bin_e, memory.name, to_H, from_A, route, self.kernels)
 
     def places_of(self, count_E: Tensor, memory: SymmetricBuffers, rows: int) -> Places:
         count_GE = all_gather(count_E, 0, self.group).view(-1, self.num_experts)
-        out = places(count_GE, self.ranks, memory.limit, rows, memory.away_rows)
+        out = places(count_GE, self.ranks, memory.limit, rows, memory.receive_slots)
         memory.needs_repeat.logical_or_(out.overflows)
         return out
 
@@ -385,10 +385,10 @@ class SymmetricExchange(NamedTuple):
     route: Route
     kernels: str
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+    def receive_routed(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_AD, self.weights_A1, self.bin_e
 
     @named("combine")
     def combine(self, y_AD: Tensor) -> Tensor:
         (y_HD,) = exchange((y_AD,), self.from_A, self.to_H, self.memory)
-        return to_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)
+        return unpermute_tokens(y_HD, self.route.source_R, self.route.slot_TJ, self.kernels)

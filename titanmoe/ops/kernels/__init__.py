@@ -1,6 +1,6 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-choice_rows      which row each choice gets       titanmoe.moe.assign
+choice_rows      which row each choice gets       titanmoe.moe.send_slots
 rows             tokens to routed rows and back   titanmoe.moe.permute
 rotate           rotary positions                 titanmoe.models.layers
 rms_norm         norms of rows                    titanmoe.models.layers
@@ -10,7 +10,7 @@ score_spread     how evenly scores are spread     titanmoe.moe.layer_statistics.
 route            scores, choice, weights, counts  titanmoe.moe.router
 bfloat16_parts   float32 as bfloat16 parts        titanmoe.moe.router_product
 quantise         rows to 8 bits                   titanmoe.moe.fp8
-add_gradient     sums of the experts' gradients   titanmoe.moe.grouped.plain_add_gradient
+add_gradient     sums of the experts' gradients   titanmoe.moe.grouped_mm.plain_add_gradient
 loss             slices of the logits             titanmoe.models.vocabulary
 put              rows to other GPUs' memory       titanmoe.moe.dispatchers.symm_mem
 """

@@ -1,9 +1,11 @@
-"""The gradients of the experts' weights, added to sums in place. Reference: `titanmoe.moe.grouped.plain_add_gradient`.
+"""A kernel that adds the gradients of the experts' weights to running sums, in place.
 
-A program has a tile of one expert's gradient: it sums the outer products of that expert's rows, reads the sum so far,
-and writes the new one. So no sum depends on the order of execution, and a gradient is never rounded by itself.
+Reference: `titanmoe.moe.grouped_mm.plain_add_gradient`. A program has a tile of one expert's gradient: it sums the
+outer products of that expert's routed tokens, reads the sum so far, and writes the new one. So no sum depends on the
+order of execution, and a gradient is never rounded by itself.
 
-Shapes: R rows sorted by expert, e experts, N and D widths of a gradient; H tensors side by side, of F = N / H each.
+Shapes: R routed tokens sorted by expert, e experts, N and D widths of a gradient; H weights side by side, F = N / H
+rows of each.
 """
 
 from __future__ import annotations
@@ -42,7 +44,12 @@ def _add_gradient(grad, x, ends, total, of_grad, of_x, of_part, of_expert, N, D,
 
 @kernel("titanmoe::add_gradient", mutates_args=("total_HeFD",))
 def add_gradient(total_HeFD: Tensor, grad_RN: Tensor, x_RD: Tensor, ends_e: Tensor, add: bool) -> None:
-    """Adds the gradient to the sum, or begins the sum with it."""
+    """Add the gradients of H weights side by side to their sums in place, or begin the sums with them.
+
+    Args:
+        ends_e: the number of the routed token after each expert's last.
+        add: False to overwrite the sums.
+    """
     H, e, F, D = total_HeFD.shape
     grad_RN, x_RD = (x if x.stride(1) == 1 else x.contiguous() for x in (grad_RN, x_RD))
     tiles = triton.cdiv(H * F, TILE) * triton.cdiv(D, TILE)

@@ -1,8 +1,8 @@
-"""Which row of the send buffer each choice gets, and the order that groups arriving rows by expert.
+"""Kernels that assign slots of the send buffer to choices, and order what arrived by expert.
 
-References: `titanmoe.moe.assign.assign_all_rows` and `by_expert`. Choices are sorted by expert and, within one, by
-token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert and then by block,
-say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
+References: `assign_unpadded_slots` and `order_by_expert` in `titanmoe.moe.send_slots`. Choices are sorted by expert
+and, within one, by token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert
+and then by block, say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
 
 Shapes: N choices (tokens times top-k), E experts (P: the power of two above), G ranks, e local experts, J = G * e.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 8192
-"""Pairs of a choice and an expert that a program compares."""
+"""The pairs of a choice and an expert that a program compares."""
 PIECE = 1024
-"""Rows of a piece that a program writes at a time."""
+"""The slots that a program writes at a time."""
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])
@@ -80,17 +80,19 @@ def _regroup_rows(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr,
 
 
 def tile(experts: int) -> dict[str, int]:
+    """Return the launch constants for this number of experts."""
     padded = triton.next_power_of_2(experts)
     return {"E": experts, "P": padded, "ROWS": max(16, TILE // padded)}
 
 
 def blocks(choices: int, experts: int) -> int:
+    """Return the number of blocks of consecutive choices, one for each program."""
     return triton.cdiv(choices, tile(experts)["ROWS"])
 
 
 @kernel("titanmoe::count_choices")
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    """(E, blocks): how many choices of each block are of each expert."""
+    """Return how many choices of each block are of each expert: (E, blocks)."""
     N = len(chosen_N)
     programs = blocks(N, experts)
     count = torch.empty(experts, programs, dtype=torch.int32, device=chosen_N.device)
@@ -106,7 +108,7 @@ def _(chosen_N, experts):
 
 @kernel("titanmoe::assign_choices")
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `assign_all_rows`, from the cumulative sums of `count_choices`."""
+    """Return what `assign_unpadded_slots` does, from the cumulative sums of `count_choices`."""
     N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
     entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
     count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
@@ -127,7 +129,7 @@ def _(chosen_N, ends, experts, ep, etp):
 
 @kernel("titanmoe::regroup")
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """As `by_expert`."""
+    """Return the order from by-sender to by-expert and its inverse, as `titanmoe.moe.send_slots.order_by_expert`."""
     order, inverse = (torch.empty(rows, dtype=torch.int64, device=count_Ge.device) for _ in range(2))
     J = count_Ge.numel()
     if rows:
@@ -143,7 +145,8 @@ def _(count_Ge, rows):
     return tuple(count_Ge.new_empty(rows, dtype=torch.int64) for _ in range(2))
 
 
-def assign_all_rows(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+def assign_unpadded_slots(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Assign slots without padding by two kernels, as `titanmoe.moe.send_slots.assign_unpadded_slots`."""
     chosen_N = chosen_TK.flatten()
     ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)
     return assign_choices(chosen_N, ends, experts, ep, etp)

@@ -88,9 +88,9 @@ def _route_forward(logits, bias, index, sample, valid, scores, weights, chosen, 
     choice = tl.zeros([ROWS, KP], dtype=tl.int64)
     is_chosen = (e < 0) & there[:, None]
     if FORCED:
-        slot = tl.load(index + t, mask=there, other=0)[:, None] * K
+        first_choice = tl.load(index + t, mask=there, other=0)[:, None] * K
         for j in range(K):
-            number = (slot + j) % E
+            number = (first_choice + j) % E
             is_chosen = is_chosen | (e == number)
             choice = tl.where(k == j, number, choice)
     else:

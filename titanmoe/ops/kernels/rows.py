@@ -111,16 +111,16 @@ def _(x_ND, index_R):
 
 
 @kernel("titanmoe::fetch_weighted_rows")
-def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor) -> tuple[Tensor, Tensor]:
+def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> tuple[Tensor, Tensor]:
     """(R, D) and (R, 1): token entry // K of x and weight `entry`; zeros where entry is T * K."""
-    out = x_TD.new_empty(entry_R.numel(), x_TD.shape[1]), weights_TK.new_empty(entry_R.numel(), 1)
-    _launch_fetch(x_TD.contiguous(), entry_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
+    out = x_TD.new_empty(choice_R.numel(), x_TD.shape[1]), weights_TK.new_empty(choice_R.numel(), 1)
+    _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
     return out
 
 
 @fetch_weighted_rows.register_fake
-def _(x_TD, weights_TK, entry_R):
-    return x_TD.new_empty(entry_R.shape[0], x_TD.shape[1]), weights_TK.new_empty(entry_R.shape[0], 1)
+def _(x_TD, weights_TK, choice_R):
+    return x_TD.new_empty(choice_R.shape[0], x_TD.shape[1]), weights_TK.new_empty(choice_R.shape[0], 1)
 
 
 @kernel("titanmoe::sum_rows")
@@ -153,17 +153,17 @@ def apart(packed_RP: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 @kernel("titanmoe::fetch_packed_rows")
-def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor) -> Tensor:
+def fetch_packed_rows(x_TD: Tensor, weights_TK: Tensor, choice_R: Tensor) -> Tensor:
     """`fetch_weighted_rows`, packed."""
-    packed_RP = x_TD.new_empty(entry_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
+    packed_RP = x_TD.new_empty(choice_R.numel(), x_TD.shape[1] + SPACE // x_TD.element_size())
     out = apart(packed_RP, weights_TK.dtype)
-    _launch_fetch(x_TD.contiguous(), entry_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
+    _launch_fetch(x_TD.contiguous(), choice_R, weights_TK.contiguous(), weights_TK.shape[1], *out)
     return packed_RP
 
 
 @fetch_packed_rows.register_fake
-def _(x_TD, weights_TK, entry_R):
-    return x_TD.new_empty(entry_R.shape[0], x_TD.shape[1] + SPACE // x_TD.element_size())
+def _(x_TD, weights_TK, choice_R):
+    return x_TD.new_empty(choice_R.shape[0], x_TD.shape[1] + SPACE // x_TD.element_size())
 
 
 @kernel("titanmoe::fetch_unpacked_rows")

@@ -34,17 +34,17 @@ class Groups:
         return host.read(self.count_e)  # on GPUs the host waits
 
 
-def groups_of(count: Tensor | Groups) -> Groups:
+def as_groups(count: Tensor | Groups) -> Groups:
     return count if isinstance(count, Groups) else Groups(count)
 
 
-def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+def loop_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Multiplies the rows of expert i by its matrix, one product per expert. An expert without rows gets a gradient of
     exact zeros.
 
     Rows after the last expert's, which only a static buffer has, are zero here, and undefined in `grouped_product`.
     """
-    sizes = groups_of(count).sizes
+    sizes = as_groups(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
     products = [x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)]
     return torch.cat([*products, unused.new_zeros(unused.shape[0], w_eFD.shape[1])])
@@ -52,7 +52,7 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same in one call to torch's grouped matrix product."""
-    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=groups_of(count).ends_e)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=as_groups(count).ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
@@ -65,19 +65,19 @@ def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 def even_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
     """Return `loop_gradient` if all experts have the same number of rows."""
-    e = len(groups_of(count).count_e)
+    e = len(as_groups(count).count_e)
     return torch.bmm(grad_RD.unflatten(0, (e, -1)).transpose(1, 2), h_RF.unflatten(0, (e, -1)))
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
     """The gradient of the weights, (e, D, F): the sum of outer products over each expert's rows."""
-    sizes = groups_of(count).sizes
+    sizes = as_groups(count).sizes
     pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in pieces])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
-    groups = groups_of(count)
+    groups = as_groups(count)
     grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
     if forgets_empty_groups(grad_RD):
         grad_eDF.masked_fill_((groups.count_e == 0).view(-1, 1, 1), 0)

@@ -4,7 +4,7 @@ torch's grouped product can be traced in bfloat16 only, a loop over experts not 
 for a rank without a row. As operations (torch.library), both steps run the formulas of titanmoe.moe.expert_products in
 every dtype, for any number of rows. Sums of weight gradients and products in 8 bits are for calls that are not traced.
 
-Shapes as in titanmoe.moe.grouped; `hidden` as in titanmoe.moe.expert_products.
+Shapes as in titanmoe.moe.grouped_mm; `hidden` as in titanmoe.moe.expert_products.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from titanmoe.moe.expert_products import ExpertProducts, Kind, activate, down_backward, multiply, up_backward
-from titanmoe.moe.grouped import Groups
+from titanmoe.moe.grouped_mm import Groups
 
 
 @dataclass(eq=False, kw_only=True)
-class ProductsInGraph:
+class TracedProducts:
     """The same two steps where torch.compile traces the call: each is one operation of the graph."""
 
     groups: list[Tensor]
@@ -31,13 +31,13 @@ class ProductsInGraph:
     kernels: str
 
     @staticmethod
-    def of(count_e: Tensor, kind: Kind, clamped: bool, kernels: str) -> ProductsInGraph:
+    def of(count_e: Tensor, kind: Kind, clamped: bool, kernels: str) -> TracedProducts:
         groups = [count_e]
         if kind == "grouped":
             groups.append(count_e.cumsum(0, dtype=torch.int32))
         elif kind == "loop":
             groups.append(count_e.to("cpu"))  # on GPUs the host waits
-        return ProductsInGraph(groups=groups, kind=kind, clamped=clamped, kernels=kernels)
+        return TracedProducts(groups=groups, kind=kind, clamped=clamped, kernels=kernels)
 
     @property
     def grouped(self) -> bool:
