@@ -44,7 +44,7 @@ from scripts.published_runs import (  # noqa: E402
 )
 from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.config.load import load, read_draft  # noqa: E402
-from titanmoe.config.recipe import find_recipe, names  # noqa: E402
+from titanmoe.config.recipe import find_recipe, shipped_recipes  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
@@ -265,7 +265,7 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
     from titanmoe.rehearse.rehearsal import rehearse
 
     old_rows, rows = rows_on_page(), []
-    for name in names():
+    for name in shipped_recipes():
         if name in ("sft_debug", "dpo_debug"):  # their sizes are in a model that is made when it is needed
             continue
         if recipes and name not in recipes:
@@ -304,7 +304,7 @@ def folding_gains() -> list[dict[str, Any]]:
     """Return the fastest mapping of each recipe for GPUs and each setting, and the fastest unfolded one: as overrides,
     with seconds a step."""
     gains = []
-    for name in (name for name in names() if "debug" not in name):
+    for name in (name for name in shipped_recipes() if "debug" not in name):
         own = recipe(name)
         for setting, change in SETTINGS.items():
             changed, ranks = change(own, recipe_ranks(read_draft([str(find_recipe(name))], COMPONENTS)))

@@ -15,9 +15,9 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import load, other_names
-from titanmoe.config.field_values import WrongType, fit
+from titanmoe.config.field_values import WrongType, convert
 from titanmoe.config.fields import fields, tables
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 from titanmoe.launcher import fit_ranks, train_command
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words
@@ -174,8 +174,8 @@ def test_keys_for_newcomers_exist_and_take_the_values_shown(page: str, first: st
     assert len(shown) > 40
     for key, value in shown:
         assert key in fields(), f"{page}: {key}"
-        given = toml().loads(f"value = {value}")["value"]
-        assert not isinstance(fit(given, fields()[key]), WrongType), f"{page}: {key} = {value}"
+        given = toml_module().loads(f"value = {value}")["value"]
+        assert not isinstance(convert(given, fields()[key]), WrongType), f"{page}: {key} = {value}"
 
 
 def test_options_for_newcomers_are_answered_as_on_their_page() -> None:

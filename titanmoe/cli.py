@@ -25,10 +25,10 @@ from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.data.verify_command import add_data
-from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
+from titanmoe.fold.degrees import DEGREE_PATHS, DERIVED, Fold, derive, resolve_degrees
 from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
-from titanmoe.fold.picture import draw, listing
+from titanmoe.fold.picture import draw, list_mappings
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.fold.rank_groups import View, groups
 from titanmoe.generate.generate_command import add_generate
@@ -124,7 +124,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 def run_fold(args: argparse.Namespace) -> int:
     from titanmoe.components import COMPONENTS
 
-    degrees = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
+    degrees = {name: getattr(args, name) for name in DEGREE_PATHS if getattr(args, name) is not None}
     try:
         world = world_of(args.ranks, args.overrides, COMPONENTS)
     except ConfigError as error:
@@ -145,7 +145,7 @@ def run_fold(args: argparse.Namespace) -> int:
     elif config is not None:
         broken_laws = violations(config, world)
     else:
-        broken_laws = resolve(world, parallelism)[1]
+        broken_laws = resolve_degrees(world, parallelism)[1]
     if problems or broken_laws:
         print(format_problems(problems + broken_laws, source), file=sys.stderr)
         if broken_laws:
@@ -231,7 +231,7 @@ def _list(args: argparse.Namespace, world: int, degrees: dict[str, int], config:
     if args.json:
         _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())
     else:
-        _show(listing(stages, args.node))
+        _show(list_mappings(stages, args.node))
     return 0
 
 

@@ -36,7 +36,7 @@ from titanmoe.checkpoint.hf.quantised import BLOCKS, SCALE, SCALES
 from titanmoe.checkpoint.hf.upcycle import Upcycled  # noqa: F401
 from titanmoe.checkpoint.write_tensors import LazyTensor, Piece
 from titanmoe.cli import main as titanmoe
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
 from titanmoe.models.families import preset, shipped
@@ -94,7 +94,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
         if is_adapter(name)
     }
     digest = base.together(None, lambda: total)
-    write_checkpoint(path, tensors, {"step": 1, "config": nested(config), "base": digest})
+    write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": digest})
 
 
 def as_one_rank_saves(path: Path, out: Path) -> None:

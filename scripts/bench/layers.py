@@ -196,7 +196,7 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
     import torch
 
     from titanmoe.comm.collectives import NO_GROUP
-    from titanmoe.config.blocks import turned_width
+    from titanmoe.config.blocks import rotary_width
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Transformer
     from titanmoe.parallel.attend import context_parallel
@@ -218,7 +218,7 @@ def make_layers(config: Any, device: Any, numbers: Sequence[int], samples: int) 
         tokens = Tokens(index.view(samples, L) % L, index, index // L, everyone, torch.tensor(0))
         for moe in transformer.moe_layers().values():
             moe.begin_step(1, torch.tensor(float(len(index))), samples)
-    rope = rope_angles(tokens.position_BS, model, turned_width(model), torch.bfloat16)
+    rope = rope_angles(tokens.position_BS, model, rotary_width(model), torch.bfloat16)
     return Layers(transformer, x_BLD, rope, tokens, labels_BL)
 
 
@@ -227,7 +227,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     import torch
     from torch import Tensor
 
-    from titanmoe.config.blocks import routes_by_parts, window
+    from titanmoe.config.blocks import splits_router_product, window
     from titanmoe.mask import CAUSAL
     from titanmoe.models.families import mixers
     from titanmoe.models.mixers.mixer_spec import elements
@@ -269,7 +269,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> Itera
     through = 2 * (T + R) * D * size
     gpu = rates(device)
     # Products of bfloat16 parts are three times as many.
-    by_parts = device.type == "cuda" and routes_by_parts(config)
+    by_parts = device.type == "cuda" and splits_router_product(config)
     router_times, router_peak = (3, peak) if by_parts else (1, gpu and gpu.peak_float32)
     parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = []
     for number, layer in zip(numbers, blocks, strict=True):

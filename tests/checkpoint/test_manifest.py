@@ -14,7 +14,7 @@ from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.state import refused_record
 from titanmoe.cli import main
-from titanmoe.config.fields import flat
+from titanmoe.config.fields import flatten
 from titanmoe.config.schema import Config
 
 HERE = Path("run/step-00000003/manifest.json")
@@ -110,7 +110,7 @@ def test_an_unknown_field_of_a_config_is_refused_by_name(tmp_path: Path) -> None
     words = r'm: this titanmoe does not know model.later = \[2\], news.is = "good": use the version that wrote it'
     with pytest.raises(CheckpointError, match=words):
         manifest.config_of({"config": {"model": {"dim": 64, "later": [2]}, "news": {"is": "good"}}}, Path("m"))
-    path, now = folders.make(tmp_path, 3), flat(Config())
+    path, now = folders.make(tmp_path, 3), flatten(Config())
     folders.rewrite(path, record={"config": {"optimizer": {"later": 3.0}}})
     problems = refused_record(layout.read_manifest(path).record, now, path, False, True, "")
     assert problems == ["this titanmoe does not know optimizer.later = 3.0: use the version that wrote it"]

@@ -24,7 +24,7 @@ from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config.allowed_code import NAMING_FIELDS, VARIABLE
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint
 from titanmoe.train.run_folder import CONFIG, EVENTS, METRICS
 
@@ -59,7 +59,7 @@ def checkpoint_that_names(run: Path, field: str, name: str) -> Path:
         f"model.{key}": LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x))
         for key, x in (reference.initial_weights(config.model, 0) | reference.initial_bias(config.model)).items()
     }
-    record = nested(config)
+    record = to_tables(config)
     table, _, key = field.partition(".")
     record[table][key] = value_of(field, name)
     write_checkpoint(path, tensors, {"step": 7, "config": record})

@@ -12,7 +12,7 @@ from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.hf.merge import open_weights
 from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
 from titanmoe.models import tensors as names
 from titanmoe.models.lora_spec import is_adapter
@@ -43,5 +43,5 @@ def write(
     config = Config(model=under.model, lora=lora, training=training, checkpoint=begin)
     adapters = random_adapters(under.model, lora)
     tensors = {f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x)) for n, x in adapters.items()}
-    write_checkpoint(path, tensors, {"step": 1, "config": nested(config), "base": digest(frozen, None)})
+    write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": digest(frozen, None)})
     return adapters

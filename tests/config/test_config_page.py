@@ -7,7 +7,7 @@ import pytest
 
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
-from titanmoe.config.fields import docstrings, fields, renew, tables
+from titanmoe.config.fields import docstrings, fields, tables, update_page
 from titanmoe.fold.legality import violations
 
 PAGE = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
@@ -18,7 +18,7 @@ def block(language):
 
 
 def test_tables_of_fields_are_current():
-    assert renew(PAGE) == PAGE, "rewrite them: python -m titanmoe.config docs/config.md"
+    assert update_page(PAGE) == PAGE, "rewrite them: python -m titanmoe.config docs/config.md"
 
 
 def test_every_field_and_table_is_explained():

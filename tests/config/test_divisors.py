@@ -1,6 +1,6 @@
 """Divisors, and what a fix offers of many values."""
 
-from titanmoe.config.ranges import choices, divisors
+from titanmoe.config.ranges import choices_text, divisors
 
 
 def test_divisors():
@@ -10,6 +10,6 @@ def test_divisors():
 
 
 def test_of_many_values_the_nearest_are_offered():
-    assert choices("tp", [4], 3) == "tp = 4"
-    assert choices("tp", [1, 2, 4], 3) == "tp in 1, 2, 4"
-    assert choices("tp", list(range(1, 100)), 50) == "tp in 46, 47, 48, 49, 50, 51, 52, 53"
+    assert choices_text("tp", [4], 3) == "tp = 4"
+    assert choices_text("tp", [1, 2, 4], 3) == "tp in 1, 2, 4"
+    assert choices_text("tp", list(range(1, 100)), 50) == "tp in 46, 47, 48, 49, 50, 51, 52, 53"

@@ -6,7 +6,7 @@ from math import inf, nan
 import pytest
 
 from titanmoe.components import COMPONENTS
-from titanmoe.config.fields import build, fields, flat, ranges
+from titanmoe.config.fields import build, fields, flatten, ranges
 from titanmoe.config.laws import contradictions, out_of_range
 from titanmoe.config.ranges import Range
 from titanmoe.config.schema import Config
@@ -28,7 +28,7 @@ YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 def test_every_number_has_a_range_that_contains_its_default():
     numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
     assert set(ranges()) == numbers
-    assert out_of_range(flat(Config())) == []
+    assert out_of_range(flatten(Config())) == []
 
 
 def test_defaults_and_every_size_of_every_family_are_lawful():
@@ -94,7 +94,7 @@ def test_range(limits, inside, outside, says):
     ],
 )
 def test_out_of_range(path, value):
-    (violation,) = out_of_range(flat(Config()) | {path: value})
+    (violation,) = out_of_range(flatten(Config()) | {path: value})
     assert violation.fields == (path,)
     assert re.match(rf"{path}(\[1\])? = (-?[\d.]+(e-\d+)?|inf|nan) is (out of range|not a finite .*): ", violation.text)
 
@@ -277,7 +277,7 @@ def test_contradiction(values, says):
     ],
 )
 def test_lawful(values):
-    assert out_of_range(flat(build(values, COMPONENTS))) == contradictions(build(values, COMPONENTS)) == []
+    assert out_of_range(flatten(build(values, COMPONENTS))) == contradictions(build(values, COMPONENTS)) == []
 
 
 def test_contradictions_come_together():

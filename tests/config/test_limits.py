@@ -31,7 +31,7 @@ def test_deep_nesting_in_a_recipe_is_one_problem(recipe, text):
 
 def test_a_key_of_many_parts_is_refused_before_it_is_parsed(recipe, monkeypatch):
     """The parser's time grows with the square of their number."""
-    monkeypatch.setattr(recipes, "toml", lambda: pytest.fail("it was parsed"))
+    monkeypatch.setattr(recipes, "toml_module", lambda: pytest.fail("it was parsed"))
     assert "more than 16 deep" in problems(*recipe(".".join(["a"] * 500) + " = 1"))[0]
 
 
@@ -53,8 +53,8 @@ def test_a_recipe_that_never_ends_is_one_problem():
 
 def test_lines_of_a_long_list_are_read_a_few_times(recipe, monkeypatch):
     read_again = []
-    parsed = recipes.parsed
-    monkeypatch.setattr(recipes, "parsed", lambda text: read_again.append(len(text)) or parsed(text))
+    parsed = recipes.parse_toml
+    monkeypatch.setattr(recipes, "parse_toml", lambda text: read_again.append(len(text)) or parsed(text))
     text = "[data]\npaths = [\n" + '"a.jsonl",\n' * 3000 + "]\nx = 1\n"
     assert problems(*recipe(text))[0].startswith("my.toml:3004: unknown key data.x")
     assert sum(read_again) < 4 * len(text)

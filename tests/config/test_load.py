@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
 from titanmoe.config.component_kinds import ComponentError, ComponentKind, Components, Spec
-from titanmoe.config.fields import build, fields, flat, tables, toml_value
+from titanmoe.config.fields import build, fields, flatten, tables, toml_value
 from titanmoe.config.load import format_problems
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 from titanmoe.config.schema import Model
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 
@@ -106,7 +106,7 @@ def test_recipe_sets_fields_and_names_the_run(recipe):
     ],
 )
 def test_override(argv, path, value):
-    found = flat(read(*argv))[path]
+    found = flatten(read(*argv))[path]
     assert found == value and type(found) is type(value)
 
 
@@ -449,9 +449,9 @@ ANY = {
 @settings(max_examples=20)
 @given(st.fixed_dictionaries(ANY))
 def test_any_config_survives_toml(values):
-    data = toml().loads(to_toml(build(values)))
+    data = toml_module().loads(to_toml(build(values)))
     found = {path: reduce(getitem, path.split("."), data) for path in fields()}
-    assert found == flat(build(values)) == flat(Config()) | values
+    assert found == flatten(build(values)) == flatten(Config()) | values
 
 
 def test_toml_value():

@@ -10,14 +10,14 @@ import pytest
 
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
-from titanmoe.config.recipe import SHIPPED, find_recipe, names
+from titanmoe.config.recipe import SHIPPED, find_recipe, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_name_stands_for_the_shipped_recipe_unless_there_is_such_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert names() == sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
+    assert shipped_recipes() == sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
     assert find_recipe("debug") == SHIPPED / "debug.toml" and find_recipe("debug").samefile(
         ROOT / "train_configs" / "debug.toml"
     )
@@ -48,5 +48,5 @@ def test_a_wheel_has_them(tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=tree, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     files = zipfile.ZipFile(wheel).namelist()
-    assert {"titanmoe/py.typed", *(f"titanmoe/train_configs/{name}.toml" for name in names())} <= set(files)
+    assert {"titanmoe/py.typed", *(f"titanmoe/train_configs/{name}.toml" for name in shipped_recipes())} <= set(files)
     assert not [file for file in files if file.startswith(("tests/", "train_configs/", "scripts/"))]

@@ -10,7 +10,7 @@ from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.load import read_draft
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 from titanmoe.config.world_size import recipe_ranks, world_of
 from titanmoe.train import launch
 
@@ -97,7 +97,7 @@ def test_print_config_asks_for_no_world(command, capsys, recipe):
         with pytest.raises(SystemExit) as end:
             main([command, *words, "--print-config"])
         assert end.value.code == 0
-        return toml().loads(capsys.readouterr().out)
+        return toml_module().loads(capsys.readouterr().out)
 
     assert printed(recipe(TP2))["parallelism"]["dp_shard"] == -1
     assert printed("deepseek_671b")["job"]["ranks"] == 512
@@ -112,4 +112,4 @@ def test_print_config_of_the_plain_door(monkeypatch, capsys, recipe):
     for file, shard in ((recipe(TP2), -1), ("train_configs/deepseek_671b.toml", 4)):
         with pytest.raises(SystemExit) as end:
             launch.read_config([file, "--print-config"], 1, COMPONENTS)
-        assert end.value.code == 0 and toml().loads(capsys.readouterr().out)["parallelism"]["dp_shard"] == shard
+        assert end.value.code == 0 and toml_module().loads(capsys.readouterr().out)["parallelism"]["dp_shard"] == shard

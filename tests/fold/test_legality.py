@@ -104,8 +104,8 @@ def test_contiguous_pieces_need_not_be_halved():
 
 def test_expert_weights_are_sharded_evenly_over_edp():
     assert broken(12, dim=62) == [
-        "parallelism.experts.edp = 12 ranks cannot share the weights of 8 experts (model.num_experts 8 / ep 1) evenly, "
-        "neither as whole experts (8 % 12 = 8) nor along model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
+        "parallelism.experts.edp = 12 ranks cannot shard the weights of 8 experts (model.num_experts 8 / ep 1) evenly, "
+        "neither by expert (8 % 12 = 8) nor along model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
     ]
     assert broken(12, Parallelism(experts=Experts(edp_replicate=3)), dim=62) == []
     assert broken(12, dim=60) == []
@@ -121,13 +121,13 @@ def test_expert_biases_are_split_by_etp_and_sharded_in_slices():
     # 8 experts over 8 ranks divide evenly; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
     assert broken(8, **biased) == []
     assert broken(8, Parallelism(experts=Experts(ep=2)), num_experts=4, dim=66, **biased) == [
-        "parallelism.experts.edp = 4 ranks cannot share the weights of 2 experts (model.num_experts 4 / ep 2) evenly, "
-        "neither as whole experts (2 % 4 = 2) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "parallelism.experts.edp = 4 ranks cannot shard the weights of 2 experts (model.num_experts 4 / ep 2) evenly, "
+        "neither by expert (2 % 4 = 2) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
         "(126 % 4 = 2): use edp_replicate in 2, 4"
     ]
     assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, **biased) == [
-        "parallelism.experts.edp = 2 ranks cannot share the weights of 1 experts (model.num_experts 4 / ep 4) evenly, "
-        "neither as whole experts (1 % 2 = 1) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "parallelism.experts.edp = 2 ranks cannot shard the weights of 1 experts (model.num_experts 4 / ep 4) evenly, "
+        "neither by expert (1 % 2 = 1) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
         "(126 % 4 = 2): use edp_replicate = 2"
     ]
     assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, expert_hidden=126) == []
@@ -190,7 +190,7 @@ def test_all_at_once():
     problems = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
     assert any("global_batch_size = 5 is not a multiple" in problem for problem in problems)
     problems = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)
-    assert any("edp = 24 ranks cannot share" in problem for problem in problems)
+    assert any("edp = 24 ranks cannot shard" in problem for problem in problems)
 
 
 def test_nonsense_in_other_fields_does_not_crash():

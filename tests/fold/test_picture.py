@@ -9,7 +9,7 @@ from tests.fold.test_rank_groups import folds
 from titanmoe.config.schema import Experts, Model, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_stages
-from titanmoe.fold.picture import WIDTH, draw, listing, span
+from titanmoe.fold.picture import WIDTH, draw, list_mappings, span
 
 
 def plain(world: int, node: int = 8, model: Model | None = None, **degrees) -> str:
@@ -88,7 +88,7 @@ def test_spans():
 
 
 def test_listing_names_every_view_once():
-    lines = [line.plain for line in listing(list(legal_stages(8)), node=4)]
+    lines = [line.plain for line in list_mappings(list(legal_stages(8)), node=4)]
     assert lines[0] == "517 legal mappings of 8 ranks, on nodes of 4"
     assert sum(" | " in line for line in lines) == (1 + 20) + (1 + 10) + (1 + 4) + (1 + 1)
     assert max(map(len, lines)) <= WIDTH

@@ -15,7 +15,7 @@ from tests.support import case_features
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.write_tensors import LazyTensor
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Config
 from titanmoe.ops import counter_rng
 
@@ -45,7 +45,7 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
         f"model.{name}": LazyTensor(tuple(tensor.shape), tensor.dtype, reader_of(lambda tensor=tensor: tensor))
         for name, tensor in (weights | bias).items()
     }
-    write_checkpoint(path, tensors, {"step": 7, "config": nested(config)})
+    write_checkpoint(path, tensors, {"step": 7, "config": to_tables(config)})
     return config, weights, bias
 
 

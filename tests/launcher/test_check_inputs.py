@@ -18,7 +18,7 @@ from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
 from titanmoe.launcher import agent, fit_ranks
@@ -135,7 +135,7 @@ def saved(*words: str, **entries: Any) -> Path:
     config = config_of(*words)
     path = make(Path("runs/debug/checkpoints"), 2, 1)
     state = Loader(config, 0, 1).state_dict()
-    rewrite(path, record={"step": 2, "tokens": 1, "loader": state, "config": nested(config)} | entries)
+    rewrite(path, record={"step": 2, "tokens": 1, "loader": state, "config": to_tables(config)} | entries)
     return path
 
 

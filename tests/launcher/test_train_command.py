@@ -19,7 +19,7 @@ from tests.support import processes
 from titanmoe.cli import main
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 from titanmoe.launcher import agent, fit_ranks, train_command
 from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
@@ -40,7 +40,7 @@ def two_cores(monkeypatch):
 
 def opened_recipes(monkeypatch) -> list[str]:
     """The names of all TOML files in the order in which they are opened, or parsed without being opened."""
-    opened, parsed, real_open, real_loads = [], [], io.open, toml().loads
+    opened, parsed, real_open, real_loads = [], [], io.open, toml_module().loads
 
     def note_open(file, *rest, **options):
         if str(file).endswith(".toml"):
@@ -55,7 +55,7 @@ def opened_recipes(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(io, "open", note_open)  # pathlib's
     monkeypatch.setattr(builtins, "open", note_open)
-    monkeypatch.setattr(toml(), "loads", note_loads)
+    monkeypatch.setattr(toml_module(), "loads", note_loads)
     return opened
 
 

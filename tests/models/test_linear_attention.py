@@ -11,7 +11,7 @@ from tests import parity, reference
 from tests.support import linear_family, reference_linear
 from titanmoe.checkpoint import state
 from titanmoe.config import ConfigError
-from titanmoe.config.fields import flat
+from titanmoe.config.fields import flatten
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import derive
 from titanmoe.models import tensors
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_refused(size, asked, says):
     ],
 )
 def test_which_blocks_attend_to_all_may_change_if_the_others_attend_too(asked, says):
-    before, after = (flat(parity.read(asked | {"model.full_attention_every": every}, 1)) for every in (2, 0))
+    before, after = (flatten(parity.read(asked | {"model.full_attention_every": every}, 1)) for every in (2, 0))
     assert [refusal.partition(":")[0] for refusal in state.refusals(before, after)] == says
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from tests import parity
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
-from titanmoe.config.blocks import turned_width
+from titanmoe.config.blocks import rotary_width
 from titanmoe.config.fields import build
 from titanmoe.config.laws import contradictions
 from titanmoe.config.schema import Config, LoRA
@@ -158,7 +158,7 @@ def differences(family: str, **changes: Any) -> set[str]:
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     rows, out = expand(make_plan(config, range(4)), model), set()
     x_BsD = torch.randn(1, 6, config.model.dim, generator=generator, dtype=torch.float64)
-    rope = rope_angles(torch.arange(6).unsqueeze(0), config.model, turned_width(config.model), torch.float64)
+    rope = rope_angles(torch.arange(6).unsqueeze(0), config.model, rotary_width(config.model), torch.float64)
 
     def compare(path: str, *inputs: Any) -> None:
         module = model.get_submodule(path)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from titanmoe.config.recipe import names
+from titanmoe.config.recipe import shipped_recipes
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
 from titanmoe.plan.devices import read_device
@@ -15,7 +15,7 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import OneMesh, is_unfolded
 
-RECIPES = [name for name in names() if "debug" not in name]
+RECIPES = [name for name in shipped_recipes() if "debug" not in name]
 
 
 def test_folding_gains_what_the_page_says(script: ModuleType) -> None:

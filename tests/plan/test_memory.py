@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from titanmoe.config.recipe import names
+from titanmoe.config.recipe import shipped_recipes
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import rank_memories
@@ -143,7 +143,7 @@ def test_memory_is_that_of_a_rehearsal(case: str) -> None:
 def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     """Small ones, which anyone may add, are left out or right."""
     expected, shown = [], {row[0] for row in script.rows_on_page()}
-    for name in [name for name in names() if name in shown or "debug" not in name]:
+    for name in [name for name in shipped_recipes() if name in shown or "debug" not in name]:
         _, fold, peaks = script.planned_peaks(name)
         expected += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
     assert [row[:3] for row in script.rows_on_page()] == expected
@@ -153,7 +153,7 @@ def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
     "name",
     [
         name if name == "debug_pp" else pytest.param(name, marks=pytest.mark.slow)
-        for name in names()
+        for name in shipped_recipes()
         if name not in ("sft_debug", "dpo_debug", "debug_symm")  # whose receive buffers a plan does not count
     ],
 )

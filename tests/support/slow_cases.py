@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 
 TABLE = Path(__file__).with_suffix(".toml")
 PROBLEMS = pytest.StashKey[list[str]]()
@@ -16,7 +16,7 @@ PROBLEMS = pytest.StashKey[list[str]]()
 
 def stand_ins() -> dict[str, str]:
     """For each test left out, the one that runs instead."""
-    return {wider: quick for quick, left_out in toml().loads(TABLE.read_text()).items() for wider in left_out}
+    return {wider: quick for quick, left_out in toml_module().loads(TABLE.read_text()).items() for wider in left_out}
 
 
 def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tests import parity
-from titanmoe.config.fields import flat
+from titanmoe.config.fields import flatten
 from titanmoe.config.schema import Config, LRSchedule, Optimizer
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import parameters
@@ -58,7 +58,7 @@ def rate(config: Config) -> LearningRate:
 def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     config = Config()
     config.optimizer.lr, config.training.steps, config.lr_schedule.warmup_steps = 5e-3, 60, 0
-    before = flat(config)
+    before = flatten(config)
     assert describe_rate_change(60, before, rate(config)) == []
     config.training.steps = 120
     assert describe_rate_change(60, before, rate(config)) == [

@@ -13,7 +13,7 @@ from typing import Any
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
-from titanmoe.config.field_values import WrongType, fit, value_text
+from titanmoe.config.field_values import WrongType, convert, value_text
 from titanmoe.config.fields import fields, own_fields
 from titanmoe.config.parse_json import parse_json
 
@@ -182,7 +182,7 @@ def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     except CodeNotAllowed as error:
         raise CheckpointError(str(error)) from None
     known_fields = fields() | own_fields(recorded)
-    fitted = {path: fit(value, known_fields[path]) for path, value in recorded.items() if path in known_fields}
+    fitted = {path: convert(value, known_fields[path]) for path, value in recorded.items() if path in known_fields}
     problems = unknown_fields(recorded) + [
         f"{path} = {value_text(recorded[path])} is not {known_fields[path].expected}"
         for path, value in fitted.items()

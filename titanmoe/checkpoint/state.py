@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.manifest import flat_record, unknown_fields
 from titanmoe.checkpoint.write_tensors import Piece
-from titanmoe.config.fields import nested, toml_value
+from titanmoe.config.fields import to_tables, toml_value
 from titanmoe.config.schema import Config, MoE
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.families import family_of
@@ -72,7 +72,7 @@ def about_run(config: Config, fold: Fold) -> dict[str, Any]:
 
     return {
         "seed": config.training.seed,
-        "config": nested(config),
+        "config": to_tables(config),
         "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
         "versions": {"titanmoe": __version__, "torch": torch.__version__},
     }

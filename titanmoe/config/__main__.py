@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from titanmoe.config.fields import renew
+from titanmoe.config.fields import update_page
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     page = Path(sys.argv[1])
-    page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")
+    page.write_text(update_page(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -28,12 +28,12 @@ def window(model: Model, layer: int) -> int:
     return 0 if every and (layer + 1) % every == 0 else model.sliding_window
 
 
-def turned_width(model: Model) -> int:
+def rotary_width(model: Model) -> int:
     """How many dims of a head RoPE turns."""
     return model.qk_rope_head_dim or model.rotary_dim or model.head_dim
 
 
-def routes_by_parts(config: Config) -> bool:
+def splits_router_product(config: Config) -> bool:
     """Whether GPUs compute the router's product by bfloat16 parts: titanmoe.moe.router_product.takes_parts."""
     moe, narrow = config.moe, config.training.mixed_precision_param == "bfloat16"
     return narrow and moe.router_dtype == "float32" and moe.router_product == "auto" and not moe.jitter

@@ -11,7 +11,7 @@ from typing import Any
 from titanmoe.config import old_names, other_names
 from titanmoe.config.field_values import nearest_field, shorten
 from titanmoe.config.fields import fields, tables
-from titanmoe.config.recipe import names, parsed
+from titanmoe.config.recipe import parse_toml, shipped_recipes
 from titanmoe.config.schema import OWN
 
 _OPTION = re.compile(r"--|-[A-Za-z]")
@@ -48,7 +48,9 @@ def split_words(argv: Sequence[str]) -> CommandLine:
         if argument == "-h":
             argument = "--help"
         first = len(rest) == len(argv) - 1
-        if not argument.startswith("-") and (first or Path(argument).suffix == ".toml" or argument in names()):
+        if not argument.startswith("-") and (
+            first or Path(argument).suffix == ".toml" or argument in shipped_recipes()
+        ):
             line.take_recipe(argument)
             continue
         if not argument.startswith("--"):
@@ -95,6 +97,6 @@ def split_words(argv: Sequence[str]) -> CommandLine:
 def _value(texts: list[str]) -> Any:
     """Return the value in the words after an option of unknown kind, as a recipe would have it."""
     try:
-        return parsed(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
+        return parse_toml(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
     except ValueError:  # a string without quotes
         return texts[0]

@@ -57,7 +57,7 @@ class Spec:
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         """Return the numbers that a degree has to divide: {degree: {name of the number: number}}.
 
-        A number of type `titanmoe.config.ranges.Repeated` may also be a divisor of the degree.
+        A number of type `titanmoe.config.ranges.Replicable` may also be a divisor of the degree.
         """
         return {}
 

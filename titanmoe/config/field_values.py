@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
 from titanmoe.config.old_names import OLD_VALUES
-from titanmoe.config.recipe import parsed
+from titanmoe.config.recipe import parse_toml
 
 SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], dict: [{"match": ["a"]}]}
 
@@ -21,7 +21,7 @@ class WrongType(NamedTuple):
     correction: str
 
 
-def fit(value: Any, target: Field) -> Any:
+def convert(value: Any, target: Field) -> Any:
     """The value as the field stores it, or a WrongType."""
     if target.item:
         if isinstance(value, list) and target.item is float:
@@ -38,20 +38,20 @@ def fit(value: Any, target: Field) -> Any:
     return WrongType(_correction(value, target))
 
 
-def fit_texts(texts: list[str], target: Field) -> Any:
+def convert_words(texts: list[str], target: Field) -> Any:
     """The same for words on a command line."""
     if not target.item:
         value = parse(texts[0], target.kind)
-        return fit(texts[0] if value is None else value, target)
+        return convert(texts[0] if value is None else value, target)
     if texts == [""]:
         return []
     if len(texts) == 1 and texts[0].startswith("["):
         try:
-            return fit(parsed(f"list = {texts[0]}")["list"], target)
+            return convert(parse_toml(f"list = {texts[0]}")["list"], target)
         except ValueError:
-            return fit(texts[0], target)
+            return convert(texts[0], target)
     values = [parse(text, target.item) for text in texts]
-    return fit(texts if None in values else values, target)
+    return convert(texts if None in values else values, target)
 
 
 def parse(text: str, kind: Any) -> Any:

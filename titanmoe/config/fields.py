@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 
 from titanmoe.config import schema
 from titanmoe.config.component_kinds import Components
-from titanmoe.config.ranges import Range, digits
+from titanmoe.config.ranges import Range, number_text
 from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
@@ -46,8 +46,8 @@ class Field(NamedTuple):
         return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[self.kind]
 
 
-hints = cache(get_type_hints)
-"""The kinds of a table's fields by name. To work them out takes longer than the rest of reading a recipe."""
+type_hints = cache(get_type_hints)
+"""Cached get_type_hints: the types of a table's fields, by name. It takes longer than the rest of reading a recipe."""
 
 
 def _is_table(kind: Any) -> bool:
@@ -60,7 +60,7 @@ def tables() -> dict[str, type]:
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
         paths = {}
-        for name, kind in hints(cls).items():
+        for name, kind in type_hints(cls).items():
             if _is_table(kind):
                 paths |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
         return paths
@@ -74,7 +74,7 @@ def fields() -> dict[str, Field]:
     return {
         f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
         for table, cls in tables().items()
-        for name, kind in hints(cls).items()
+        for name, kind in type_hints(cls).items()
         if not _is_table(kind)
     }
 
@@ -99,7 +99,7 @@ def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
     }
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, Any]:
     """The value of every field by its path."""
     values = {}
     for path in fields():
@@ -110,7 +110,7 @@ def flat(config: Config) -> dict[str, Any]:
     return values | {f"{OWN}.{name}": value for name, value in config.model.own.items()}
 
 
-def nested(config: Config) -> dict[str, dict[str, Any]]:
+def to_tables(config: Config) -> dict[str, dict[str, Any]]:
     """The config as tables of plain values, as a checkpoint records it."""
     return {name: asdict(getattr(config, name)) for name in tables() if "." not in name}
 
@@ -122,7 +122,7 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
         if cls is Own:
             return Own({field.name: values[path] for path, field in own_fields(values).items()})
         members = {}
-        for name, kind in hints(cls).items():
+        for name, kind in type_hints(cls).items():
             if _is_table(kind):
                 members[name] = table(kind, f"{prefix}{name}.")
             elif prefix + name in values:
@@ -144,13 +144,13 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return digits(value) if isinstance(value, int) else str(value)
+    return number_text(value) if isinstance(value, int) else str(value)
 
 
 def to_toml(config: Config) -> str:
     """Every field, as a recipe that loads back to the same config. Steps that follow from epochs are a remark: those of
     other data would be others."""
-    values, notes = flat(config), {}
+    values, notes = flatten(config), {}
     if config.training.epochs:
         steps = values["training.steps"]
         values["training.steps"], notes["training.steps"] = -1, "" if steps == -1 else f"  # {steps} here"
@@ -254,7 +254,7 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def renew(page: str) -> str:
+def update_page(page: str) -> str:
     """The docs page with the tables of fields as the schema has them now."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)

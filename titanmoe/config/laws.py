@@ -15,7 +15,7 @@ from titanmoe.config.blocks import moe_layers
 from titanmoe.config.field_values import closest
 from titanmoe.config.fields import fields, ranges
 from titanmoe.config.model_file import path_of
-from titanmoe.config.ranges import LIMIT, Violation, digits, divisors, nearest_values
+from titanmoe.config.ranges import LIMIT, Violation, divisors, nearest_values, number_text
 from titanmoe.config.schema import OWN, Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -36,7 +36,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
                 if number in limits:
                     why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
                 instead = f": {limits.instead}" if limits.instead else ""
-                text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}{instead}"
+                text = f"{name} = {number_text(number)} is out of range: it must be {limits}{why}{instead}"
                 violations.append(Violation((path,), text))
     return violations
 

@@ -16,8 +16,8 @@ from titanmoe.config import laws, old_names, other_names
 from titanmoe.config.allowed_code import allow_code, code_names
 from titanmoe.config.command_line import HINTS, CommandLine, split_words
 from titanmoe.config.component_kinds import ComponentError, Components
-from titanmoe.config.field_values import WrongType, closest, fit, fit_texts, nearest_field, shorten, value_text
-from titanmoe.config.fields import Field, build, fields, flat, help_page, own_fields, tables, to_toml, toml_value
+from titanmoe.config.field_values import WrongType, closest, convert, convert_words, nearest_field, shorten, value_text
+from titanmoe.config.fields import Field, build, fields, flatten, help_page, own_fields, tables, to_toml, toml_value
 from titanmoe.config.model_file import ModelFile, changed_paths, disagreements, listed_as
 from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
@@ -124,7 +124,7 @@ class Draft:
             raise ConfigError(self.problems, self.source)
         if self.command_line.help:
             self._print_help_and_exit()
-        values, unsound = flat(self.config), self.settings.unsound
+        values, unsound = flatten(self.config), self.settings.unsound
         problems = [*self.problems, *(_mention_fallbacks(problem, unsound, values) for problem in check(self.config))]
         if problems:
             raise ConfigError(problems, self.source)
@@ -158,7 +158,7 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
     for path, texts in words.overrides.items():
         settings.on_command_line.add(path)
         if path in fields():
-            settings.put(fields()[path], fit_texts(texts, fields()[path]), shorten(" ".join(texts)) or '""')
+            settings.put(fields()[path], convert_words(texts, fields()[path]), shorten(" ".join(texts)) or '""')
         else:
             settings.own[path] = texts
 
@@ -222,7 +222,7 @@ def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
-            settings.put(fields()[path], fit(value, fields()[path]), value_text(value))
+            settings.put(fields()[path], convert(value, fields()[path]), value_text(value))
         elif prefix == f"{OWN}.":
             settings.own[path] = value
         elif (path in tables() or old_names.is_old_table(path)) and isinstance(value, dict):
@@ -241,9 +241,9 @@ def _take_own(settings: Settings, own: dict[str, Field]) -> None:
     family_known = settings.unsound.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
         if path in own and path in settings.on_command_line:
-            settings.put(own[path], fit_texts(value, own[path]), shorten(" ".join(value)) or '""')
+            settings.put(own[path], convert_words(value, own[path]), shorten(" ".join(value)) or '""')
         elif path in own:
-            settings.put(own[path], fit(value, own[path]), value_text(value))
+            settings.put(own[path], convert(value, own[path]), value_text(value))
         elif family_known:
             near = closest(path.removeprefix(f"{OWN}."), [field.name for field in own.values()])
             known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
@@ -270,7 +270,7 @@ def _model_file(settings: Settings, components: Components, recipe_name: str) ->
     """What model.hf says; None if it is not set, or refused."""
     if not settings.values.get("model.hf") or components.read_model_file is None:
         return None
-    values = flat(Config()) | settings.values
+    values = flatten(Config()) | settings.values
     values["job.name"] = values["job.name"] or recipe_name
     try:
         return components.read_model_file(values)
@@ -302,7 +302,7 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
 
     A component that cannot be used is refused, and its field has its default.
     """
-    defaults, presets, fixed, from_file = flat(Config()), {}, {}, {}
+    defaults, presets, fixed, from_file = flatten(Config()), {}, {}, {}
     if model_file:
         from_file = model_file.defaults | model_file.fixed
         changes = changed_paths(settings.values.get("model.change", []))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Nesting of lists and objects: far more than any file of ours has, and harmless to whatever walks through it."""
 
 
@@ -15,13 +15,13 @@ class TooDeep(ValueError):
 
 def parse_json(text: str | bytes) -> Any:
     """ValueError, and nothing else, if the text cannot be read."""
-    too_deep = TooDeep(f"lists or objects are nested too deep to be read, more than {MOST_DEPTH}")
+    too_deep = TooDeep(f"lists or objects are nested too deep to be read, more than {MAX_DEPTH}")
     try:
         data = json.loads(text)
     except RecursionError:
         raise too_deep from None
     level = [data]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [
             inner
             for value in level

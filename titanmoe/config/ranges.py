@@ -59,7 +59,7 @@ LIMIT = 2**63
 """Numbers are below it, because larger ones do not fit into 64 bits."""
 
 
-def digits(number: float) -> str:
+def number_text(number: float) -> str:
     """As text; Python does not write out integers of thousands of digits."""
     return hex(number)[:40] + "..." if isinstance(number, int) and number.bit_length() > 256 else str(number)
 
@@ -73,13 +73,13 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-class Repeated(int):
+class Replicable(int):
     """A number that a degree divides or is a multiple of. Each part is then on several ranks."""
 
 
-def fits(degree: int, number: int) -> bool:
+def divides(degree: int, number: int) -> bool:
     """Whether a degree divides a number, or may be a multiple of it and is."""
-    return number % degree == 0 or (isinstance(number, Repeated) and degree % number == 0)
+    return number % degree == 0 or (isinstance(number, Replicable) and degree % number == 0)
 
 
 def nearest_values(values: list[int], near: int) -> str:
@@ -87,6 +87,6 @@ def nearest_values(values: list[int], near: int) -> str:
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))
 
 
-def choices(name: str, values: list[int], near: int) -> str:
+def choices_text(name: str, values: list[int], near: int) -> str:
     """For a fix: name = 2, or name in 1, 2, 4."""
     return f"{name} {'=' if len(values) == 1 else 'in'} {nearest_values(values, near)}"

@@ -11,11 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """Size of a recipe, which is read as a whole."""
-MOST_DEPTH = 16
+MAX_DEPTH = 16
 """Nesting of tables and lists; a recipe needs 3."""
-MOST_READ_AGAIN = 2 << 20
+MAX_REPARSED = 2 << 20
 """Characters to parse again to find the lines of keys; after that, the remaining keys have no line."""
 
 
@@ -29,7 +29,7 @@ class RecipeError(ValueError):
     """The file cannot be read, or is not TOML."""
 
 
-def toml() -> ModuleType:
+def toml_module() -> ModuleType:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -54,10 +54,10 @@ class Recipe:
                 continue
             statement += line + "\n"
             again += len(header) + len(statement)
-            if again > MOST_READ_AGAIN:
+            if again > MAX_REPARSED:
                 break
             try:
-                data = parsed(header + statement)
+                data = parse_toml(header + statement)
             except ValueError:  # inside a statement of several lines
                 continue
             for path in _paths(data):
@@ -75,7 +75,7 @@ def read_recipe(name: str) -> Recipe:
     """Return the recipe in a file that the user names; RecipeError if it is not one."""
     try:
         with open(name, "rb") as stream:
-            return parse_recipe(name, stream.read(MOST_BYTES + 1))
+            return parse_recipe(name, stream.read(MAX_BYTES + 1))
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
     except OSError as error:
@@ -85,29 +85,29 @@ def read_recipe(name: str) -> Recipe:
 def parse_recipe(name: str, data: bytes) -> Recipe:
     """Return the recipe in the bytes of a file; RecipeError if they are not one."""
     try:
-        if len(data) > MOST_BYTES:
-            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, too many for a recipe: name another file")
+        if len(data) > MAX_BYTES:
+            raise RecipeError(f"{name}: has more than {MAX_BYTES:,} bytes, too many for a recipe: name another file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise RecipeError(f"{name}:{line}: byte {byte:#x} is not UTF-8: save the file as UTF-8") from None
     try:
-        return Recipe(name, text, parsed(text))
+        return Recipe(name, text, parse_toml(text))
     except ValueError as error:
         raise RecipeError(_not_toml(name, text, str(error))) from None
 
 
-def parsed(text: str) -> dict[str, Any]:
+def parse_toml(text: str) -> dict[str, Any]:
     """What a TOML text says; ValueError if it is not TOML, or nested too deeply for the rest of the program."""
-    too_deep = ValueError(f"tables or lists are nested more than {MOST_DEPTH} deep, which no field needs")
-    if _longest_key(text) > 4 * MOST_DEPTH:
+    too_deep = ValueError(f"tables or lists are nested more than {MAX_DEPTH} deep, which no field needs")
+    if _longest_key(text) > 4 * MAX_DEPTH:
         raise too_deep
     try:
-        data = toml().loads(text)
+        data = toml_module().loads(text)
     except RecursionError:
         raise too_deep from None
     level: list[Any] = [data]
-    for _ in range(MOST_DEPTH + 1):
+    for _ in range(MAX_DEPTH + 1):
         level = [item for value in level if isinstance(value, dict | list) for item in _items(value)]
     if level:
         raise too_deep
@@ -133,7 +133,7 @@ def _hint(path: Path) -> str:
     near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
     if near:
         return f": did you mean {path.with_name(near[0])}?"
-    shipped = get_close_matches(path.stem, names(), n=1)
+    shipped = get_close_matches(path.stem, shipped_recipes(), n=1)
     return f": did you mean {shipped[0]}, which comes with titanmoe?" if shipped else ""
 
 
@@ -162,7 +162,7 @@ SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
 """In a checkout a link to the folder at the top, from which the wheel's copy is made."""
 
 
-def names() -> list[str]:
+def shipped_recipes() -> list[str]:
     return sorted(file.stem for file in SHIPPED.glob("*.toml"))
 
 
@@ -172,6 +172,6 @@ def find_recipe(name_or_path: str | Path) -> Path:
     What is neither comes back as it is: `read_recipe` refuses it and says what is near.
     """
     path = Path(name_or_path)
-    if not path.is_file() and str(path) in names():
+    if not path.is_file() and str(path) in shipped_recipes():
         return SHIPPED / f"{path}.toml"
     return path

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd, prod
 
-from titanmoe.config.ranges import choices, divisors
+from titanmoe.config.ranges import choices_text, divisors
 from titanmoe.config.schema import Parallelism
 
-KEYS = {
+DEGREE_PATHS = {
     "pp": "parallelism.pp",
     "dp_replicate": "parallelism.dp_replicate",
     "dp_shard": "parallelism.dp_shard",
@@ -100,13 +100,13 @@ def default_edp_replicate(dp_replicate: int, left: int) -> int:
 
 
 def derive(world: int, parallelism: Parallelism) -> Fold:
-    degrees, problems = resolve(world, parallelism)
+    degrees, problems = resolve_degrees(world, parallelism)
     if problems:
         raise FoldError(problems)
-    return Fold(world, **{name: degrees[name] for name in KEYS})
+    return Fold(world, **{name: degrees[name] for name in DEGREE_PATHS})
 
 
-def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
+def resolve_degrees(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
     """The degrees that are sound, including `stage` and `dp`, and what is wrong with the others."""
     requested = requested_degrees(parallelism)
     degrees = {name: n for name, n in requested.items() if n > 0}
@@ -118,7 +118,7 @@ def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[
         return degrees, problems
     pp = degrees["pp"]
     if world % pp:
-        fix = choices("pp", divisors(world), pp)
+        fix = choices_text("pp", divisors(world), pp)
         remainder = f"{world} % {pp} = {world % pp}"
         problems.append(f"parallelism.pp = {pp} does not divide the world of {world} ranks ({remainder}): use {fix}")
         return degrees, problems
@@ -141,7 +141,7 @@ def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[
             else:
                 leave = " * ".join(f"{other} {n}" for other, n in divisor_degrees.items())
                 problems.append(
-                    f"{KEYS[name]} = {requested_value} is not what {leave} leaves of {where}: use {rest}, "
+                    f"{DEGREE_PATHS[name]} = {requested_value} is not what {leave} leaves of {where}: use {rest}, "
                     "or -1 to derive it"
                 )
     if "dp_shard" in degrees:
@@ -152,20 +152,22 @@ def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[
 def _does_not_divide(degrees: dict[str, int], stage: int, where: str) -> str:
     large = {name: n for name, n in degrees.items() if n > 1}
     product = prod(large.values())
-    written = " * ".join(KEYS[name] for name in large)
+    written = " * ".join(DEGREE_PATHS[name] for name in large)
     if len(large) > 1:
         written += " = " + " * ".join(str(n) for n in large.values())
-    fixes = [choices(name, divisors(stage * n // product), n) for name, n in large.items() if stage * n % product == 0]
-    fix = " or ".join(fixes or [choices("a product", divisors(stage), product)])
+    fixes = [
+        choices_text(name, divisors(stage * n // product), n) for name, n in large.items() if stage * n % product == 0
+    ]
+    fix = " or ".join(fixes or [choices_text("a product", divisors(stage), product)])
     return f"{written} = {product} does not divide {where}, {stage} % {product} = {stage % product}: use {fix}"
 
 
 def _not_a_count(name: str, value: int) -> str:
-    return f"{KEYS[name]} = {value} is not a number of ranks: use 1 or more" + (
+    return f"{DEGREE_PATHS[name]} = {value} is not a number of ranks: use 1 or more" + (
         ", or -1 to derive it" if name in DERIVED else ""
     )
 
 
-def runs(cp: int, placement: str) -> int:
+def sequence_chunks(cp: int, placement: str) -> int:
     """Into how many runs of tokens context parallelism cuts a sequence; 0 without it."""
     return 0 if cp == 1 else 2 * cp if placement == "zigzag" else cp

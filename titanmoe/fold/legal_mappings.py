@@ -15,7 +15,15 @@ from operator import itemgetter
 
 from titanmoe.config.ranges import divisors
 from titanmoe.config.schema import Config, Parallelism
-from titanmoe.fold.degrees import DERIVED, KEYS, Fold, FoldError, default_edp_replicate, requested_degrees, resolve
+from titanmoe.fold.degrees import (
+    DEGREE_PATHS,
+    DERIVED,
+    Fold,
+    FoldError,
+    default_edp_replicate,
+    requested_degrees,
+    resolve_degrees,
+)
 from titanmoe.fold.legality import broken_laws
 
 
@@ -139,12 +147,12 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     """
     degrees = requested_degrees(parallelism)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())
-    if not sound or not resolve(world, parallelism)[1]:
+    if not sound or not resolve_degrees(world, parallelism)[1]:
         return parallelism, ""
     pp, cp, tp, ep, etp = (degrees[name] for name in FIXED)
     unit = pp * lcm(cp * tp, ep * etp)
     if world % unit:
-        fixed = ", ".join(f"{KEYS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
+        fixed = ", ".join(f"{DEGREE_PATHS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
         raise FoldError(
             [
                 f"started again on {world} ranks, where only data parallel may change; {fixed} needs a multiple of "
@@ -160,6 +168,6 @@ def refit(world: int, parallelism: Parallelism) -> tuple[Parallelism, str]:
     changed = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
     experts = replace(parallelism.experts, **{name: n for name, n in changed.items() if name.startswith("edp")})
     attention = {name: n for name, n in changed.items() if name.startswith("dp")}
-    changes_text = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
+    changes_text = ", ".join(f"{DEGREE_PATHS[name]} {degrees[name]} -> {n}" for name, n in changed.items())
     fitted = replace(parallelism, **attention, experts=experts)
     return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changes_text}; the global batch stays"

@@ -13,10 +13,10 @@ from math import prod
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.laws import WIDTHS
-from titanmoe.config.ranges import Repeated, choices, divisors, fits
+from titanmoe.config.ranges import Replicable, choices_text, divides, divisors
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
-from titanmoe.fold.degrees import KEYS, resolve
+from titanmoe.fold.degrees import DEGREE_PATHS, resolve_degrees
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.fold.unsharded_experts import accumulation_violations
 
@@ -30,7 +30,7 @@ def violations(config: Config, world: int) -> list[str]:
     Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
     for a number that fits.
     """
-    degrees, problems = resolve(world, config.parallelism)
+    degrees, problems = resolve_degrees(world, config.parallelism)
     return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
 
 
@@ -83,7 +83,7 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         for name in ("ep", "etp"):
             if degrees.get(name, 1) > 1:
                 yield (
-                    f"{KEYS[name]} = {degrees[name]}, but none of the {model.num_layers} layers has experts "
+                    f"{DEGREE_PATHS[name]} = {degrees[name]}, but none of the {model.num_layers} layers has experts "
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
@@ -92,10 +92,10 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         local_experts = model.num_experts // ep
         total = edp * degrees["edp_replicate"]
         fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
-        fix = choices("edp_replicate", fits, degrees["edp_replicate"])
+        fix = choices_text("edp_replicate", fits, degrees["edp_replicate"])
         yield (
-            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {local_experts} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({local_experts} % {edp} = "
+            f"{DEGREE_PATHS['edp']} = {edp} ranks cannot shard the weights of {local_experts} experts "
+            f"(model.num_experts {model.num_experts} / ep {ep}) evenly, neither by expert ({local_experts} % {edp} = "
             f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
@@ -109,8 +109,8 @@ def _adapters(config: Config, ep: int, etp: int, edp: int) -> Iterator[str]:
     local_experts, hidden = model.num_experts // ep, model.expert_hidden // etp
     if lora.rank and chosen and local_experts % edp and hidden % edp:
         yield (
-            f"{KEYS['edp']} = {edp} ranks cannot share the adapters of {local_experts} experts evenly, neither as "
-            f"whole ones ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = "
+            f"{DEGREE_PATHS['edp']} = {edp} ranks cannot shard the adapters of {local_experts} experts evenly, neither "
+            f"by expert ({local_experts} % {edp} = {local_experts % edp}) nor along model.expert_hidden / etp = "
             f"{hidden} ({hidden} % {edp} = {hidden % edp}): use another ep or edp_replicate, or leave the "
             "experts out of lora.targets"
         )
@@ -198,19 +198,19 @@ def _divides(degrees: Mapping[str, int], name: str, fields: Mapping[str, int]) -
         return
     degree = degrees[name]
     for field, value in fields.items():
-        if value > 0 and not fits(degree, value):
+        if value > 0 and not divides(degree, value):
             legal = [
                 n
                 for n in sorted({n for other in fields.values() for n in divisors(other)})
-                if all(fits(n, other) for other in fields.values()) and degrees.get("stage", n) % n == 0
+                if all(divides(n, other) for other in fields.values()) and degrees.get("stage", n) % n == 0
             ]
-            fix = choices(name, legal, degree)
+            fix = choices_text(name, legal, degree)
             if field == "model.vocab_size":
                 fix += f", or pad the vocabulary to {value + -value % degree}"
             why = f"({value} % {degree} = {value % degree})"
-            if isinstance(value, Repeated):
+            if isinstance(value, Replicable):
                 why += f", and is no multiple of it ({degree} % {value} = {degree % value})"
-            yield f"{KEYS[name]} = {degree} does not divide {field} = {value} {why}: use {fix}"
+            yield f"{DEGREE_PATHS[name]} = {degree} does not divide {field} = {value} {why}: use {fix}"
 
 
 def _not_a_multiple(field: str, value: int, numbers: str, unit: int) -> str:

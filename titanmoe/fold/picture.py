@@ -227,7 +227,7 @@ def _folding(fold: Fold) -> Iterator[Text]:
     )
 
 
-def listing(stages: list[StageViews], node: int) -> Iterator[Text]:
+def list_mappings(stages: list[StageViews], node: int) -> Iterator[Text]:
     """Every legal mapping, compactly: within one pp, any attention row goes with any expert row."""
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")

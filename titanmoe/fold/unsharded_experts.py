@@ -8,7 +8,7 @@ from titanmoe.config.blocks import moe_layers
 from titanmoe.config.schema import Config, Parallelism, Training
 
 
-def reshard(options: Parallelism) -> bool:
+def reshards_after_forward(options: Parallelism) -> bool:
     """Whether gathered weights are freed between forward and backward."""
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
@@ -19,10 +19,10 @@ def experts_are_unsharded(options: Parallelism, training: Training, edp: int) ->
 
     Their copies live as long as the step's forward and backward, so "always" leaves them to FSDP, a layer at a time.
     """
-    return edp == 1 and not (are_copied(training) and options.reshard_after_forward == "always")
+    return edp == 1 and not (has_compute_copies(training) and options.reshard_after_forward == "always")
 
 
-def are_copied(training: Training) -> bool:
+def has_compute_copies(training: Training) -> bool:
     """Whether weights that are trained are computed with in another dtype than the one they are stored in."""
     return training.dtype != training.mixed_precision_param
 

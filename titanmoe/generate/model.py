@@ -21,7 +21,7 @@ from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.token_shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
-from titanmoe.fold.degrees import resolve
+from titanmoe.fold.degrees import resolve_degrees
 from titanmoe.fold.legality import model_violations
 from titanmoe.models.families import FAMILIES, mixers
 from titanmoe.models.lora_spec import is_adapter
@@ -146,7 +146,7 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
         f'model.family = "{model.family}" has {name}, which has no cache for earlier tokens: it cannot generate'
         for name in sorted(without_cache)
     ]
-    resolved, mapping_problems = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
+    resolved, mapping_problems = resolve_degrees(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += mapping_problems
     edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
     problems += model_violations(resolved, config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import KEYS
+from titanmoe.fold.degrees import DEGREE_PATHS
 from titanmoe.fold.legal_mappings import changes, nearest
 from titanmoe.train import host_resources
 
@@ -85,7 +85,11 @@ def too_many(
 def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
     """The degrees that the nearest legal mapping changes, by path: from, to. {} if there is none."""
     mappings = nearest(world, config.parallelism, config, count=1)
-    return {KEYS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()} if mappings else {}
+    return (
+        {DEGREE_PATHS[name]: change for name, change in changes(config.parallelism, mappings[0]).items()}
+        if mappings
+        else {}
+    )
 
 
 def offer(config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: "") -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe import observe
-from titanmoe.config.blocks import has_experts, turned_width
+from titanmoe.config.blocks import has_experts, rotary_width
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.mask import Mask
@@ -178,7 +178,7 @@ class Transformer(nn.Module):
             x = self.embed(x)
         elif with_mtp:
             next_BsD = self.embed_copy(tokens.next_BS)
-        rope = rope_angles(tokens.position_BS, self.shape, turned_width(self.shape), x.dtype)
+        rope = rope_angles(tokens.position_BS, self.shape, rotary_width(self.shape), x.dtype)
         for number, block in self.layers.items():
             observe.active.layer(int(number))
             x = block(x, rope, tokens)

@@ -13,7 +13,7 @@ from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
-from titanmoe.fold.unsharded_experts import reshard
+from titanmoe.fold.unsharded_experts import reshards_after_forward
 from titanmoe.models.lora import add_adapters
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
@@ -103,5 +103,5 @@ def make_engine(
     experts = [UnshardedExperts(stage, training, meshes, summed_before) for stage in stages]
     if meshes.pp.size == 1:
         return WithoutPipeline(stages, experts, parallelism.reduce_once)
-    keep_gathered = not reshard(parallelism)
+    keep_gathered = not reshards_after_forward(parallelism)
     return Pipeline(stages, experts, pipeline, training, meshes, microbatches, device, keep_gathered, in_pairs)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import experts_are_unsharded, reshards_after_forward
 from titanmoe.models.tensors import expert_data_dim
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
@@ -49,7 +49,7 @@ def replicate_experts(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
 
 
 def shard_data(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
-    freed = reshard(parallelism)
+    freed = reshards_after_forward(parallelism)
     param = getattr(torch, training.mixed_precision_param)
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.

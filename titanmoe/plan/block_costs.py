@@ -11,11 +11,11 @@ from collections import Counter
 from functools import cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, routes_by_parts, window
+from titanmoe.config.blocks import has_experts, splits_router_product, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.attention_backend import head_widths, kernel_refuses
-from titanmoe.fold.degrees import Fold, runs
+from titanmoe.fold.degrees import Fold, sequence_chunks
 from titanmoe.models.count import work_of_parts
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import MixerWork
@@ -197,7 +197,7 @@ class BlockCosts(DispatchCosts):
         """Messages of ulysses or allgather, or of runs, in forward; backward sends twice as much."""
         query, keys, options = work.queries, work.keys, self.config.parallelism
         if work.state:
-            count = samples * runs(group.size, options.cp_placement)
+            count = samples * sequence_chunks(group.size, options.cp_placement)
             return self.links.gather(group, count * work.state * max(self.w, 4))
         if options.cp_kind == "ulysses":
             return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
@@ -308,7 +308,7 @@ class BlockCosts(DispatchCosts):
         """Seconds forward: of a float32 product; or of one in 16 bits with as many columns as the weights' three parts
         have, and of its sum in float32 (docs/benchmarks.md, "The roofline of a layer, counted")."""
         E, D = self.model.num_experts, self.model.dim
-        if not (self.stack.router_in_parts and routes_by_parts(self.config)):
+        if not (self.stack.router_in_parts and splits_router_product(self.config)):
             return self.product(T, E, D) * 4
         return self.product(T, 3 * E, D) + self.move_seconds(T * E * 16 + E * D * 12)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.laws import WIDTHS
-from titanmoe.config.ranges import divisors, fits
+from titanmoe.config.ranges import divides, divisors
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legality import divided_fields
@@ -59,7 +59,7 @@ def candidates_of(config: Config, world: int, pricer: Pricer, limit: float) -> I
     state = 4 * stored * count.total / world
 
     def splits(name: str, degree: int) -> bool:
-        return all(fits(degree, value) for value in fields.get(name, {}).values() if value > 0)
+        return all(divides(degree, value) for value in fields.get(name, {}).values() if value > 0)
 
     local = bool(model.shared_hidden)  # tp matters to experts only through the shared one
     attention, experts, ffns = {}, {}, {}  # of one block, by what they depend on: bytes kept, seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.config import ConfigError
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import toml_module
 
 SHIPPED = Path(__file__).parent / "hardware"
 RANGES: dict[str, tuple[float, float]] = {
@@ -114,7 +114,7 @@ def read_device(name: str) -> Device:
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
     try:
-        data = toml().loads(path.read_text(encoding="utf-8"))
+        data = toml_module().loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError([f"--hardware: {path} cannot be read: {error.strerror}"]) from None
     except ValueError as error:  # not TOML, or not text

@@ -9,10 +9,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from titanmoe.config.blocks import has_experts, routes_by_parts
+from titanmoe.config.blocks import has_experts, splits_router_product
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold, runs
+from titanmoe.fold.degrees import Fold, sequence_chunks
 from titanmoe.models import tensors
 from titanmoe.models.lora_spec import is_adapter
 from titanmoe.models.mixers.mixer_spec import BatchShare
@@ -48,7 +48,7 @@ class Widths:
         self.mixers = ModelKey.of(model).mixers
         self.flows = flow_of_blocks(ModelKey.of(model), self.sizes.tuning)
         ring = fold.cp > 1 and config.parallelism.cp_kind == "ring"
-        in_runs = training.local_batch_size * runs(fold.cp, config.parallelism.cp_placement)
+        in_runs = training.local_batch_size * sequence_chunks(fold.cp, config.parallelism.cp_placement)
         self.share = BatchShare(self.T, self.X, fold.tp, self.w, ring, in_runs)
 
 
@@ -126,7 +126,7 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 def _router(s: Widths, trained: bool) -> int:
     """What the router keeps: its input, wide or with the weights' parts; logits and scores; and where rows go."""
     model, T, K = s.model, s.T, s.model.top_k
-    by_parts = routes_by_parts(s.config)
+    by_parts = splits_router_product(s.config)
     product = model.dim * (T * s.w * trained + model.num_experts * 8 if by_parts else T * s.W * trained)
     places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
     return product + 2 * T * model.num_experts * s.W + T * K * 8 + places

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from titanmoe.config.blocks import has_experts, turned_width
+from titanmoe.config.blocks import has_experts, rotary_width
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import read_csv, stage_ranks
-from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.kept_bytes import Widths, input_bytes, kept_bytes, mode_of
 from titanmoe.plan.muon_work import travelling_bytes
@@ -104,7 +104,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
-    rope = 2 * s.X * turned_width(model) * 4
+    rope = 2 * s.X * rotary_width(model) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
     # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [
@@ -122,14 +122,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
 
     dense, partly = sizes.block(blocks[-1]), not sizes.tuning.trains_all
     whole_by_stage = [_whole_trained(s, *stage) for stage in stages]
-    resharded = reshard(config.parallelism)
+    resharded = reshards_after_forward(config.parallelism)
     sharded = not experts_are_unsharded(config.parallelism, config.training, fold.edp)
     accumulated_bytes = trained if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments, "teacher": teacher}
     gathered_dense = 0 if resharded else sum(unit.whole for unit in units)
     gathered_experts = 0 if resharded else sum(unit.whole for unit, _ in expert_parts)
     if not sharded:  # the step's copies
-        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * are_copied(config.training)
+        gathered_experts = sum(unit.trained.whole for unit, _ in expert_parts) * has_compute_copies(config.training)
     alive = {"gathered weights": (gathered_dense + gathered_experts) * w}
     candidates: list[tuple[str, dict[str, int]]] = []
 

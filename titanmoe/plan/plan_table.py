@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import KEYS, Fold
+from titanmoe.fold.degrees import DEGREE_PATHS, Fold
 from titanmoe.plan.communicators import communicators, nccl_bytes, usable_bytes
 from titanmoe.plan.devices import Device
 from titanmoe.plan.planned_overlap import overlap_text
@@ -112,7 +112,7 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 def explanation(mapping: PricedMapping, device: Device) -> list[str]:
     price, fold, rows = mapping.price, mapping.fold, overlap_text(mapping.config)
-    axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
+    axes = ", ".join(f"{name} {n}" for name in DEGREE_PATHS if (n := getattr(fold, name)) > 1)
     lines = [
         f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
         f"{price.microbatches} microbatches of {mapping.config.training.local_batch_size}"
@@ -159,7 +159,7 @@ def days_and_cost(mapping: PricedMapping, tokens: float, device: Device) -> tupl
 def as_json(mapping: PricedMapping) -> dict[str, Any]:
     config, fold, price = mapping.config, mapping.fold, mapping.price
     return {
-        "mapping": {name: getattr(fold, name) for name in KEYS},
+        "mapping": {name: getattr(fold, name) for name in DEGREE_PATHS},
         "local_batch_size": config.training.local_batch_size,
         "recompute": config.activation_checkpoint.mode,
         "schedule": config.pipeline.schedule if fold.pp > 1 else "",

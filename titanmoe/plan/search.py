@@ -19,7 +19,7 @@ from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
-from titanmoe.fold.unsharded_experts import are_copied
+from titanmoe.fold.unsharded_experts import has_compute_copies
 from titanmoe.plan.candidates import Candidate, MappingKey, candidates_of
 from titanmoe.plan.communicators import usable_bytes
 from titanmoe.plan.cost import Cost
@@ -189,7 +189,7 @@ def _reshards(config: Config, candidate: Candidate, edp: int) -> list[str]:
     if config.parallelism.reshard_after_forward != "auto":
         return [config.parallelism.reshard_after_forward]
     if candidate.fold.pp == 1:  # "always" differs from "auto" for experts in no FSDP unit
-        return ["auto", "never", *(["always"] if edp == 1 and are_copied(config.training) else [])]
+        return ["auto", "never", *(["always"] if edp == 1 and has_compute_copies(config.training) else [])]
     return ["auto"] if SCHEDULES[candidate.schedule].zero_bubble else ["auto", "always"]
 
 

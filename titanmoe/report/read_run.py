@@ -17,8 +17,8 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, old_names
 from titanmoe.config.allowed_code import CodeNotAllowed, refuse_code
 from titanmoe.config.load import read_draft
-from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
-from titanmoe.config.recipe import MOST_BYTES, Recipe, RecipeError, parse_recipe
+from titanmoe.config.parse_json import MAX_DEPTH, TooDeep, parse_json
+from titanmoe.config.recipe import MAX_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.train.run_folder import ANSWER_METRICS, ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS
@@ -145,8 +145,8 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
         run.load[int(layer)] = np.array([line["load"][layer] for line in loads], dtype=np.float64).T
     try:
         with safe_files.open_file(folder, CONFIG) as stream:
-            data = stream.read(MOST_BYTES + 1)
-        run.config_text = data[:MOST_BYTES].decode(errors="replace")
+            data = stream.read(MAX_BYTES + 1)
+        run.config_text = data[:MAX_BYTES].decode(errors="replace")
         recipe = parse_recipe(str(folder / CONFIG), data)
         old_names.rename(recipe.data)
         run.table = recipe.data
@@ -198,7 +198,7 @@ def _lines(folder: Path, name: str, accept: Accept) -> tuple[list[dict[str, Any]
             else:
                 rejected_counts["not what titanmoe writes there"] += 1
         except TooDeep:
-            rejected_counts[f"nested more than {MOST_DEPTH} deep"] += 1
+            rejected_counts[f"nested more than {MAX_DEPTH} deep"] += 1
         except ValueError:
             if text is not unfinished and text.strip():  # the run may still be writing its last line
                 rejected_counts["not JSON"] += 1

@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 
 from titanmoe.checkpoint.state import about_run, persistent_buffers
-from titanmoe.config.fields import nested, to_toml
+from titanmoe.config.fields import to_tables, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.data.data_constraints import parse_skip_steps
 from titanmoe.data.loader import Loader, ValidationSet
@@ -305,7 +305,7 @@ def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) ->
         shown=ConsoleSettings(config.training.steps, config.compile.enable, config.moe.force_balance),
         header=make_header(config, fold, count, name, peak),
         recipe=to_toml(config),
-        values=nested(config),
+        values=to_tables(config),
         balance_losses=tuple(term.metric for term in active_losses(config.moe)),
         runtime=runtime,
         fold=fold,

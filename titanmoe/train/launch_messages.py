@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 
 from titanmoe.config import ConfigError, exit_with
 from titanmoe.config.component_kinds import Components
-from titanmoe.config.fields import build, flat
+from titanmoe.config.fields import build, flatten
 from titanmoe.config.schema import Config
 
 ERASE = "\r\x1b[K"
@@ -61,7 +61,7 @@ class CheckedConfig(NamedTuple):
 def pass_config(checked: CheckedConfig) -> Iterator[Path]:
     """Return a context in which a file with the checked config exists, as long as ranks may be started."""
     with tempfile.NamedTemporaryFile("w", prefix="titanmoe-", suffix=".json", encoding="utf-8") as file:
-        json.dump(checked._replace(config=flat(checked.config))._asdict(), file)
+        json.dump(checked._replace(config=flatten(checked.config))._asdict(), file)
         file.flush()
         yield Path(file.name)
 

@@ -12,7 +12,7 @@ import torch
 
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
-from titanmoe.fold.unsharded_experts import are_copied, experts_are_unsharded, reshard
+from titanmoe.fold.unsharded_experts import experts_are_unsharded, has_compute_copies, reshards_after_forward
 from titanmoe.models.count import parameters, trained_parameters
 from titanmoe.models.tensors import Tuning
 from titanmoe.ops.device import kind_for
@@ -158,7 +158,9 @@ def advise_settings(config: Config, state: int, rest: int, room: int) -> list[st
     batch, mode, cp = config.training.local_batch_size, config.activation_checkpoint.mode, config.parallelism.cp
     copies, expert_copies = config.parallelism.dp_replicate, config.parallelism.experts.edp_replicate
     experts_kept = experts_are_unsharded(config.parallelism, config.training, config.parallelism.experts.edp)
-    keeps_weights = not reshard(config.parallelism) or (experts_kept and are_copied(config.training))
+    keeps_weights = not reshards_after_forward(config.parallelism) or (
+        experts_kept and has_compute_copies(config.training)
+    )
     offloads = "offload" in OPTIMIZERS.look_up(config.optimizer.name).reads
     can_offload = offloads and not config.optimizer.offload and config.training.device != "cpu"
     less_activation = [

@@ -21,9 +21,9 @@ from titanmoe.checkpoint.choose_checkpoint import StartPoint, choose_start, run_
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
-from titanmoe.config.fields import nested
+from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import resolve
+from titanmoe.fold.degrees import resolve_degrees
 from titanmoe.fold.legality import violations
 from titanmoe.moe.dispatchers.dispatcher_spec import DISPATCHERS
 from titanmoe.train.find_teacher import teacher_problems
@@ -62,7 +62,7 @@ def _has_gpu() -> bool:
 def machine_problems(config: Config, world: int) -> Iterator[str]:
     """Yield what the recipe asks for and this machine, its PyTorch or its packages do not have."""
     moe, options, training = config.moe, config.parallelism, config.training
-    degrees, _ = resolve(world, options)
+    degrees, _ = resolve_degrees(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
     if DISPATCHERS.look_up(moe.dispatcher).asks_machine and degrees.get("ep", 1) * degrees.get("etp", 1) > 1:
         dispatcher = DISPATCHERS.implementation(moe.dispatcher)
@@ -177,7 +177,7 @@ def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
     start = choose_start(options, run_folder(config.job), lambda path: layout.damage(path, contents=False))
     if start.path is None:
         return start, {}
-    record, now = layout.read_manifest(start.path).record, flat_record(nested(config))
+    record, now = layout.read_manifest(start.path).record, flat_record(to_tables(config))
     adapters = config.lora.rank > 0
     if problems := refused_record(record, now, start.path, adapters, start.model_only, options.initial_adapter):
         raise ConfigError(problems, str(start.path))

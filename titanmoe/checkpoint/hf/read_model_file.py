@@ -12,7 +12,7 @@ from titanmoe.checkpoint.hf.config import CONFIG, describe
 from titanmoe.checkpoint.hf.fetch import describing_folder, pinned
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.config.fields import build, flat
+from titanmoe.config.fields import build, flatten
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import ModelFile
 from titanmoe.config.schema import Config
@@ -34,7 +34,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
         if record := _of_checkpoint(values):
             return record
         raise
-    fixed = _fixed(flat(Config(model=parsed.model)))
+    fixed = _fixed(flatten(Config(model=parsed.model)))
     if parsed.aux_loss is not None:
         fixed["moe.aux_loss"] = parsed.aux_loss
     defaults = {"checkpoint.initial_hf": pinned(name, folder), "model.mtp_after_norm": values["model.mtp_depth"] > 0}

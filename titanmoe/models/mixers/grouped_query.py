@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from titanmoe.config.blocks import turned_width
-from titanmoe.config.ranges import Repeated, Violation, divisors, nearest_values
+from titanmoe.config.blocks import rotary_width
+from titanmoe.config.ranges import Replicable, Violation, divisors, nearest_values
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.mixers.mixer_spec import (
     BatchShare,
@@ -73,7 +73,7 @@ class GroupedQuery(MixerSpec):
     def work(self, model: Model, tp: int) -> MixerWork:
         query, key = (width / tp for width in _widths(model))
         key = max(key, model.head_dim)
-        turned = (query + key) * turned_width(model) / model.head_dim
+        turned = (query + key) * rotary_width(model) / model.head_dim
         joined = 2 * (query + key) * (model.rotary_dim > 0)  # with the dims that stay as they are
         gate = query * model.attention_gate  # read and written by a sigmoid and a product: five times, then nine
         return MixerWork(
@@ -103,7 +103,7 @@ class GroupedQuery(MixerSpec):
 
     def divided(self, config: Config) -> dict[str, dict[str, int]]:
         model = config.model
-        return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Repeated(model.num_kv_heads)}}
+        return {"tp": {"model.num_heads": model.num_heads, "model.num_kv_heads": Replicable(model.num_kv_heads)}}
 
     def contradictions(self, config: Config) -> Iterator[Violation]:
         model = config.model

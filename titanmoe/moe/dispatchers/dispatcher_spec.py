@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentKind, Spec
-from titanmoe.config.ranges import Violation, choices
+from titanmoe.config.ranges import Violation, choices_text
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import nodes_of_a_group
 
@@ -106,7 +106,7 @@ class DispatcherSpec(Spec):
             f'moe.dispatcher = "{config.moe.dispatcher}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} '
             f"= {size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
-            f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
+            f'{choices_text("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
     def seconds(self, costs: ExchangeCosts, tokens: float, ep: int, etp: int) -> float:
