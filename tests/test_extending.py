@@ -32,7 +32,7 @@ LISTS = (
     "tests/data/test_formats.py",
     *(
         "tests/test_recipes.py",
-        "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
+        "tests/test_project.py::test_every_recipe_loads_and_is_on_its_page",
         "tests/models/test_tensors.py::test_names_are_those_of_the_modules[more0-conv_moe]",
         "tests/models/test_tensors.py::test_names_of_adapters_are_those_of_the_modules[conv_moe]",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
@@ -43,7 +43,7 @@ LISTS = (
 KNOWN = " or ".join(names())
 """Families of which these tests say the same in the copy."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
-ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
+ROW = "| [train_configs/debug_small_moe.toml](../train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 
 
 def blocks_of_page() -> list[tuple[str, str, str]]:
@@ -65,10 +65,9 @@ def test_the_examples_work(tmp_path: Path) -> None:
         file = copy / path
         assert file.exists() == (language == "diff"), path
         file.write_text(changed(file.read_text(encoding="utf-8"), text) if language == "diff" else text)
-    readme = (copy / "README.md").read_text(encoding="utf-8")
-    (copy / "README.md").write_text(
-        readme.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1)
-    )
+    recipes = copy / "docs" / "recipes.md"
+    rows = recipes.read_text(encoding="utf-8")
+    recipes.write_text(rows.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1))
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
     assert len(tests) == 8
     done = run(
