@@ -1,4 +1,4 @@
-"""python -m titanmoe.config docs/config.md: rewrite the tables of all fields, between the page's two markers."""
+"""Command `python -m titanmoe.config docs/config.md`: rewrite the tables of all fields between the page's markers."""
 
 import sys
 from pathlib import Path

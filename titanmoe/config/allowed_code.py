@@ -1,8 +1,8 @@
-"""Which code outside the package may run: names "module:NAME" of components that the user has given.
+"""Permission to import components outside the package: the names "module:NAME" that the user has given.
 
 A recipe or a command line that the user gives may name components of their own, which are imported. A record, such as
 the manifest of a checkpoint or the config.toml of a run's folder, may come from a stranger: what it names is only
-imported if the user has given the same name, in their recipe or with --allow-code.
+imported if the user has given the same name, in a recipe or with --allow-code.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ NAMING_FIELDS = (
 VARIABLE = "TITANMOE_ALLOWED_CODE"
 """The environment variable that holds the allowed names, so that ranks and worker processes inherit them."""
 OPTION = "--allow-code"
+"""The option of commands that read the folder of a run."""
 
 
 class CodeNotAllowed(ValueError):
-    """A record names code that the user has not given."""
+    """Raised if a record names code that the user has not allowed."""
 
 
 def allow_code(names: Iterable[str]) -> None:
-    """Let records name these components, in this process and in those that it starts."""
+    """Allow records to name these components, in this process and its child processes."""
     os.environ[VARIABLE] = json.dumps(sorted({*_allowed(), *names}))
 
 
@@ -73,7 +74,7 @@ def add_allow_code(parser: argparse.ArgumentParser) -> None:
 
 
 class _Allow(argparse.Action):
-    """Allows the name as soon as the command line is read."""
+    """The argparse action of --allow-code, which allows the name while the command line is parsed."""
 
     def __call__(self, parser: Any, namespace: Any, name: str, option: Any = None) -> None:
         if ":" not in name:

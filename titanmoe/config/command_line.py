@@ -1,4 +1,8 @@
-"""The words of a command line, sorted into a recipe, overrides of its fields, and what cannot be either."""
+"""Parsing of a command line into the recipe, overrides of fields, and problems.
+
+`titanmoe.config.load` calls `split_words`. It is not argparse, because all problems of a command line and its recipe
+are reported together.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,26 @@ from titanmoe.config.recipe import parse_toml, shipped_recipes
 from titanmoe.config.schema import OWN
 
 _OPTION = re.compile(r"--|-[A-Za-z]")
-"""How an option begins; a value may be negative."""
+"""Pattern of the beginning of an option. A negative number is a value."""
 HINTS = 20
-"""Up to this many problems, an unknown name gets a suggestion: each is compared with every field's name."""
+"""Number of problems up to which unknown names get a suggestion, which costs a comparison with all fields."""
 
 
 @dataclass
 class CommandLine:
+    """A parsed command line."""
+
     recipe: str | None = None
     overrides: dict[str, list[str]] = field(default_factory=dict)
+    """The words that follow each option, by the field's path."""
     help: bool = False
     print_config: bool = False
     allowed_code: list[str] = field(default_factory=list)
-    """Names of --allow-code, which records such as a teacher's may name."""
+    """Names given with --allow-code, which the records of a teacher or of adapters may contain."""
     problems: list[str] = field(default_factory=list)
 
-    def take_recipe(self, name: str) -> None:
+    def set_recipe(self, name: str) -> None:
+        """Set the recipe; note a problem if there is one already."""
         if self.recipe is None:
             self.recipe = name
         else:
@@ -41,6 +49,7 @@ class CommandLine:
 
 
 def split_words(argv: Sequence[str]) -> CommandLine:
+    """Parse the words of a command line. Raises nothing: what cannot be parsed is in `problems`."""
     line = CommandLine()
     rest = list(argv)
     while rest:
@@ -51,7 +60,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
         if not argument.startswith("-") and (
             first or Path(argument).suffix == ".toml" or argument in shipped_recipes()
         ):
-            line.take_recipe(argument)
+            line.set_recipe(argument)
             continue
         if not argument.startswith("--"):
             line.problems.append(
@@ -73,7 +82,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
         elif name == "config" and not (texts and texts[0]):
             line.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
         elif name == "config":
-            line.take_recipe(texts[0])
+            line.set_recipe(texts[0])
         elif name == "allow_code" and not (texts and ":" in texts[0]):
             line.problems.append("command line: --allow-code needs a name, as in --allow-code my_package.mine:Mine")
         elif name == "allow_code":
@@ -95,7 +104,7 @@ def split_words(argv: Sequence[str]) -> CommandLine:
 
 
 def _value(texts: list[str]) -> Any:
-    """Return the value in the words after an option of unknown kind, as a recipe would have it."""
+    """Return the value of the words after an unknown option as a recipe would have it; True without words."""
     try:
         return parse_toml(f"value = {texts[0]}")["value"] if len(texts) == 1 else texts or True
     except ValueError:  # a string without quotes

@@ -1,4 +1,7 @@
-"""Checks whether a value fits its field and, if not, suggests what was probably meant."""
+"""Conversion of values to the types of their fields, and suggestions where a value or a name is wrong.
+
+`load` converts the values of recipes with `convert` and the words of command lines with `convert_words`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,14 @@ SAMPLES: dict[type, list] = {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"], di
 
 
 class WrongType(NamedTuple):
-    """Stands for a value of the wrong type."""
+    """The result of converting a value of the wrong type."""
 
     correction: str
+    """The end of the error message, such as ": write 3"."""
 
 
 def convert(value: Any, target: Field) -> Any:
-    """The value as the field stores it, or a WrongType."""
+    """Return the value in the field's type, or a WrongType."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -39,7 +43,7 @@ def convert(value: Any, target: Field) -> Any:
 
 
 def convert_words(texts: list[str], target: Field) -> Any:
-    """The same for words on a command line."""
+    """Return the value of a field in its type from the words on a command line, or a WrongType."""
     if not target.item:
         value = parse(texts[0], target.kind)
         return convert(texts[0] if value is None else value, target)
@@ -55,7 +59,7 @@ def convert_words(texts: list[str], target: Field) -> Any:
 
 
 def parse(text: str, kind: Any) -> Any:
-    """A value of that kind from its text; None if it is not one."""
+    """Return the value of a type from its text; None if the text is not such a value."""
     if kind is dict:
         return None
     if kind is bool:
@@ -67,10 +71,12 @@ def parse(text: str, kind: Any) -> Any:
 
 
 def value_text(value: Any) -> str:
+    """Return a value as TOML, at most 80 characters, for messages."""
     return shorten(toml_value(value))
 
 
 def shorten(text: str) -> str:
+    """Return the text, truncated to 80 characters."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
@@ -94,7 +100,7 @@ def _correction(value: Any, target: Field) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known name most like it; empty if none is similar enough."""
+    """Return the most similar of the known names; "" if none is similar enough."""
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=cutoff)), "")
@@ -106,8 +112,11 @@ def _names() -> dict[str, tuple[str, str, str]]:
 
 
 def nearest_field(path: str) -> str:
-    """The field or table probably meant: the same name elsewhere (lora_rank is lora.rank), a similar one in the same
-    table, any similar one; or empty."""
+    """Return the field or table that an unknown path probably means; "" if none is similar.
+
+    Preferred are the same name in another table (lora_rank is lora.rank), then a similar name in the same table, then
+    any similar path.
+    """
     table, _, name = path.replace("-", "_").rpartition(".")
     known = _names()
     same = [other for other, (_, _, field_name) in known.items() if name in (field_name, other.replace(".", "_"))]

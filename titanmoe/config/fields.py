@@ -1,4 +1,8 @@
-"""The schema as a flat list of fields ("parallelism.experts.ep"), and what is printed from it: TOML, --help, docs."""
+"""The schema as a flat dict of fields by path ("parallelism.experts.ep"), and what is printed from it.
+
+`load` reads recipes with `fields` and `build`; `to_toml` writes resolved recipes, `help_page` prints --help and
+`update_page` rewrites docs/config.md. Docstrings come from the source of `titanmoe.config.schema`.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +18,33 @@ from titanmoe.config.ranges import Range, number_text
 from titanmoe.config.schema import OWN, Config, Own
 
 LISTED = "`titanmoe train --help` lists them; one of your own is called `module:NAME` ([extending.md](extending.md))."
-"""Stands for the list of components on the docs page, so that the page need not change with them."""
+"""The text of docs/config.md in place of {components}, so that the page does not change with the list."""
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
 
 
 class Field(NamedTuple):
+    """One field of the schema, or of the family's own table [model.own]."""
+
     path: str
     table: str
     name: str
     kind: Any
-    """int, float, bool, str, a list of int, float, str or dict (tables), or a Literal of strings."""
+    """The type: int, float, bool, str, a list of int, float, str or dict (tables), or a Literal of strings."""
     default: Any
 
     @property
     def choices(self) -> tuple[str, ...]:
+        """The allowed strings of a Literal; empty for other types."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     @property
     def item(self) -> Any:
-        """The kind of a list's items; None for anything else."""
+        """The type of a list's items; None for other types."""
         return get_args(self.kind)[0] if get_origin(self.kind) is list else None
 
     @property
     def expected(self) -> str:
-        """As in "must be ..."."""
+        """The type in words, to complete "must be ..."."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.item:
@@ -56,7 +63,7 @@ def _is_table(kind: Any) -> bool:
 
 @cache
 def tables() -> dict[str, type]:
-    """Every table by its path, in the schema's order, outer tables before nested ones."""
+    """Return the dataclass of every table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
         paths = {}
@@ -70,7 +77,7 @@ def tables() -> dict[str, type]:
 
 @cache
 def fields() -> dict[str, Field]:
-    """Every field by its path, in the schema's order."""
+    """Return every field by its path, in the schema's order."""
     return {
         f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
         for table, cls in tables().items()
@@ -81,7 +88,7 @@ def fields() -> dict[str, Field]:
 
 @cache
 def ranges() -> dict[str, Range]:
-    """The range of each number by its path; for a list, that of its items."""
+    """Return the allowed range of every number by its path; for a list, the range of its items."""
     return {
         f"{table}.{name}": kind.__metadata__[0]
         for table, cls in tables().items()
@@ -91,7 +98,7 @@ def ranges() -> dict[str, Range]:
 
 
 def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
-    """The fields of [model.own] among the values, as the family has them."""
+    """Return the fields of [model.own] among the values of all fields."""
     return {
         path: Field(path, OWN, path.removeprefix(f"{OWN}."), type(value), value)
         for path, value in values.items()
@@ -100,7 +107,7 @@ def own_fields(values: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def flatten(config: Config) -> dict[str, Any]:
-    """The value of every field by its path."""
+    """Return the value of every field by its path."""
     values = {}
     for path in fields():
         at: Any = config
@@ -111,12 +118,12 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def to_tables(config: Config) -> dict[str, dict[str, Any]]:
-    """The config as tables of plain values, as a checkpoint records it."""
+    """Return the config as nested dicts of plain values, the form in which checkpoints record it."""
     return {name: asdict(getattr(config, name)) for name in tables() if "." not in name}
 
 
 def build(values: Mapping[str, Any], components: Components | None = None) -> Config:
-    """The config with those values; a field left out keeps its default."""
+    """Return the config with these values by path; fields that are not in `values` have their defaults."""
 
     def table(cls: type, prefix: str) -> Any:
         if cls is Own:
@@ -133,6 +140,7 @@ def build(values: Mapping[str, Any], components: Components | None = None) -> Co
 
 
 def toml_value(value: Any) -> str:
+    """Return a value as TOML text."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -148,8 +156,10 @@ def toml_value(value: Any) -> str:
 
 
 def to_toml(config: Config) -> str:
-    """Every field, as a recipe that loads back to the same config. Steps that follow from epochs are a remark: those of
-    other data would be others."""
+    """Return a recipe with every field, which loads to the same config.
+
+    With training.epochs, the number of steps is a comment, because it depends on the data.
+    """
     values, notes = flatten(config), {}
     if config.training.epochs:
         steps = values["training.steps"]
@@ -185,7 +195,15 @@ def docstrings() -> dict[str, str]:
 def help_page(
     program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int, components: Components
 ) -> str:
-    """--help: every field with its value here, where it comes from, and when to choose what."""
+    """Return the text of --help.
+
+    Args:
+        program: name of the command.
+        values: the value of every field, by path.
+        origins: where values that were set come from ("recipe.toml:4", "command line"), by path.
+        width: columns of the terminal.
+        components: the components that fields can name.
+    """
 
     import textwrap
 
@@ -234,7 +252,7 @@ def _placeholder(field: Field) -> str:
 
 
 def markdown() -> str:
-    """The same for docs/config.md, one table of fields per TOML table, with the defaults."""
+    """Return the reference of docs/config.md: a Markdown table for each TOML table, with defaults and docstrings."""
     lines = []
     for table, cls in tables().items():
         lines += [f"### `[{table}]`", "", cls.__doc__, ""]
@@ -255,7 +273,7 @@ def markdown() -> str:
 
 
 def update_page(page: str) -> str:
-    """The docs page with the tables of fields as the schema has them now."""
+    """Return the text of docs/config.md with its generated reference rewritten from the schema."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"

@@ -1,7 +1,7 @@
-"""Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
+"""Checks of a config that hold on any machine: ranges of numbers, and fields that contradict each other.
 
-What depends on the world size is checked with the mapping (`titanmoe.fold`); what a component or its room knows comes
-with `Config.components`.
+What depends on the world size is checked with the mapping (`titanmoe.fold`). What a component or its room knows is
+checked through `Config.components`. Every message has the values, the constraint and the fix.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from titanmoe.config.ranges import LIMIT, Violation, divisors, nearest_values, n
 from titanmoe.config.schema import OWN, Checkpoint, Config, Job, Model, MoE, Training
 
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number of each dtype."""
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
-    """The values, by path, that are out of range whatever the other fields are."""
+    """Return a violation for each number outside its range, given the values of all fields by path."""
     violations = []
     for path, limits in ranges().items():
         value = values.get(path, [])
@@ -42,7 +43,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Fields that do not fit each other; every number is assumed to be in its range."""
+    """Return a violation for each set of fields that contradict each other. All numbers must be in their ranges."""
     return [
         *_job(config.job),
         *_change(config.model),
@@ -237,13 +238,13 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
     if moe.pad_to_capacity and not moe.capacity_factor:
         yield Violation(
             ("moe.pad_to_capacity", "moe.capacity_factor"),
-            "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
+            "moe.pad_to_capacity = true pads expert buffers to a capacity, but moe.capacity_factor = 0 sets none: "
             "set one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
         )
 
 
 def _products(config: Config) -> Iterator[Violation]:
-    """The experts' products: their kernel, and the dtypes it supports."""
+    """Yield contradictions about the experts' products: kernel, dtypes, accumulation of gradients."""
     moe, dtype = config.moe, config.training.mixed_precision_param
     if moe.grouped_mm == "grouped" and dtype == "float64":
         yield Violation(

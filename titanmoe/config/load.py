@@ -1,4 +1,8 @@
-"""From a recipe and a command line to a Config, or to everything that is wrong with them."""
+"""Loading: a recipe and a command line become a Config, or a ConfigError with every problem at once.
+
+`read_draft` merges defaults, presets of components, the published model's file, the recipe and overrides, in this
+order. `Draft.finish` then checks the mapping with a function of the caller and prints --help or --print-config.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +27,14 @@ from titanmoe.config.recipe import Recipe, RecipeError, find_recipe, read_recipe
 from titanmoe.config.schema import OWN, Config
 
 _UNLISTED = re.compile(r"and (\d[\d,]*) more ")
-"""How the last of many problems begins, which stands for those that are not listed."""
+"""Beginning of a last problem that stands for those that are not listed."""
 
 
 class ConfigError(ValueError):
-    """A config that cannot run. `problems` has every reason, `source` says where the config comes from."""
+    """Raised for a config that cannot run, with every reason in `problems` and its origin in `source`."""
 
     def __init__(self, problems: list[str], source: str = ""):
-        super().__init__(problems, source)  # its arguments, from which pickle makes it again
+        super().__init__(problems, source)  # pickle makes the exception from these arguments
         self.problems, self.source = problems, source
 
     def __str__(self) -> str:
@@ -38,7 +42,7 @@ class ConfigError(ValueError):
 
 
 def format_problems(problems: Sequence[str], source: str = "") -> str:
-    """Return a header with the count and the source, then the problems by number.
+    """Return the problems as a numbered list below a line with their count and source.
 
     A last problem that reads "and N more ..." counts as N.
     """
@@ -55,15 +59,16 @@ def format_problems(problems: Sequence[str], source: str = "") -> str:
 
 
 def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
-    """Ends the process over a user's mistake: exit code 2 on every rank, the message once, on stderr.
+    """Print the problems on stderr and exit with code 2, as every rank does after a user's mistake.
 
-    Rank 0 prints; another rank only if the mistake is its own, such as data that its machine lacks.
+    Rank 0 prints at once. Another rank waits 5 seconds and prints only if it is still running then, which means that
+    the problem is its own, such as data that its machine lacks.
     """
     if _first_rank():
         print(format_problems(problems, source), file=sys.stderr, flush=True)
     else:
-        # torchrun ends all ranks once one has ended, and rank 0 may not have printed yet. So wait for it to go first;
-        # the SIGTERM that follows cuts the wait short.
+        # torchrun ends all ranks once one has ended, and rank 0 may not have printed yet. So wait until rank 0 has
+        # ended; the SIGTERM that follows ends the wait.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(5)
         print(f"rank {os.environ['RANK']}: {format_problems(problems, source)}", file=sys.stderr, flush=True)
@@ -76,56 +81,68 @@ def load(
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """The config that a command line stands for; ConfigError with everything that is wrong if it cannot run.
+    """Return the config of a command line.
 
-    components: what names of components stand for. check and resolve: see `Draft.finish`.
+    Args:
+        argv: words of the command line: a recipe and overrides.
+        components: the components that a recipe can name.
+        check: see `Draft.finish`.
+        resolve: see `Draft.finish`.
+
+    Raises:
+        ConfigError: with every problem, if the config cannot run.
     """
     return read_draft(argv, components).finish(check, resolve)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What recipe and command line say, before the mapping is checked. Made by `read_draft`."""
+    """A recipe and a command line that have been read, before the mapping is checked. Made by `read_draft`."""
 
     argv: Sequence[str]
     components: Components
     command_line: CommandLine
     settings: Settings
     fallback: dict[str, Any]
-    """Of every field, the value that it has if it is not set, or cannot be set."""
+    """The value of every field that is not set, or whose value is refused, by path."""
     config: Config | None
-    """None if the recipe cannot be read."""
+    """The config, without refused values; None if the recipe cannot be read."""
 
     @property
     def problems(self) -> list[str]:
+        """The problems found so far."""
         return self.settings.problems
 
     @property
     def source(self) -> str:
-        """Where it comes from, for a message."""
+        """Origin of the config for messages, such as "my.toml and the command line"."""
         words = self.command_line
         return " and ".join(filter(None, [words.recipe, "the command line" * bool(words.overrides or words.problems)]))
 
     def error(self, *problems: str) -> ConfigError:
-        """With these problems, after its own."""
+        """Return a ConfigError with the draft's problems and these."""
         return ConfigError([*self.problems, *problems], self.source if self.problems else "")
 
     def with_words(self, words: Sequence[str]) -> Draft:
-        """With these at the end of the command line. The recipe is not read again."""
+        """Return the draft with words appended to the command line. The recipe is not read a second time."""
         return read_draft([*self.argv, *words], self.components, self.settings.recipe)
 
     def finish(self, check: Callable[[Config], list[str]], resolve: Callable[[Config], Config] | None = None) -> Config:
-        """The config; ConfigError with everything that is wrong if it cannot run.
+        """Return the config. With --help or --print-config, print and exit with code 0.
 
-        check(config) lists what else is wrong with it, such as a mapping that does not fit. resolve(config) fills in
-        what is derived, once nothing is wrong. --help and --print-config print and exit with code 0.
+        Args:
+            check: returns further problems of a config, such as those of its mapping.
+            resolve: fills in derived fields; called if there are no problems.
+
+        Raises:
+            ConfigError: with every problem, if the config cannot run.
         """
         if self.config is None:
             raise ConfigError(self.problems, self.source)
         if self.command_line.help:
             self._print_help_and_exit()
-        values, unsound = flatten(self.config), self.settings.unsound
-        problems = [*self.problems, *(_mention_fallbacks(problem, unsound, values) for problem in check(self.config))]
+        values, refused = flatten(self.config), self.settings.refused
+        problems = [*self.problems, *(_mention_fallbacks(problem, refused, values) for problem in check(self.config))]
         if problems:
             raise ConfigError(problems, self.source)
         config = resolve(self.config) if resolve else self.config
@@ -138,13 +155,19 @@ class Draft:
 
         settings = self.settings
         values = self.fallback | settings.values | {"job.name": self.config.job.name}
-        origins = {path: settings.where(path) for path in settings.values}
+        origins = {path: settings.place_of(path) for path in settings.values}
         width = min(shutil.get_terminal_size().columns, 120)
         _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width, self.components))
 
 
 def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | None = None) -> Draft:
-    """recipe: the one that argv names, if it has been read before."""
+    """Read the recipe and the overrides of a command line. Raises nothing: problems are in the draft.
+
+    Args:
+        argv: words of the command line.
+        components: the components that a recipe can name.
+        recipe: the recipe that argv names, if it has been read already.
+    """
     words, settings = split_words(argv), Settings(recipe)
     try:
         if words.recipe is not None and recipe is None:
@@ -153,7 +176,7 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
         settings.problems = [str(error), *words.problems]
         return Draft(argv, components, words, settings, {}, None)
     if settings.recipe:
-        _take(settings.recipe.data, "", settings)
+        _read_table(settings.recipe.data, "", settings)
     settings.problems += words.problems
     for path, texts in words.overrides.items():
         settings.on_command_line.add(path)
@@ -166,59 +189,63 @@ def read_draft(argv: Sequence[str], components: Components, recipe: Recipe | Non
     recipe_name = Path(words.recipe).stem if words.recipe else ""
     model_file = _model_file(settings, components, recipe_name)
     fallback = _fallback(settings, components, model_file)
-    _take_own(settings, own_fields(fallback))
+    _read_own_table(settings, own_fields(fallback))
     if model_file:
         _refuse_disagreements(settings, model_file)
-    values = fallback | settings.values | {"model.hf": ""}  # it has said what it is for: a resolved config stands alone
+    values = fallback | settings.values | {"model.hf": ""}  # now in the values, so that a resolved config needs no file
     if not values["job.name"]:
         values["job.name"] = recipe_name or f"{values['model.family']}_{values['model.size']}"
     for violation in laws.out_of_range(values):
-        settings.blame(violation.fields, violation.text)
-        settings.unsound.update(violation.fields)
+        settings.add_problem(violation.fields, violation.text)
+        settings.refused.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}
     config = build(values, components)
     for violation in laws.contradictions(config):
-        if settings.unsound.isdisjoint(violation.fields):
-            settings.blame(violation.fields, violation.text)
+        if settings.refused.isdisjoint(violation.fields):
+            settings.add_problem(violation.fields, violation.text)
     return Draft(argv, components, words, settings, fallback, config)
 
 
 @dataclass
 class Settings:
-    """What recipe and command line set, by path, and what is wrong with it."""
+    """The values that recipe and command line set, by path, and the problems with them."""
 
     recipe: Recipe | None
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    unsound: set[str] = field(default_factory=set)
-    """Fields whose value here replaces one that cannot be used: conclusions from it may be wrong."""
+    refused: set[str] = field(default_factory=set)
+    """Paths of fields whose given value is refused and replaced, so that later problems may be consequences."""
     on_command_line: set[str] = field(default_factory=set)
+    """Paths of the fields that the command line sets."""
     own: dict[str, Any] = field(default_factory=dict)
-    """What is set in [model.own]: values, or words of the command line. Its fields are known once the family is."""
+    """Values, or words of the command line, for [model.own], whose fields are known once the family is."""
 
     def put(self, target: Field, value: Any, text: str) -> None:
+        """Set a field, or note a problem for a WrongType. `text` is the value as given, for the message."""
         path = target.path
         if isinstance(value, WrongType):
-            self.unsound.add(path)
-            self.blame((path,), f"{path} = {text} is not {target.expected}{value.correction}")
+            self.refused.add(path)
+            self.add_problem((path,), f"{path} = {text} is not {target.expected}{value.correction}")
         else:
-            self.unsound.discard(path)
+            self.refused.discard(path)
             self.values[path] = value
 
-    def where(self, path: str) -> str:
+    def place_of(self, path: str) -> str:
+        """Return where a field is set: "command line", a line of the recipe, or "" if it is not."""
         if path in self.on_command_line:
             return "command line"
-        return self.recipe.where(path) if self.recipe else ""
+        return self.recipe.place_of(path) if self.recipe else ""
 
-    def blame(self, paths: Iterable[str], text: str) -> None:
-        places = ", ".join(dict.fromkeys(filter(None, map(self.where, paths))))
+    def add_problem(self, paths: Iterable[str], text: str) -> None:
+        """Note a problem with fields, preceded by the places where they are set."""
+        places = ", ".join(dict.fromkeys(filter(None, map(self.place_of, paths))))
         self.problems.append(f"{places}: {text}" if places else text)
 
 
 # ---- the recipe
 
 
-def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
+def _read_table(data: dict[str, Any], prefix: str, settings: Settings) -> None:
     for key, value in data.items():
         path = prefix + key
         if path in fields():
@@ -226,19 +253,21 @@ def _take(data: dict[str, Any], prefix: str, settings: Settings) -> None:
         elif prefix == f"{OWN}.":
             settings.own[path] = value
         elif (path in tables() or old_names.is_old_table(path)) and isinstance(value, dict):
-            _take(value, f"{path}.", settings)
+            _read_table(value, f"{path}.", settings)
         elif path in tables():
-            settings.blame((path,), f"{path} = {value_text(value)} is not a table: write [{path}] and its fields below")
+            settings.add_problem(
+                (path,), f"{path} = {value_text(value)} is not a table: write [{path}] and its fields below"
+            )
         else:
             kind = "table" if isinstance(value, dict) else "key"
             few = len(settings.problems) < HINTS
             hint = old_names.advise(path, value) or (_hint(path) if few else "--help lists all fields")
-            settings.blame((path,), f"unknown {kind} {shorten(path)}: {hint}")
+            settings.add_problem((path,), f"unknown {kind} {shorten(path)}: {hint}")
 
 
-def _take_own(settings: Settings, own: dict[str, Field]) -> None:
-    """own: the fields of [model.own] that the family has."""
-    family_known = settings.unsound.isdisjoint(("model.family", "model.size"))
+def _read_own_table(settings: Settings, own: dict[str, Field]) -> None:
+    """Set the fields of [model.own], given those that the family has."""
+    family_known = settings.refused.isdisjoint(("model.family", "model.size"))
     for path, value in settings.own.items():
         if path in own and path in settings.on_command_line:
             settings.put(own[path], convert_words(value, own[path]), shorten(" ".join(value)) or '""')
@@ -248,7 +277,7 @@ def _take_own(settings: Settings, own: dict[str, Field]) -> None:
             near = closest(path.removeprefix(f"{OWN}."), [field.name for field in own.values()])
             known = f"the family's are {', '.join(own)}" if own else "the family has none of its own"
             hint = f"did you mean {OWN}.{near}?" if near else known
-            settings.blame((path,), f"unknown key {shorten(path)}: {hint}")
+            settings.add_problem((path,), f"unknown key {shorten(path)}: {hint}")
 
 
 def _hint(path: str) -> str:
@@ -267,7 +296,7 @@ def _hint(path: str) -> str:
 
 
 def _model_file(settings: Settings, components: Components, recipe_name: str) -> ModelFile | None:
-    """What model.hf says; None if it is not set, or refused."""
+    """Return the file of model.hf; None if it is not set or cannot be read, which is noted as a problem."""
     if not settings.values.get("model.hf") or components.read_model_file is None:
         return None
     values = flatten(Config()) | settings.values
@@ -276,21 +305,21 @@ def _model_file(settings: Settings, components: Components, recipe_name: str) ->
         return components.read_model_file(values)
     except ConfigError as error:
         for problem in error.problems:
-            settings.blame(("model.hf",), problem)
-        settings.unsound.update(_other_model_fields(settings))
+            settings.add_problem(("model.hf",), problem)
+        settings.refused.update(_other_model_fields(settings))
         return None
 
 
 def _other_model_fields(settings: Settings) -> set[str]:
-    """Fields of [model] that are not set."""
+    """Return the paths of the fields of [model] that are not set."""
     return {path for path, field in fields().items() if field.table == "model"} - settings.values.keys()
 
 
 def _refuse_disagreements(settings: Settings, file: ModelFile) -> None:
     for path in disagreements(file, settings.values, settings.values.get("model.change", [])):
         value, theirs = toml_value(settings.values.pop(path)), toml_value(file.fixed[path])
-        settings.unsound.add(path)
-        settings.blame(
+        settings.refused.add(path)
+        settings.add_problem(
             (path,),
             f"{path} = {value}, but {file.source} says {theirs}: leave it out, or, if the model is to differ from its "
             f"file, list {toml_value(listed_as(path))} in model.change",
@@ -313,23 +342,23 @@ def _fallback(settings: Settings, components: Components, model_file: ModelFile 
             specs = kind.specs_of(values[kind.field])
             preset = {path: value for spec in specs for path, value in spec.preset(values).items()}
         except ComponentError as error:
-            settings.blame(error.fields, str(error))
+            settings.add_problem(error.fields, str(error))
             for path in error.fields:
-                settings.unsound.add(path)
+                settings.refused.add(path)
                 settings.values.pop(path, None)
             preset = {}
         presets |= preset
     if settings.values.get("training.epochs"):
         presets["training.steps"] = -1
     family_fields = ("model.family", "model.size")
-    if not settings.unsound.isdisjoint(family_fields):
-        settings.unsound.update(_other_model_fields(settings))
+    if not settings.refused.isdisjoint(family_fields):
+        settings.refused.update(_other_model_fields(settings))
     return defaults | presets | from_file
 
 
-def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:
-    """Names the fields in a problem whose values are not the user's, because those were refused."""
-    stand_ins = [path for path in values if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
+def _mention_fallbacks(problem: str, refused: set[str], values: dict[str, Any]) -> str:
+    """Append to a problem the values in it that replace refused ones."""
+    stand_ins = [path for path in values if path in refused and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
     if not stand_ins:
         return problem
     values_text = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)

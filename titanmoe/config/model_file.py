@@ -1,4 +1,7 @@
-"""What a model's own file (`model.hf`) says of a recipe, and what the recipe may say besides."""
+"""What the config.json of a published model (`model.hf`) sets in a recipe, and which fields may override it.
+
+`titanmoe.checkpoint.hf.read_model_file` makes a ModelFile; `titanmoe.config.load` merges it with the recipe.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,33 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelFile:
-    """What it says, by path of the recipe's fields."""
+    """The values of recipe fields that a published model's files give, by path."""
 
     source: str
-    """The file, for a message."""
+    """Name of the file, for messages."""
     fixed: dict[str, Any]
-    """What the model is: a recipe may repeat it, or list the field in model.change."""
+    """Values that define the model. A recipe may repeat them, or override those listed in model.change."""
     defaults: dict[str, Any] = field(default_factory=dict)
-    """What a recipe that does not set these fields has."""
+    """Values that a recipe overrides by setting the fields."""
 
 
 def changed_paths(change: Sequence[str]) -> set[str]:
-    """The fields that model.change lists: those of [model] by their name alone, others by their path."""
+    """Return the paths of the fields that model.change lists."""
     return {path_of(name) for name in change}
 
 
 def path_of(name: str) -> str:
+    """Return the path of a field as model.change names it: fields of [model] by their name, others by their path."""
     table = name.partition(".")[0]
     return f"model.{name}" if table in (name, "own") else name
 
 
 def disagreements(file: ModelFile, values: Mapping[str, Any], change: Sequence[str]) -> list[str]:
-    """Paths of the fields that are set to something else than the file says, and not listed."""
+    """Return the paths of fields that a recipe sets to other values than the file without listing them."""
     changes = changed_paths(change)
     return [path for path, value in file.fixed.items() if values.get(path, value) != value and path not in changes]
 
 
 def listed_as(path: str) -> str:
-    """How model.change lists a field."""
+    """Return the name by which model.change lists a field, given its path."""
     return path.removeprefix("model.")

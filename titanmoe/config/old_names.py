@@ -1,7 +1,7 @@
-"""Options that this version has under another name, and options that it has no longer.
+"""The table of renamed and removed options.
 
-The records of runs, which are manifests of checkpoints and the config.toml of a run's folder, are read by `rename`. A
-recipe or a command line with an old name is refused, and `advise` says what to write.
+`rename` converts the records of older runs: manifests of checkpoints, and the config.toml of a run's folder. A recipe
+or a command line with an old name is refused, and `advise` says what to write.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from titanmoe.config.fields import toml_value
 
 
 class NewName(NamedTuple):
-    """Where an option is now."""
+    """The present name of a renamed option."""
 
     path: str
     convert: Callable[[Any], Any] = lambda value: value
-    """Returns the new value for an old one; None where the old one says no more than the default."""
+    """Return the new value for an old one; None if the old one equals the default."""
 
 
 class Removed(NamedTuple):
-    """An option that is gone: records lose it."""
+    """A removed option, which is dropped from records."""
 
     advice: str
-    """What to do in a recipe instead."""
+    """What to do in a recipe instead, for the message."""
 
 
 _NO_COPIES = (
@@ -39,7 +39,7 @@ OLD_NAMES: dict[str, NewName | Removed] = {
     "pipeline.overlap_pairs": NewName("moe.overlap", {True: "pairs"}.get),
     "moe.overlap_chunks": NewName("moe.overlap", {-1: "auto"}.get),
 }
-"""By old path. Of several rows with the same new path, the first whose value is not None counts."""
+"""Renamed and removed options by old path. Of rows with the same new path, the first value that is not None counts."""
 
 OLD_VALUES: dict[str, dict[str, str]] = {
     "activation_checkpoint.mode": {"full_but_rows": "full_except_dispatch"},
@@ -48,7 +48,11 @@ OLD_VALUES: dict[str, dict[str, str]] = {
 
 
 def rename(config: dict[str, Any]) -> None:
-    """Give the options in a recorded config, which are nested tables, their names and values of this version."""
+    """Rename the options of a recorded config in place.
+
+    Args:
+        config: nested tables of values.
+    """
     change = _table(config, "model.change").get("change")
     if isinstance(change, list):  # it lists fields of [model] by their name alone
         change[:] = [_new_change(name) for name in change]
@@ -86,7 +90,7 @@ def _new_change(name: Any) -> Any:
 
 
 def is_old_table(path: str) -> bool:
-    """Return whether options with old names are in a table of that path."""
+    """Return whether options with old names were in the table of this path."""
     return any(old.startswith(f"{path}.") for old in OLD_NAMES)
 
 

@@ -1,4 +1,8 @@
-"""Options under the names that other programs have for them. Those of earlier versions: `titanmoe.config.old_names`."""
+"""Option names of Megatron-LM, TorchTitan, transformers, TRL, PEFT and Axolotl, and our options for them.
+
+An unknown option is looked up here before similar names are suggested. Names of earlier versions are in
+`titanmoe.config.old_names`.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +123,7 @@ _FIELDS = {
     "metrics.log_freq": "metrics.log_every",
     "metrics.enable_tensorboard": "metrics.tensorboard",
 }
-"""By a name elsewhere, the field of ours that takes the same values, or whose refusal lists its own."""
+"""Our field for each foreign name; it takes the same values, or its refusal lists its own."""
 
 _WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
 _ALWAYS = "it is always on here, so leave it out"
@@ -144,8 +148,8 @@ _ADVICE = {
         "--optimizer.adjust_lr match_rms is spectral times 0.2, and original is shape_scaling",
     ),
     "muon-fp32-matmul-prec": "--optimizer.ns_dtype bfloat16 or float32",
-    "muon-tp-mode": "matrices are always worked on whole, or by their exact Gram matrix: leave it out",
-    "muon-no-split-qkv": "queries, keys and values are always apart: leave it out",
+    "muon-tp-mode": "full matrices, or their exact Gram matrices, are always used: leave it out",
+    "muon-no-split-qkv": "queries, keys and values are always separate matrices: leave it out",
     "decoupled-lr": "a table [[optimizer.groups]] of the recipe, with match and lr",
     "optimizer.param_groups": "a table [[optimizer.groups]] of the recipe, with match and lr or weight_decay",
     "qk-clip": "--optimizer.qk_clip 100 has the threshold",
@@ -174,7 +178,7 @@ _ADVICE = {
     "recompute-modules": "--activation_checkpoint.mode full, full_except_dispatch, selective or moe",
     "cross-entropy-loss-fusion": "--training.loss_chunks, which saves memory by default",
     "distributed-timeout-minutes": "--training.timeout_s and --training.first_step_timeout_s, in seconds",
-    "data-path": "--data.source files with --data.paths A B and, for shares, --data.weights 0.7 0.3",
+    "data-path": "--data.source files with --data.paths A B and, for fractions, --data.weights 0.7 0.3",
     "mock-data": "--data.source synthetic",
     "split": "--validation.held_out 100 keeps every 100th document for validation",
     "save": "--job.dump_folder DIR: a run saves into its own folder below it",
@@ -209,7 +213,7 @@ _ADVICE = {
     "profiler.profile_freq": "--profile.steps 10 11 names the steps",
     "profiler.enable_memory_snapshot": "--profile.memory oom or steps",
 }
-"""By a name elsewhere, what there is instead."""
+"""What to write for a foreign name without an equivalent field."""
 
 
 def _plain(name: str) -> str:
@@ -221,12 +225,12 @@ ADVICE = {_plain(name): text for name, text in _ADVICE.items()}
 
 
 def field_of(name: str) -> str:
-    """Return the path of our field for a name elsewhere, in whatever table it is written; empty if there is none."""
+    """Return the path of our field for a foreign name, in whatever table it is written; "" if there is none."""
     return FIELDS.get(name) or FIELDS.get(name.rpartition(".")[2], "")
 
 
 def hint(name: str, texts: Sequence[str]) -> str:
-    """What to write in place of an unknown option; empty if the name is not known from elsewhere."""
+    """Return what to write for an unknown option and its words; "" if the name is no foreign one."""
     name = _plain(name)
     if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"

@@ -1,4 +1,4 @@
-"""Parses JSON from files that other programs wrote."""
+"""Parsing of JSON from files that other programs may have written: bounded depth, one kind of exception."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 MAX_DEPTH = 64
-"""Nesting of lists and objects: far more than any file of ours has, and harmless to whatever walks through it."""
+"""Largest nesting of lists and objects: far more than our files have, and safe for recursive functions."""
 
 
 class TooDeep(ValueError):
-    """Lists or objects nested deeper than anyone would mean to."""
+    """Raised for JSON that is nested deeper than MAX_DEPTH."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """ValueError, and nothing else, if the text cannot be read."""
+    """Return the value of a JSON text. Raises ValueError, and no other exception, if it cannot be read."""
     too_deep = TooDeep(f"lists or objects are nested too deep to be read, more than {MAX_DEPTH}")
     try:
         data = json.loads(text)

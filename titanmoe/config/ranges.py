@@ -1,4 +1,8 @@
-"""Ranges of numbers, which the schema gives each number of a config; the largest sizes; divisors, for messages too."""
+"""Allowed ranges of the schema's numbers, upper limits of sizes, and divisors for messages.
+
+`titanmoe.config.schema` annotates each number with a Range; `titanmoe.config.laws` checks them. The laws of mappings
+use the divisors to suggest legal values.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,27 @@ from typing import NamedTuple
 
 
 class Violation(NamedTuple):
+    """One reason why a config is refused."""
+
     fields: tuple[str, ...]
-    """Paths of the fields that do not fit."""
+    """Paths of the fields that contradict each other or their range."""
     text: str
-    """Values, constraint and fix."""
+    """The message: values, constraint and fix."""
 
 
 class Range(NamedTuple):
+    """The allowed values of a number; `value in range` tests one."""
+
     low: float
     high: float | None = None
     without_low: bool = False
     without_high: bool = False
     derived: bool = False
-    """Whether -1 is allowed too: the value is then derived."""
+    """Whether -1 is allowed as well, for a value that is derived."""
     reason: str = ""
-    """Why the range ends where it does."""
+    """Why the range ends where it does, for the message."""
     instead: str = ""
-    """What to do for what a value outside may be meant to do."""
+    """What to do instead of setting a value outside the range, for the message."""
 
     def __contains__(self, value: object) -> bool:
         if self.derived and value == -1:
@@ -56,11 +64,11 @@ EPOCHS = 10_000
 SECONDS = 31_536_000  # a year; a timedelta cannot hold 2**63 seconds
 
 LIMIT = 2**63
-"""Numbers are below it, because larger ones do not fit into 64 bits."""
+"""Upper bound of all numbers, because larger ones do not fit into 64 bits."""
 
 
 def number_text(number: float) -> str:
-    """As text; Python does not write out integers of thousands of digits."""
+    """Return the number as text, huge integers as truncated hex: Python refuses to print thousands of digits."""
     return hex(number)[:40] + "..." if isinstance(number, int) and number.bit_length() > 256 else str(number)
 
 
@@ -68,25 +76,25 @@ def number_text(number: float) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending; none for 0 and less."""
+    """Return the divisors of n in ascending order; none for n below 1."""
     low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
 class Replicable(int):
-    """A number that a degree divides or is a multiple of. Each part is then on several ranks."""
+    """A number that a degree may divide or be a multiple of; in the second case each item is on several ranks."""
 
 
 def divides(degree: int, number: int) -> bool:
-    """Whether a degree divides a number, or may be a multiple of it and is."""
+    """Return whether the degree divides the number, or is a multiple of a Replicable one."""
     return number % degree == 0 or (isinstance(number, Replicable) and degree % number == 0)
 
 
 def nearest_values(values: list[int], near: int) -> str:
-    """The values, or the eight nearest if there are many, as in "1, 2, 4"."""
+    """Return the eight values nearest to `near` as text, such as "1, 2, 4"."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))
 
 
 def choices_text(name: str, values: list[int], near: int) -> str:
-    """For a fix: name = 2, or name in 1, 2, 4."""
+    """Return the fix of a message: "name = 2", or "name in 1, 2, 4" with the values nearest to `near`."""
     return f"{name} {'=' if len(values) == 1 else 'in'} {nearest_values(values, near)}"

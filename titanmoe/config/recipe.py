@@ -1,4 +1,4 @@
-"""A recipe: a TOML file, and which line says what."""
+"""Reading of recipes: TOML text with limits on size and depth, and the line of each key for messages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 MAX_BYTES = 1 << 20
-"""Size of a recipe, which is read as a whole."""
+"""Largest size of a recipe in bytes; the file is read into memory."""
 MAX_DEPTH = 16
-"""Nesting of tables and lists; a recipe needs 3."""
+"""Largest nesting of tables and lists; a recipe needs 3."""
 MAX_REPARSED = 2 << 20
-"""Characters to parse again to find the lines of keys; after that, the remaining keys have no line."""
+"""Characters that are parsed a second time to find the lines of keys. Keys after that have no line."""
 
 
 _PART = re.compile(r"""[ \t]*("[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*""")
@@ -26,10 +26,11 @@ _CLOSES = re.compile(r"""[]}]|\"{3}|'{3}""")
 
 
 class RecipeError(ValueError):
-    """The file cannot be read, or is not TOML."""
+    """Raised if a recipe cannot be read or is not TOML."""
 
 
 def toml_module() -> ModuleType:
+    """Return the TOML parser: tomllib, or tomli before Python 3.11."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -39,13 +40,15 @@ def toml_module() -> ModuleType:
 
 @dataclass
 class Recipe:
+    """The text and the parsed tables of a recipe."""
+
     name: str
     text: str
     data: dict[str, Any]
 
     @cached_property
     def lines(self) -> dict[str, int]:
-        """The line on which each key's statement begins: statements are parsed one at a time, and counted."""
+        """The line on which the statement of each key begins, by path. Statements are parsed one by one to find it."""
         lines: dict[str, int] = {}
         begin, header, statement, again = 1, "", "", 0
         for number, line in enumerate(self.text.split("\n"), 1):
@@ -67,23 +70,24 @@ class Recipe:
             begin, statement = number + 1, ""
         return lines
 
-    def where(self, path: str) -> str:
+    def place_of(self, path: str) -> str:
+        """Return the file and line of a key, such as "my.toml:4"; "" if unknown."""
         return f"{self.name}:{self.lines[path]}" if path in self.lines else ""
 
 
 def read_recipe(name: str) -> Recipe:
-    """Return the recipe in a file that the user names; RecipeError if it is not one."""
+    """Read and return the recipe in a file. Raises RecipeError if the file cannot be read or is not a recipe."""
     try:
         with open(name, "rb") as stream:
             return parse_recipe(name, stream.read(MAX_BYTES + 1))
     except FileNotFoundError:
-        raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
+        raise RecipeError(f"{name}: there is no such file{_suggestion(Path(name))}") from None
     except OSError as error:
         raise RecipeError(f"{name}: cannot be read: {error.strerror}") from None
 
 
 def parse_recipe(name: str, data: bytes) -> Recipe:
-    """Return the recipe in the bytes of a file; RecipeError if they are not one."""
+    """Return the recipe in the bytes of a file. Raises RecipeError if they are not one."""
     try:
         if len(data) > MAX_BYTES:
             raise RecipeError(f"{name}: has more than {MAX_BYTES:,} bytes, too many for a recipe: name another file")
@@ -94,11 +98,11 @@ def parse_recipe(name: str, data: bytes) -> Recipe:
     try:
         return Recipe(name, text, parse_toml(text))
     except ValueError as error:
-        raise RecipeError(_not_toml(name, text, str(error))) from None
+        raise RecipeError(_syntax_message(name, text, str(error))) from None
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """What a TOML text says; ValueError if it is not TOML, or nested too deeply for the rest of the program."""
+    """Return the tables of a TOML text. Raises ValueError if it is not TOML or nested deeper than MAX_DEPTH."""
     too_deep = ValueError(f"tables or lists are nested more than {MAX_DEPTH} deep, which no field needs")
     if _longest_key(text) > 4 * MAX_DEPTH:
         raise too_deep
@@ -115,7 +119,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def _longest_key(text: str) -> int:
-    """The most parts between dots that could be one key's (or be in a string): the parser takes the square of it."""
+    """Return the largest number of dotted names in one key (or string); the parser's time grows with its square."""
     longest = run = 0
     for part in text.split("."):
         run = run + 1 if _PART.fullmatch(part) else 0
@@ -127,7 +131,7 @@ def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
-def _hint(path: Path) -> str:
+def _suggestion(path: Path) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
@@ -137,7 +141,7 @@ def _hint(path: Path) -> str:
     return f": did you mean {shipped[0]}, which comes with titanmoe?" if shipped else ""
 
 
-def _not_toml(name: str, text: str, why: str) -> str:
+def _syntax_message(name: str, text: str, why: str) -> str:
     place = re.search(r" \(at line (\d+), column (\d+)\)$", why)
     if not place:
         return f"{name}: is not TOML: {why}"
@@ -159,17 +163,18 @@ def _paths(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 SHIPPED = Path(__file__).resolve().parents[1] / "train_configs"
-"""In a checkout a link to the folder at the top, from which the wheel's copy is made."""
+"""Folder of the shipped recipes. In a checkout it is a link to train_configs/ at the top."""
 
 
 def shipped_recipes() -> list[str]:
+    """Return the names of the recipes that come with titanmoe, sorted."""
     return sorted(file.stem for file in SHIPPED.glob("*.toml"))
 
 
 def find_recipe(name_or_path: str | Path) -> Path:
-    """The file that is meant: a file of that path if there is one, else the shipped recipe of that name.
+    """Return the file of that path if there is one, else the shipped recipe of that name.
 
-    What is neither comes back as it is: `read_recipe` refuses it and says what is near.
+    A path that is neither is returned unchanged, and `read_recipe` refuses it with a suggestion.
     """
     path = Path(name_or_path)
     if not path.is_file() and str(path) in shipped_recipes():

@@ -1,4 +1,7 @@
-"""The number of ranks of the whole world that a command line is about."""
+"""The world size that a command line is about: --ranks N, else the recipe's job.ranks.
+
+Used by train, plan, rehearse, fold and score.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ _COMMENT = re.compile(r"# world = ([1-9]\d{0,6})")
 
 
 def recipe_ranks(draft: Draft) -> int:
-    """job.ranks, 0 if neither recipe nor command line says it; raises ConfigError if only a comment does."""
+    """Return job.ranks, 0 if neither recipe nor command line sets it.
+
+    Raises:
+        ConfigError: if the recipe cannot be read, or has the number only in an old comment "# world = N".
+    """
     if draft.config is None:
         raise draft.error()
     recipe, ranks = draft.settings.recipe, draft.config.job.ranks
@@ -30,10 +37,14 @@ def recipe_ranks(draft: Draft) -> int:
 
 
 def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> int:
-    """--ranks N if given, else the recipe's own number; ConfigError if neither says it. --print-config needs none."""
+    """Return `ranks` if given, else the recipe's job.ranks. With --print-config, print the recipe and exit.
+
+    Raises:
+        ConfigError: if neither gives a number of ranks.
+    """
     if split_words(argv).print_config:
         argv = [*argv, *(["--job.ranks", str(ranks)] if ranks else [])]
-        load(argv, components, lambda config: [])  # and exits
+        load(argv, components, lambda config: [])  # exits
     if ranks is None:
         draft = read_draft(argv, components)
         ranks = recipe_ranks(draft)
@@ -45,7 +56,7 @@ def world_of(ranks: int | None, argv: Sequence[str], components: Components) -> 
 
 
 def add_ranks(command: argparse.ArgumentParser) -> None:
-    """The arguments that all commands on a recipe share; the recipe itself and its overrides are the loader's."""
+    """Add --ranks and the usage text of commands on a recipe. The recipe and its overrides are left to the loader."""
     command.usage = f"{command.prog} RECIPE [--ranks N] [options] [--TABLE.FIELD VALUE ...]"
     command.epilog = "RECIPE is a file, or the name of a recipe that comes with titanmoe, such as debug."
     command.allow_abbrev = False  # an unknown option is for the loader to refuse
