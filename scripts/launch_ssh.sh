@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Starts a recipe on several machines over ssh and waits until all have ended. docs/multi_node.md explains it.
+# Starts a recipe on several machines over ssh and waits until all have ended. docs/launch.md explains it.
 set -u -o pipefail
 
 usage() {

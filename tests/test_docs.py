@@ -203,7 +203,7 @@ def test_options_for_newcomers_exist() -> None:
     assert fields().keys().isdisjoint(other_names.FIELDS.keys() | other_names.ADVICE.keys())
 
 
-@pytest.mark.parametrize("page", ["troubleshooting", "moe_practice", "questions", "evaluate"])
+@pytest.mark.parametrize("page", ["troubleshooting", "moe", "generate"])
 def test_keys_named_in_prose_exist(page: str) -> None:
     named = {key for key, _ in keys(prose(DOCS / f"{page}.md"))}
     assert named - fields().keys() - tables().keys() - {"metrics.jsonl"} == set()
@@ -218,7 +218,7 @@ def test_the_load_of_experts_is_read_as_shown(
     (tmp_path / "runs" / "debug").mkdir(parents=True)
     (tmp_path / "runs" / "debug" / "experts.jsonl").write_text('{"step": 20, "load": {"0": [30, 10], "1": [20, 20]}}\n')
     monkeypatch.chdir(tmp_path)
-    code = re.search(r"```python\n(.*?)```", (DOCS / "questions.md").read_text(), re.DOTALL)
+    code = re.search(r"```python\n(.*?)```", (DOCS / "troubleshooting.md").read_text(), re.DOTALL)
     assert code
     exec(code[1], {})
     assert capsys.readouterr().out == "20 0 1.5\n20 1 1.0\n"

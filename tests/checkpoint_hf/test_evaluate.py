@@ -1,4 +1,4 @@
-"""docs/evaluate.md: an exported model answers the page's questions, by transformers and by lm-evaluation-harness."""
+"""docs/generate.md: an exported model answers the page's questions, by transformers and by lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests import parity, world
 from tests.checkpoint_hf import models
 from titanmoe.cli import main
 
-PAGE = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "generate.md").read_text()
 
 
 def block(language: str) -> str:

@@ -129,7 +129,7 @@ def test_one_cannot_overwrite_another_number_of_the_report(name: str, metric: st
 
 
 def test_every_metric_of_the_page_is_a_name_that_is_taken() -> None:
-    table = (ROOT / "docs/metrics.md").read_text().partition("| key |")[2].partition("\n\n")[0]
+    table = (ROOT / "docs/watching.md").read_text().partition("| key |")[2].partition("\n\n")[0]
     names = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
     assert len(names) > 20 and names - set(BALANCE_LOSSES.table) <= OTHER_METRICS
     layout = RowLayout.of(2, MoE())

@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_known_faults_are_seen(fault: str) -> None:
-    """At ep 1, with an etp that is not tp (docs/known_faults.md)."""
+    """At ep 1, with an etp that is not tp (docs/parity.md)."""
     mapping, planted = FAULTS[fault]
     with pytest.raises((AssertionError, world.RankError), match=r"is off by|replicas of .* differ"):
         check(4, MAPPINGS[mapping], **planted)

@@ -25,7 +25,7 @@ from titanmoe.train.build import build_training
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/multi_node.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs/launch.md"
 MOST = 15
 EVERY_AXIS = {
     "parallelism.pp": 8,

@@ -202,7 +202,7 @@ class Data:
     balance_work: bool = False
     """Whether a step's samples are distributed over data ranks and microbatches so that attention's work, which grows with the square of document length, is even. For packing = "documents" or "best_fit" with a few long documents among many short ones."""
     workers: Annotated[int, Range(0, 1024)] = 0
-    """Number of processes per rank that read samples. 0: a thread of the rank reads them, which is enough while data_wait_s (docs/metrics.md) is near 0."""
+    """Number of processes per rank that read samples. 0: a thread of the rank reads them, which is enough while data_wait_s (docs/watching.md) is near 0."""
     prefetch: Annotated[int, Range(1, 2**16)] = 2
     """Number of steps to read ahead, for each worker if there are any. More if reading speed varies, at the price of memory."""
     skip_steps: list[str] = field(default_factory=list)
@@ -215,7 +215,7 @@ class Data:
 
 @dataclass
 class Answers:
-    """Multiple-choice quizzes, scored during training under the run's own mapping, as lm-evaluation-harness scores them (docs/evaluate.md). They do not affect training."""
+    """Multiple-choice quizzes, scored during training under the run's own mapping, as lm-evaluation-harness scores them (docs/generate.md). They do not affect training."""
 
     paths: list[str] = field(default_factory=list)
     """JSONL files, one per task, named after it. A line is {"question": "The capital of Norway is", "choices": ["Paris", "Oslo"], "answer": 1}, with `answer` counted from 0."""
@@ -288,7 +288,7 @@ class Training:
 
 @dataclass
 class Distillation:
-    """Knowledge distillation from a teacher model, with training.objective = "distillation" (docs/distillation.md)."""
+    """Knowledge distillation from a teacher model, with training.objective = "distillation" (docs/fine-tuning.md)."""
 
     teacher: str = ""
     """The teacher: a folder in Hugging Face's format, a run or a checkpoint, with the same vocabulary as the model and the same tokenizer as the data. Its forward pass runs in each step, under the run's own mapping. It is not trained."""
@@ -421,7 +421,7 @@ class Parallelism:
     """The mapping of attention, dense layers and the vocabulary onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
     dp_replicate: Annotated[int, Range(1, RANKS)] = 1
-    """Number of replicas of the sharded state (HSDP). Use it when one replica fits a node or a few. A run that is restarted on another number of ranks lowers it if necessary (docs/multi_node.md)."""
+    """Number of replicas of the sharded state (HSDP). Use it when one replica fits a node or a few. A run that is restarted on another number of ranks lowers it if necessary (docs/launch.md)."""
     dp_shard: Annotated[int, Range(1, RANKS, derived=True)] = -1
     """Number of ranks that parameters, gradients and optimizer state are sharded over (FSDP2). -1: derived. A value set here is checked, and adjusted when a run is restarted on another number of ranks."""
     cp: Annotated[int, Range(1, RANKS)] = 1

@@ -8,7 +8,7 @@ With several nodes, add --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:2950
 
 Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must equal
 those of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as
-in training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/multi_node.md explains
+in training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/launch.md explains
 the table.
 """
 

@@ -76,7 +76,7 @@ def too_many(
     if not recipe:
         return f"{reason}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
     count = -(-world // on_node)
-    several = f"--nnodes {count} on each of {count} nodes (docs/multi_node.md)"
+    several = f"--nnodes {count} on each of {count} nodes (docs/launch.md)"
     if shortage := shortage_here():
         return f"{reason}: use {several}; with --ranks auto --fit, {shortage}"
     return f"{reason}: use {several}, or --ranks auto --fit to run it here"

@@ -22,7 +22,7 @@ objective needs them finds them there. Data that has its scores is left as it is
   --data PATH ...
       what to count, in place of the recipe's data.paths
   --top K
-      the K likeliest ids in place of each label, for a student that learns from this model (docs/distillation.md):
+      the K likeliest ids in place of each label, for a student that learns from this model (docs/fine-tuning.md):
       scores/DIGEST-topK, with 8 K + 4 bytes for each token in float32
   --temperature T
       of these distributions; the student's recipe has to have the same. Default: 1

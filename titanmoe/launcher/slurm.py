@@ -70,7 +70,7 @@ def add_slurm(commands: argparse._SubParsersAction) -> None:
         "slurm",
         help="a job script for Slurm that trains a recipe",
         description="Prints a script for sbatch: titanmoe slurm RECIPE > job.sh && sbatch job.sh. It runs in the "
-        "folder from which it is submitted. docs/multi_node.md says more.",
+        "folder from which it is submitted. docs/launch.md says more.",
     )
     add_ranks(slurm)
     slurm.set_defaults(run=run_slurm)

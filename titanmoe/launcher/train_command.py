@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from titanmoe.launcher.agent import LaunchResult
 
 MEETING_POINT = (
-    "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
+    "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/launch.md)"
 )
 
 OUR_OPTIONS = {

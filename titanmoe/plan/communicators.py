@@ -1,6 +1,6 @@
 """What NCCL takes of a device's memory: buffers of each communicator, and more for ranks that are sent to directly.
 
-docs/multi_node.md lists the communicators; tests/rehearse/test_communicators.py counts those that a run makes.
+docs/launch.md lists the communicators; tests/rehearse/test_communicators.py counts those that a run makes.
 """
 
 from __future__ import annotations

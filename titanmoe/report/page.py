@@ -107,7 +107,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
         *_events(runs),
         *_folds(runs),
         *_configs(runs),
-        f"<footer>titanmoe {__version__}; what each number is: docs/metrics.md</footer>",
+        f"<footer>titanmoe {__version__}; what each number is: docs/watching.md</footer>",
     ]
     return document(title, parts)
 

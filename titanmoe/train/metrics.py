@@ -1,4 +1,4 @@
-"""Metrics and events of a run (docs/metrics.md), written on rank 0.
+"""Metrics and events of a run (docs/watching.md), written on rank 0.
 
 `Metrics` computes the numbers, writes the run's JSONL files, and passes reports to the ReportTargets: the console,
 TensorBoard, Weights & Biases. The training loop calls `begin`, `log` after each step, `event` and `close`.
@@ -303,7 +303,7 @@ class Metrics(Observer):
 
         Args:
             step: number of the step.
-            kind: start, restart, save, spike, skip, divergence, collapse, stop, ... (docs/metrics.md).
+            kind: start, restart, save, spike, skip, divergence, collapse, stop, ... (docs/watching.md).
             text: for the user.
             more: further fields of the line in events.jsonl.
         """
