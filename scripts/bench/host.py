@@ -141,7 +141,7 @@ class Steps:
         import torch
 
         from titanmoe.observe import Observer
-        from titanmoe.rehearse.rehearsal import Samples
+        from titanmoe.rehearse.rehearsal import FakeLoader
         from titanmoe.train.build import build_training
         from titanmoe.train.runtime import GarbageCollection, Runtime
         from titanmoe.watch.heartbeat import Heartbeat
@@ -159,7 +159,7 @@ class Steps:
 
         self.marks = marks = []
         runtime = Runtime(0, 0, world, torch.device("cpu"))
-        self.training = build_training(config, runtime, loader=Samples, garbage=NoCollection)
+        self.training = build_training(config, runtime, loader=FakeLoader, garbage=NoCollection)
         with tempfile.TemporaryDirectory() as folder:
             heart = Heartbeat(Path(folder, "heart"), create=True)
         self.observers = [Marks(), self.training.clock, HeartbeatListener(heart)]

@@ -40,7 +40,7 @@ from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.rehearse import stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
-from titanmoe.rehearse.operation_costs import Operation, Work, work_of  # noqa: E402
+from titanmoe.rehearse.operation_costs import Operation, OperationCost, cost_of  # noqa: E402
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse  # noqa: E402
 from titanmoe.replace import replaced  # noqa: E402
 from titanmoe.text_report import columns  # noqa: E402
@@ -113,9 +113,9 @@ def theirs(config: Config) -> Counted:
 
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
     """Per token, except kernels, which are those of the layer."""
-    phases: dict[str, Work] = defaultdict(Work)
+    phases: dict[str, OperationCost] = defaultdict(OperationCost)
     for one, count in counted.items():
-        work = work_of(one) * count
+        work = cost_of(one) * count
         phases[one.site.phase] += work
         if not one.flops:
             phases["outside " + one.site.phase] += work
@@ -166,9 +166,9 @@ def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
 
 def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     """Operations that move more than NAMED of all bytes, by name, line and pass."""
-    total, moved = 0, defaultdict(Work)
+    total, moved = 0, defaultdict(OperationCost)
     for one, count in counted.items():
-        moved[one.name, one.site.region, one.site.phase, str(one.site)] += work_of(one) * count
+        moved[one.name, one.site.region, one.site.phase, str(one.site)] += cost_of(one) * count
         total += (one.read + one.written) * count
     return [
         (name, region, phase, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")

@@ -19,8 +19,8 @@ from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import rank_memories
 from titanmoe.plan.muon_work import muon_work
 from titanmoe.plan.price import Pricer
-from titanmoe.rehearse.many_ranks import check_ranks, programs, rehearse_ranks
-from titanmoe.rehearse.message_order import HOST_ORDER, check
+from titanmoe.rehearse.many_ranks import build_programs, check_ranks, rehearse_ranks
+from titanmoe.rehearse.message_order import HOST_ORDER, check_order
 from titanmoe.rehearse.rehearsal import Rehearsal, recipe_to_rehearse, rehearse
 
 TP_ETP = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
@@ -42,7 +42,7 @@ def sent(rehearsal: Rehearsal) -> int:
                 total += 2 * (len(ranks) - 1) * message.sent_bytes // len(ranks)
             else:
                 own = message.splits[0][ranks.index(rehearsal.rank)]
-                total += message.sent_bytes - own * message.row
+                total += message.sent_bytes - own * message.row_bytes
     return total
 
 
@@ -52,7 +52,7 @@ def sent(rehearsal: Rehearsal) -> int:
 def test_bytes_and_flops_are_those_of_rehearsals(case: str) -> None:
     config = config_of({"optimizer.name": "muon", "model.num_layers": 1} | CASES[case], 4, "h100")
     every = [rehearse(config, 4, rank, "h100") for rank in range(4)]
-    assert check(programs(every)).text == HOST_ORDER
+    assert check_order(build_programs(every)).text == HOST_ORDER
     work = muon_work(config, derive(4, config.parallelism))
     assert sum(map(sent, every)) / 4 == pytest.approx(work.attention_bytes + work.expert_bytes, rel=0.02)
     steps = [

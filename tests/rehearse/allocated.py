@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests import parity
 from tests.rehearse.small import config_of
-from titanmoe.rehearse.rehearsal import Samples
+from titanmoe.rehearse.rehearsal import FakeLoader
 from titanmoe.train.trainer import Trainer
 
 STEPS = 2
@@ -21,7 +21,7 @@ def peak(changes: dict[str, Any], world: int) -> int:
     The lowest of several steps, because gloo's threads may hold what they have sent until after the next layer.
     """
     trainer = parity.build_trainer(
-        config_of(changes, world, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection
+        config_of(changes, world, "cpu"), parity.runtime_here(), loader=FakeLoader, garbage=parity.no_collection
     )
     trainer.train_step()
     if dist.get_rank() == world - 1:

@@ -24,22 +24,22 @@ from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.assumed_routing import AssumedRouting
 from titanmoe.rehearse.message_recorder import Recorder
-from titanmoe.rehearse.rehearsal import Rehearsal, Samples, name_groups, rehearse
+from titanmoe.rehearse.rehearsal import FakeLoader, Rehearsal, name_groups, rehearse
 
 
-class Varied(Samples):
+class Varied(FakeLoader):
     """Tokens that differ, so that learned routing sends them to different experts."""
 
     def next_step(self) -> list[Batch]:
-        vocabulary, share = 48, self.share
+        vocabulary, layout = 48, self.layout
         return [
-            batch._replace(tokens_BS=torch.randint(vocabulary, batch.tokens_BS.shape, generator=_seeded(share, m)))
+            batch._replace(tokens_BS=torch.randint(vocabulary, batch.tokens_BS.shape, generator=_seeded(layout, m)))
             for m, batch in enumerate(super().next_step())
         ]
 
 
-def _seeded(share: Any, microbatch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * share.rank + microbatch)
+def _seeded(layout: Any, microbatch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * layout.data_rank + microbatch)
 
 
 class Real(NamedTuple):

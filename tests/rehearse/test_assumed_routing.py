@@ -9,7 +9,7 @@ from tests.rehearse.small import config_of
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.rehearse.assumed_routing import IntegerMessages, Routing, balanced, skewed, with_imbalance
-from titanmoe.rehearse.rehearsal import Samples
+from titanmoe.rehearse.rehearsal import FakeLoader
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
@@ -33,7 +33,7 @@ def test_balanced_routing_is_that_of_force_balance() -> None:
 @pytest.mark.parametrize("imbalance", [1.0, 2.0, 4.0])
 def test_every_rank_receives_the_counts_that_others_send(imbalance: float) -> None:
     config = config_of({"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "cpu")
-    routing = Routing(config, derive(4, config.parallelism), Samples, with_imbalance(config, imbalance))
+    routing = Routing(config, derive(4, config.parallelism), FakeLoader, with_imbalance(config, imbalance))
     exchange = IntegerMessages(routing, AllToAll, AllToAll(8, "torch"), 8)
     for rank in range(4):
         counts = exchange.received_integers(rank, 0, 0, 0)

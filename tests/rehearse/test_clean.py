@@ -20,8 +20,8 @@ from titanmoe.config.schema import Config
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
-from titanmoe.rehearse.many_ranks import check_ranks, programs, rehearse_ranks
-from titanmoe.rehearse.message_order import HOST_ORDER, Verdict, check
+from titanmoe.rehearse.many_ranks import build_programs, check_ranks, rehearse_ranks
+from titanmoe.rehearse.message_order import HOST_ORDER, Verdict, check_order
 from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -37,7 +37,7 @@ def of_stages(changes: dict[str, Any], world: int = 4) -> Verdict:
 
 def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> Verdict:
     config = config_of(ONE | changes, world, "h100")
-    return check(programs([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
+    return check_order(build_programs([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
 
 
 def schedule(name: str) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Ver
     for rank in range(world):
         with of(rank):
             rehearsals.append(rehearse(config, world, rank, "h100"))
-    return check(programs(rehearsals))
+    return check_order(build_programs(rehearsals))
 
 
 def test_a_rank_that_skips_its_call_is_named() -> None:

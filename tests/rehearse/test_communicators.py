@@ -20,7 +20,7 @@ from tests.rehearse.small import config_of
 from titanmoe.ops.device import HARDWARE, as_on
 from titanmoe.parallel import apply
 from titanmoe.plan.communicators import communicators
-from titanmoe.rehearse.rehearsal import Samples, _without_values, fake_world, rehearse
+from titanmoe.rehearse.rehearsal import FakeLoader, _without_values, fake_world, rehearse
 from titanmoe.train.build import build_training
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
@@ -56,7 +56,7 @@ def test_a_rank_of_1024_has_at_most_15(dispatcher: str) -> None:
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
         with fake_world(rank, 1024), as_on(HARDWARE["h100"]):
             runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
-            training = build_training(config, runtime, loader=Samples, garbage=no_collection, build=without_numbers)
+            training = build_training(config, runtime, loader=FakeLoader, garbage=no_collection, build=without_numbers)
             counts = Counter(
                 kind for (kind, _), group in training.meshes.communicators.groups.items() if group is not None
             )

@@ -27,7 +27,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.many_ranks import SMALL, check_ranks, corners
 from titanmoe.rehearse.message_order import HOST_ORDER, Verdict
 from titanmoe.rehearse.message_recorder import Event, Log, Message
-from titanmoe.rehearse.rehearsal import Rehearsal, Samples, rehearse
+from titanmoe.rehearse.rehearsal import FakeLoader, Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 
@@ -239,7 +239,7 @@ def rows_and_weights_of_one_dtype_swapped(world: World) -> Message:
         for message in recorded.messages("dispatch ep", "all-to-all", dtype=torch.float32):
             message.dtype = torch.bfloat16
     rows, weights = world[2].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[:2]
-    assert rows.row > weights.row
+    assert rows.row_bytes > weights.row_bytes
     world[2].swap(rows, weights)
     return rows
 
@@ -247,7 +247,7 @@ def rows_and_weights_of_one_dtype_swapped(world: World) -> Message:
 @fault("flat", 7)
 def another_width(world: World) -> Message:
     message = world[7].messages("dispatch ep", "all-to-all", dtype=torch.bfloat16)[0]
-    message.row *= 2
+    message.row_bytes *= 2
     return message
 
 
@@ -458,13 +458,13 @@ def run(world: int, of: Callable[[int], AbstractContextManager]) -> Verdict:
 
 @pytest.mark.parametrize(("world", "rank"), [(4, 2), (16, 14)])
 def test_data_ranks_with_a_microbatch_less(world: int, rank: int) -> None:
-    real = Samples.__init__
+    real = FakeLoader.__init__
 
-    def fewer(samples: Samples, config: Any, data_rank: int, data_ranks: int) -> None:
+    def fewer(samples: FakeLoader, config: Any, data_rank: int, data_ranks: int) -> None:
         real(samples, config, data_rank, data_ranks)
         samples.microbatches -= data_rank == data_ranks - 1
 
-    names(run(world, lambda _: mock.patch.object(Samples, "__init__", fewer)), 0, rank)
+    names(run(world, lambda _: mock.patch.object(FakeLoader, "__init__", fewer)), 0, rank)
 
 
 def test_a_rank_that_makes_its_groups_in_another_order() -> None:

@@ -29,8 +29,8 @@ def test_integers_are_tracked() -> None:
         view = count.view(2, 2)
         view[1] += 5
         sizes = count.cumsum(0)
-    assert known_integers.numbers(count) == [1, 1, 7, 5]  # through its view
-    assert known_integers.numbers(sizes) == [1, 2, 9, 14]
+    assert known_integers.known_list(count) == [1, 1, 7, 5]  # through its view
+    assert known_integers.known_list(sizes) == [1, 2, 9, 14]
 
 
 def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_written_to() -> None:
@@ -40,12 +40,12 @@ def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_writte
         place = torch.arange(4)
         best = scores.argmax()
         place[:2] = best
-    assert known_integers.numbers(best) is None and known_integers.numbers(place) is None
+    assert known_integers.known_list(best) is None and known_integers.known_list(place) is None
 
 
 def test_the_host_reads_known_values_and_every_read_is_one_wait() -> None:
     fake, noted = recorder()
-    tolist = mock.patch.object(torch._subclasses.FakeTensor, "tolist", lambda x: noted.number(x))
+    tolist = mock.patch.object(torch._subclasses.FakeTensor, "tolist", lambda x: noted.read_value(x))
     with fake, noted.recording(), tolist:
         assert torch.arange(3).add(1).tolist() == [1, 2, 3]
         assert int(torch.arange(4).sum()) == 6

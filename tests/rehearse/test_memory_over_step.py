@@ -13,7 +13,7 @@ from tests.rehearse import allocated
 from tests.rehearse.small import config_of
 from tests.support.case_features import MODELS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.memory_over_step import KEPT_ACTIVATIONS, Memory
+from titanmoe.rehearse.memory_over_step import SAVED_ACTIVATIONS, Memory
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 MIDDLE: dict[str, Any] = {
@@ -97,9 +97,9 @@ def test_components() -> None:
         assert memory.components["moments"] == rehearsal.optimizer_bytes
     # Of the four blocks only the inputs are left, and in backward one of them in recomputed form.
     for plain, full in in_head, in_backward:
-        assert full.memory.components[KEPT_ACTIVATIONS] < plain.memory.components[KEPT_ACTIVATIONS] / 4
+        assert full.memory.components[SAVED_ACTIVATIONS] < plain.memory.components[SAVED_ACTIVATIONS] / 4
     again = [rehearsal.memory.components["recomputed activations"] for rehearsal in in_backward]
-    assert again[0] == 0 < again[1] < in_backward[0].memory.components[KEPT_ACTIVATIONS] / 2
+    assert again[0] == 0 < again[1] < in_backward[0].memory.components[SAVED_ACTIVATIONS] / 2
     tokens = 16 * MIDDLE["training.seq_len"]
     assert in_head[0].memory.components["logits"] >= tokens * MIDDLE["model.vocab_size"] * 4
     assert in_update.memory.components["gradients"] >= in_update.gradient_bytes

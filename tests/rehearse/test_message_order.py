@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.message_order import HOST_ORDER, STREAMS, Comm, Program, Verdict, check
+from titanmoe.rehearse.message_order import HOST_ORDER, STREAMS, Communicator, Program, Verdict, check_order
 from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
@@ -40,11 +40,13 @@ class Script:
 
     @property
     def program(self) -> Program:
-        return Program(self.rank, self.log, {kind: Comm(kind, ranks, ranks) for kind, ranks in self.groups.items()})
+        return Program(
+            self.rank, self.log, {kind: Communicator(kind, ranks, ranks) for kind, ranks in self.groups.items()}
+        )
 
 
 def judged(*scripts: Script) -> Verdict:
-    return check([script.program for script in scripts])
+    return check_order([script.program for script in scripts])
 
 
 def pair(**groups: tuple[int, ...]) -> tuple[Script, Script]:
@@ -87,7 +89,10 @@ def test_one_more_or_one_less():
     a, b = pair()
     a("all-reduce", "dispatch")("all-reduce", "dispatch")
     b("all-reduce", "dispatch")
-    assert "rank 0: operation 1 of rows" in judged(a, b).text and "rank 1 never issues operation 1" in judged(a, b).text
+    assert (
+        "rank 0: operation 1 of dispatch" in judged(a, b).text
+        and "rank 1 never issues operation 1" in judged(a, b).text
+    )
     a, b = pair()
     a("all-reduce", "dispatch")
     assert "rank 1 never issues any operation of that group" in judged(a, b).text
@@ -113,7 +118,7 @@ def test_split_sizes_agree(op: str):
 def test_rows_of_the_same_width_are_exchanged():
     a, b = pair()
     for script, row in (a, 32), (b, 4):
-        script("all-to-all", "dispatch", row=row, splits=((2, 2), (2, 2)))
+        script("all-to-all", "dispatch", row_bytes=row, splits=((2, 2), (2, 2)))
     verdict = judged(a, b)
     assert not verdict.safe and "in rows of 32" in verdict.text and "in rows of 4" in verdict.text
 
@@ -132,7 +137,7 @@ def test_all_ranks_make_the_same_groups():
         replace(a.program, created_groups=[("dispatch", (LEFT,))]),
         replace(b.program, created_groups=[("dispatch", (ALL,))]),
     ]
-    verdict = check(programs)
+    verdict = check_order(programs)
     assert (
         not verdict.safe
         and "rank 0 makes dispatch over ranks 0,1, and rank 1 dispatch over ranks 0,1,2,3" in verdict.text
@@ -144,10 +149,12 @@ def test_ranks_that_were_not_rehearsed_are_not_waited_for():
     for script in (a, b):
         script("all-reduce", "dispatch")
         script.groups = {"dispatch": ALL}
-    programs = [replace(program, comms={"dispatch": Comm("dispatch", ALL, LEFT)}) for program in (a.program, b.program)]
-    assert check(programs).text == HOST_ORDER
+    programs = [
+        replace(program, comms={"dispatch": Communicator("dispatch", ALL, LEFT)}) for program in (a.program, b.program)
+    ]
+    assert check_order(programs).text == HOST_ORDER
     b("all-reduce", "dispatch").sync()
-    assert "rank 0 never issues operation 1" in check(programs).text
+    assert "rank 0 never issues operation 1" in check_order(programs).text
 
 
 def test_ranks_that_stand_for_others_are_alike():
@@ -155,11 +162,11 @@ def test_ranks_that_stand_for_others_are_alike():
     a, b = Script(0, **groups), Script(1, **groups)
     for script, kind in (a, "dispatch"), (b, "shards"):
         script("all-reduce", kind).sync()
-    alone = {kind: Comm("dispatch", ranks, ranks[:1]) for kind, ranks in groups.items()}
+    alone = {kind: Communicator("dispatch", ranks, ranks[:1]) for kind, ranks in groups.items()}
     programs = [replace(program, comms=alone) for program in (a.program, b.program)]
-    assert check(programs, [tuple(programs)]).text == HOST_ORDER
+    assert check_order(programs, [tuple(programs)]).text == HOST_ORDER
     b.sync()
-    text = check(programs, [tuple(programs)]).text
+    text = check_order(programs, [tuple(programs)]).text
     assert "ranks 0 and 1 of a stage differ" in text and "--all-ranks" in text
 
 

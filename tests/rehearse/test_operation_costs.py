@@ -12,14 +12,14 @@ from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.operation_costs import Operations, Work, flops, stored_bytes
+from titanmoe.rehearse.operation_costs import OperationCost, Operations, flops, stored_bytes
 from titanmoe.rehearse.rehearsal import rehearse
-from titanmoe.rehearse.rehearsal_table import work_as_json
+from titanmoe.rehearse.rehearsal_table import costs_as_json
 
 aten = torch.ops.aten
 
 
-def total(func: Any, args: tuple, out: Any = (), kwargs: dict[str, Any] | None = None) -> Work:
+def total(func: Any, args: tuple, out: Any = (), kwargs: dict[str, Any] | None = None) -> OperationCost:
     operations = Operations()
     operations.add(func, args, kwargs or {}, out, CodeSite())
     return operations.total()
@@ -27,23 +27,23 @@ def total(func: Any, args: tuple, out: Any = (), kwargs: dict[str, Any] | None =
 
 def test_operations() -> None:
     x, w = torch.zeros(4, 8), torch.zeros(8, 16)
-    assert total(aten.mm.default, (x, w), x @ w) == Work(1, 2 * 4 * 8 * 16, 4 * (32 + 128), 4 * 64)
+    assert total(aten.mm.default, (x, w), x @ w) == OperationCost(1, 2 * 4 * 8 * 16, 4 * (32 + 128), 4 * 64)
     rows = torch.zeros(3, dtype=torch.int64)
     picked = total(aten.embedding.default, (torch.zeros(1000, 8), rows), torch.zeros(3, 8))
     assert (picked.read, picked.written) == (3 * 8 * 4 + 3 * 8, 3 * 8 * 4)
-    assert total(aten.view.default, (x, [32]), x.view(32)) == total(aten.empty_like.default, (x,), x) == Work()
-    assert total(aten.promote_types.default, (torch.float32, torch.bfloat16), torch.float32) == Work()
+    assert total(aten.view.default, (x, [32]), x.view(32)) == total(aten.empty_like.default, (x,), x) == OperationCost()
+    assert total(aten.promote_types.default, (torch.float32, torch.bfloat16), torch.float32) == OperationCost()
     assert stored_bytes(torch.zeros(4, 1).expand(4, 100)) == 16
 
 
 def test_a_tensor_changed_in_place_is_written_and_one_that_is_only_filled_is_not_read() -> None:
     x = torch.zeros(32)
-    assert total(aten.add_.Tensor, (x, x), x) == Work(1, 0, 256, 128)
-    assert total(aten.copy_.default, (x, x), x) == Work(1, 0, 128, 128)
-    assert total(aten.zero_.default, (x,), x) == Work(1, 0, 0, 128)
-    assert total(aten.add.out, (x, x), x, {"out": x}) == Work(1, 0, 256, 128)
+    assert total(aten.add_.Tensor, (x, x), x) == OperationCost(1, 0, 256, 128)
+    assert total(aten.copy_.default, (x, x), x) == OperationCost(1, 0, 128, 128)
+    assert total(aten.zero_.default, (x,), x) == OperationCost(1, 0, 0, 128)
+    assert total(aten.add.out, (x, x), x, {"out": x}) == OperationCost(1, 0, 256, 128)
     adamw = total(aten._fused_adamw_.default, ([x], [x], [x], [x], [], [torch.zeros(())]))
-    assert adamw == Work(1, 0, 4 * 128 + 4, 3 * 128)
+    assert adamw == OperationCost(1, 0, 4 * 128 + 4, 3 * 128)
 
 
 def test_attention_whose_heads_share_keys_has_the_flops_of_heads_with_keys_of_their_own() -> None:
@@ -92,7 +92,7 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     assert {operation.site.phase for operation in operations if operation.site.region == "optimizer"} == {"update"}
     lines = {operation.site.file for operation in operations if operation.site.region == "experts" and operation.flops}
     assert lines == {"moe/grouped_mm.py"}
-    report = work_as_json(operations)
+    report = costs_as_json(operations)
     for unit in ("flops", "read", "written"):
         assert sum(row[unit] * row["count"] for row in report["operations"]) == report[unit]
         regions = [of[unit] for parts in report["by_region"].values() for of in parts.values()]

@@ -14,18 +14,18 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.rehearse.assumed_routing import Routing
-from titanmoe.rehearse.recorded_routing import draw_experts, recorded_routing
-from titanmoe.rehearse.rehearsal import Samples
+from titanmoe.rehearse.recorded_routing import assign_experts, recorded_routing
+from titanmoe.rehearse.rehearsal import FakeLoader
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [90, 4, 0, 30, 30, 2, 60, 1], [1, 1, 0, 0, 0, 0, 0, 0]])
 def test_every_stretch_of_tokens_follows_the_shares_with_no_expert_twice(counts: list[int]) -> None:
-    share_E = torch.tensor(counts) * 2 / sum(counts)
+    fraction_E = torch.tensor(counts) * 2 / sum(counts)
     for first, last in (0, 1000), (700, 1400):
-        chosen_TK = draw_experts(torch.arange(first, last), share_E, 2)
+        chosen_TK = assign_experts(torch.arange(first, last), fraction_E, 2)
         assert (chosen_TK[:, 0] != chosen_TK[:, 1]).all()
         load_E = torch.bincount(chosen_TK.flatten(), minlength=8)
-        assert (load_E - share_E * (last - first)).abs().max() < 6
+        assert (load_E - fraction_E * (last - first)).abs().max() < 6
 
 
 def lines(*loads: tuple[int, dict[str, list[int]]]) -> str:
@@ -45,7 +45,7 @@ def test_each_layer_has_its_own_routing_and_the_last_line_is_used(tmp_path: Path
     config = config_of({"parallelism.experts.ep": 4}, 4, "cpu")
     run = written(tmp_path, lines((1, FIRST), (20, LAST)) + '{"step": 40, "lo')
     for step, load in (None, LAST), (20, LAST), (1, FIRST):
-        routing = Routing(config, derive(4, config.parallelism), Samples, recorded_routing(config, run, step))
+        routing = Routing(config, derive(4, config.parallelism), FakeLoader, recorded_routing(config, run, step))
         for layer in (0, 1):
             experts = torch.cat(
                 [routing.chosen_experts(rank, m, layer).flatten() for rank in range(4) for m in range(2)]
@@ -69,7 +69,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "layer 0 has 8 experts, but the recipe has model.num_experts = 16" in problem_text(
         tmp_path, good, num_experts=16
     )
-    assert "expert 0 of layer 1 has 8 of 16 rows, but with model.top_k = 4" in problem_text(tmp_path, good, 1, top_k=4)
+    assert "expert 0 of layer 1 has 8 of 16 routed tokens, but with model.top_k = 4" in problem_text(
+        tmp_path, good, 1, top_k=4
+    )
     for text in (
         "",
         "[]\n",
@@ -85,7 +87,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         recorded_routing(Config(), run)
     options = ["--ranks", "4", "--routing", str(tmp_path / "none")]
     assert "cannot read" in refused(capsys, *options, *SMALL)
-    assert "both say where rows go" in refused(capsys, *options, "--imbalance", "2")
+    assert "both set the routing" in refused(capsys, *options, "--imbalance", "2")
     assert "name the file with --routing" in refused(capsys, "--ranks", "4", "--routing-step", "2")
 
 
@@ -94,6 +96,6 @@ def test_the_output_says_that_it_estimates(tmp_path: Path, capsys: pytest.Captur
     options = ["--ranks", "4", "--routing", str(run), "--json", str(file), "--model.num_experts", "4"]
     assert rehearse(*options, *SMALL) == 0
     text = capsys.readouterr().out
-    assert "routing as in step 7 of" in text and "rows between two ranks, and all that follows" in text
+    assert "routing as in step 7 of" in text and "what two ranks send each other, and all that depends on it" in text
     (report,) = json.loads(file.read_text())["ranks"]
-    assert "estimates" in report["estimates"] and "step 7" in report["routing"]
+    assert "is estimated" in report["estimates"] and "step 7" in report["routing"]

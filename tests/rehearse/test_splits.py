@@ -13,7 +13,7 @@ from tests.support.case_features import DISPATCHERS
 from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatchers.alltoall import AllToAllExchange
 from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages, balanced, skewed
-from titanmoe.rehearse.many_ranks import check_ranks, disagreeing_splits
+from titanmoe.rehearse.many_ranks import check_ranks, split_mismatches
 from titanmoe.rehearse.message_order import HOST_ORDER
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
@@ -29,7 +29,7 @@ def test_split_sizes_are_those_of_the_rehearsed_rank(name: str) -> None:
     rehearsal = of(DISPATCHERS[name])
     splits_sent = [m.splits for m in rehearsal.log.messages if m.op == "all-to-all" and not m.backward]
     assert splits_sent == [(s, r) for _, s, r in rehearsal.exchange.all_to_alls(0, 0, 0)]
-    assert not list(disagreeing_splits([rehearsal]))
+    assert not list(split_mismatches([rehearsal]))
 
 
 def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_named() -> None:
@@ -55,7 +55,7 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
     splits = {layer: [s for _, s, _ in rehearsal.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
     assert splits[0] != splits[1]
     rows = [m.splits[0] for m in rehearsal.log.messages if m.op == "all-to-all" and m.site.layer == "layers.1"]
-    assert len(set(rows)) > 1 and not list(disagreeing_splits([rehearsal]))
+    assert len(set(rows)) > 1 and not list(split_mismatches([rehearsal]))
 
 
 def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
@@ -77,6 +77,6 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
 
     rehearsal = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
     rehearsal.exchange.__class__ = Watched
-    assert not list(disagreeing_splits([rehearsal])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert not list(split_mismatches([rehearsal])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
     with mock.patch.object(AllToAllExchange, "start_combine", start_combine):
-        assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([rehearsal]))
+        assert "microbatch 1: rank 2 sends rank 2" in next(split_mismatches([rehearsal]))

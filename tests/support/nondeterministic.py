@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.operation_costs import Operations, tensors
+from titanmoe.rehearse.operation_costs import Operations, local_tensors
 
 Arguments = dict[str, Any]
 """Those of a call, by the names in the operation's schema; "returned" is its result."""
@@ -26,12 +26,12 @@ def always(_: Arguments) -> bool:
 
 
 def sums_fractions(call: Arguments) -> bool:
-    (result,) = tensors(call["returned"])
+    (result,) = local_tensors(call["returned"])
     return result.dtype.is_floating_point or result.dtype.is_complex
 
 
 def returns_indices(call: Arguments) -> bool:
-    return len(list(tensors(call["returned"]))) == 2
+    return len(list(local_tensors(call["returned"]))) == 2
 
 
 LISTED: dict[str, tuple[str, Callable[[Arguments], bool]]] = {

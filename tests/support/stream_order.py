@@ -138,7 +138,7 @@ class StreamOrder:
     def place(self) -> str:
         """The line of titanmoe, else of a test."""
         site = self.sites.current_site()
-        if site.number:
+        if site.line:
             return f"{site}" + f" ({site.region})" * bool(site.region)
         frame = sys._getframe(1)
         while frame is not None and (TESTS not in frame.f_code.co_filename or SUPPORT in frame.f_code.co_filename):

@@ -136,7 +136,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
     def load_bytes(load: BackwardLoad) -> dict[str, int]:
         kept = sum(count * size for count, size in zip(load.in_flight, kept_by_stage, strict=True))
         summed = sum(whole for whole, begun in zip(whole_by_stage, load.begun, strict=True) if begun) * reduced
-        return {"activations kept": round(kept) + tokens, "gradients": summed if pipelined else accumulated_bytes}
+        return {"saved activations": round(kept) + tokens, "gradients": summed if pipelined else accumulated_bytes}
 
     def add_candidate(name: str, **more: int) -> None:
         components = base | alive | {"pipeline receive buffers": buffers}
@@ -247,7 +247,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
             )
     if pipelined:
         largest = max(unit.trained.whole for unit, _ in (parts if sharded else parts[: len(units)]))
-        alive |= {"activations kept": 0, "gradients": sum(whole_by_stage) * reduced}
+        alive |= {"saved activations": 0, "gradients": sum(whole_by_stage) * reduced}
         # FSDP frees a unit's gathered weights before it reduces their gradients.
         add_candidate(
             "reducing gradients after the last microbatch",

@@ -1,1 +1,1 @@
-"""One step of any rank of any world in one process: the real code on fake tensors, and what it sends and holds."""
+"""Rehearsals: run a step of any rank of any world in one process, on fake tensors, and report what it would do."""

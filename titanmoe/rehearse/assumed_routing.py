@@ -1,8 +1,8 @@
-"""Which tokens visit which experts, assumed in advance because a rehearsal has no data.
+"""The routing that a rehearsal assumes, because it has no data: the experts of every token of every rank.
 
-`Routing.chosen_experts` gives the experts of every token of any rank, so a rank also knows what the others will send
-it. The dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and
-the integers that it sends are delivered here.
+`Routing.chosen_experts` gives them for any rank, so a rank also knows what the others send it. The dispatchers' own
+code determines the split sizes: `IntegerMessages` runs it for each rank of a group on rows of width zero, and delivers
+the integers that it sends.
 
 Shapes as in titanmoe.moe.dispatchers.dispatcher.
 """
@@ -30,21 +30,21 @@ from titanmoe.parallel.context import placement
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """As `[moe] force_balance` routes."""
+    """Return chosen_TK for tokens at these indices, as `[moe] force_balance` routes."""
     return (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % num_experts
 
 
 def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tensor:
-    """The busiest expert has `factor` times the mean, and the others share the rest evenly.
+    """Return chosen_TK in which the busiest expert has `factor` times the mean, and the others split the rest evenly.
 
-    Tokens visit expert 0 at regular intervals, as often as its share asks for; all other choices cycle through the
-    other experts. At num_experts / top_k, the largest factor possible, every token visits the first top_k experts.
+    Tokens visit expert 0 at regular intervals, as often as its load asks for; all other choices cycle through the other
+    experts. At num_experts / top_k, the largest factor possible, every token visits the first top_k experts.
     """
     most = num_experts / top_k
     if factor >= most:
         return torch.arange(top_k).repeat(len(index_T), 1)
-    share = factor / most  # of tokens that visit expert 0
-    to_first = ((index_T + 1) * share).floor() > (index_T * share).floor()
+    fraction = factor / most  # of tokens that visit expert 0
+    to_first = ((index_T + 1) * fraction).floor() > (index_T * fraction).floor()
     others = num_experts - 1
     rest_TK = 1 + (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % others
     first_TK = torch.cat((torch.zeros_like(rest_TK[:, :1]), rest_TK[:, 1:]), 1)
@@ -53,20 +53,20 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
 
 @dataclass(frozen=True)
 class AssumedRouting:
-    """Which experts each token visits."""
+    """An assumption about the experts that each token visits."""
 
     text: str
-    """For the report."""
+    """The description in the report."""
     choose: Callable[[int, Tensor], Tensor]
-    """chosen_TK, from a layer and the tokens' index_T within the step."""
+    """The function from a layer and the tokens' index_T within the step to chosen_TK."""
     by_layer: bool = False
-    """Whether layers differ."""
+    """Whether the routing differs from layer to layer."""
     estimates: str = ""
-    """Why the results are estimates; "" if they are exact."""
+    """The reason why the results are estimates; "" if they are exact."""
 
 
 def with_imbalance(config: Config, factor: float) -> AssumedRouting:
-    """factor: rows of the busiest expert over the mean."""
+    """Return the routing in which the busiest expert has `factor` times the mean of routed tokens."""
     top_k, num_experts = config.model.top_k, config.model.num_experts
     if factor <= 1:
         return AssumedRouting("balanced", partial(_balanced, top_k, num_experts))
@@ -84,23 +84,32 @@ def _skewed(top_k: int, num_experts: int, factor: float, layer: int, index_T: Te
 
 
 class Routing:
-    """The experts of every token of a step."""
+    """The experts of every token of a step, on any rank."""
 
     def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], assumed: AssumedRouting):
+        """Take the assumed routing.
+
+        Args:
+            config: The resolved config.
+            fold: The mapping of the world.
+            samples: Builds the loader of a data rank, from the config, the rank and the number of data ranks.
+            assumed: The experts by layer and token.
+        """
         self.config, self.fold, self.samples, self.assumed = config, fold, samples, assumed
         self._index: dict[int, Tensor] = {}
         self._chosen_experts: dict[tuple[int, int, int], Tensor] = {}
 
     @property
     def microbatches(self) -> int:
+        """The number of microbatches of a step."""
         return self.samples(self.config, 0, self.fold.dp).microbatches
 
     def key(self, layer: int) -> int:
-        """The same for layers with the same routing."""
+        """Return a number that layers with the same routing have in common."""
         return layer if self.assumed.by_layer else 0
 
     def index(self, rank: int, microbatch: int) -> Tensor:
-        """The index within the step of the tokens that a rank owns."""
+        """Return index_T, the indices within the step of a rank's tokens of a microbatch."""
         if rank not in self._index:
             fold, place = self.fold, lambda *axes: group_at(self.fold, "attention", axes, rank)
             data, cp, tp = place("dp"), place("cp"), place("tp")
@@ -112,13 +121,14 @@ class Routing:
         return self._index[rank] + microbatch * self.fold.dp * training.local_batch_size * training.seq_len
 
     def chosen_experts(self, rank: int, microbatch: int, layer: int) -> Tensor:
+        """Return chosen_TK of a rank's tokens of a microbatch."""
         key = rank, microbatch, self.key(layer)
         if key not in self._chosen_experts:
             self._chosen_experts[key] = self.assumed.choose(layer, self.index(rank, microbatch))
         return self._chosen_experts[key]
 
-    def parts(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
-        """The same, for each part of a microbatch that a dispatcher sends by itself."""
+    def halves(self, rank: int, microbatch: int, layer: int) -> list[Tensor]:
+        """Return chosen_TK of each micro-half, or of the microbatch if it is dispatched in one."""
         chosen_TK, samples = self.chosen_experts(rank, microbatch, layer), self.config.training.local_batch_size
         if self.config.moe.overlap != "halves":
             return [chosen_TK]
@@ -126,6 +136,7 @@ class Routing:
 
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
+    """Return the size of a rank's group along some axes and its index there, as a group that cannot communicate."""
     members = group_of(fold, view, axes, rank)
     return Group("", len(members), members.index(rank)) if len(members) > 1 else NO_GROUP
 
@@ -135,15 +146,19 @@ class _Stop(Exception):
 
 
 class _DispatcherRun(TorchDispatchMode):
-    """Runs a dispatcher's own code for one rank, up to its n-th message of integers, which is kept with its splits (n =
-    -1: to the end). `supply` returns what earlier such messages receive.
-    """
+    """A dispatch mode that runs a dispatcher's own code for one rank without communicating."""
 
     def __init__(self, n: int, supply: Callable[[int], Tensor]):
+        """Prepare a run up to a message of integers.
+
+        Args:
+            n: The index of the message of integers that ends the run and is stored; -1 to run to the end.
+            supply: Returns what each earlier message of integers receives, by its index.
+        """
         super().__init__()
         self.n, self.supply, self.count = n, supply, 0
         self.all_to_alls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        """The group, rows sent to each of its ranks, and rows received from each."""
+        """The group of each all-to-all, the rows sent to each of its ranks, and the rows received from each."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._overloadpacket.__name__
@@ -168,7 +183,7 @@ class _DispatcherRun(TorchDispatchMode):
 
 
 class IntegerMessages:
-    """What a rank receives when dispatchers send each other integers."""
+    """The integers that dispatchers of different ranks send each other, computed on one rank."""
 
     def __init__(
         self,
@@ -178,32 +193,44 @@ class IntegerMessages:
         node: int,
         symmetric: bool = False,
     ):
-        """symmetric: whether dispatchers use symmetric memory here, as in a step that fits."""
+        """Take the routing and the kind of dispatcher.
+
+        Args:
+            routing: The experts of every token.
+            dispatcher_type: The class of the dispatchers.
+            template: A dispatcher of the model, whose sizes the others have.
+            node: The ranks per node.
+            symmetric: Whether the dispatchers use symmetric memory, as in a step whose buffers do not overflow.
+        """
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
         self.symmetric = symmetric
         self._sent_cache: dict[tuple, tuple] = {}
         self._received_cache: dict[tuple, Tensor] = {}
 
     def __reduce__(self) -> tuple:
-        """Pickled without its caches."""
+        """Return what pickles this object without its caches."""
         routing = self.routing
         fresh = Routing(routing.config, routing.fold, routing.samples, routing.assumed)
         return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.symmetric)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
-        """What a rank receives in its n-th message of integers."""
+        """Return what a rank receives in its n-th message of integers of a layer and microbatch."""
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._received_cache:
             _, _, name, group = self.sent_integers(rank, microbatch, layer, n)
             members = self.members(group, rank)
-            own_index, pieces = members.index(rank), []
+            own_index, received = members.index(rank), []
             for other in members:
                 x, splits, _, _ = self.sent_integers(other, microbatch, layer, n)
-                pieces.append(x.split(splits[0])[own_index] if splits is not None else x)
-            self._received_cache[key] = torch.stack(pieces).sum(0) if name == "all_reduce" else torch.cat(pieces)
+                received.append(x.split(splits[0])[own_index] if splits is not None else x)
+            self._received_cache[key] = torch.stack(received).sum(0) if name == "all_reduce" else torch.cat(received)
         return self._received_cache[key]
 
     def sent_integers(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
+        """Return a rank's n-th message of integers of a layer and microbatch: tensor, splits, operation and group.
+
+        Splits are the rows sent to each rank and received from each, or None unless it is an all-to-all.
+        """
         key = rank, microbatch, self.routing.key(layer), n
         if key not in self._sent_cache:
             run = _DispatcherRun(n, lambda i: self.received_integers(rank, microbatch, layer, i))
@@ -218,7 +245,7 @@ class IntegerMessages:
         return self._sent_cache[key]
 
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """The all-to-alls of a forward pass, to the experts and back."""
+        """Return group, rows sent and rows received of each all-to-all of a forward, to the experts and back."""
         run = _DispatcherRun(-1, lambda i: self.received_integers(rank, microbatch, layer, i))
         with run, torch.no_grad(), outside():
             for exchange in self._exchanges(rank, microbatch, layer):
@@ -226,10 +253,11 @@ class IntegerMessages:
         return run.all_to_alls
 
     def _exchanges(self, rank: int, microbatch: int, layer: int) -> list[Exchange]:
+        """Begin to dispatch each micro-half of a rank's tokens, as rows of width zero."""
         dispatcher = self._dispatcher(rank)
         return [
             dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
-            for chosen_TK in self.routing.parts(rank, microbatch, layer)
+            for chosen_TK in self.routing.halves(rank, microbatch, layer)
         ]
 
     def _dispatcher(self, rank: int) -> Dispatcher:
@@ -249,6 +277,7 @@ class IntegerMessages:
         return Group(name, len(members), members.index(rank))
 
     def members(self, group: str, rank: int) -> list[int]:
+        """Return the ranks of a rank's expert group ("whole"), or of its groups "within" and "across" nodes."""
         whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
         if group == "whole":
             return whole

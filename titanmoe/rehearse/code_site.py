@@ -1,8 +1,8 @@
-"""Where in the program an operation belongs: its line of code, layer and region, and the phase of the step.
+"""The code site of an operation: its line of code, layer, region, and phase of the step.
 
-In forward the Python stack shows all of it. In backward most operations have no Python stack, but they belong to a node
-of autograd's graph. Under anomaly detection torch stores on every node the stack that made it; here it stores the site
-instead.
+Recorders ask `CodeSites.current_site` for every message and operation. In forward the Python stack shows all of it. In
+backward most operations have no Python stack, but belong to a node of autograd's graph. Under anomaly detection torch
+stores on every node the stack that created it; here it stores the site instead.
 """
 
 from __future__ import annotations
@@ -27,35 +27,39 @@ OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
 LAUNCH = os.path.join(OURS, "ops", "kernels", "kernel_launch.py")
-"""Where every kernel is called."""
+"""The file that launches every kernel."""
 SENDERS = tuple(f.__code__ for f in (symm_mem.exchange, symm_mem.ExchangeRows.forward, symm_mem.send))
-"""These send for their callers, as the functions of titanmoe.comm do."""
+"""Functions outside titanmoe.comm that also communicate for their callers."""
 TORCH = os.path.dirname(torch.__file__) + os.sep
 BLOCK_METHODS = ("attend", "feed", "forward", "whole")
-"""Methods of a block: any work for the block has one of them on the stack."""
+"""Methods of a block. Any operation of the block has one of them on the stack."""
 TRACEBACK_KEY = "traceback_"
-"""The key of a node's metadata that holds what `traceback.format_stack` returned when the node was made."""
+"""The key of a node's metadata that holds what `traceback.format_stack` returned when the node was created."""
 GATHER, REDUCE, RECEIVE = "gather weights", "reduce gradients", "receive buffers"
-"""Work that torch does by itself, named like the regions of our code."""
+"""Names for what torch does by itself, like the regions of our code."""
 TORCH_REGIONS = {"unshard": GATHER, "wait_for_unshard": GATHER, "post_backward": REDUCE, "finalize_backward": REDUCE}
 FORWARD_BACKWARD = "forward backward"
 
 
 class CodeSite(NamedTuple):
+    """The place of an operation in the program and in the step."""
+
     file: str = ""
-    number: int = 0
+    """The file, relative to the package."""
+    line: int = 0
     layer: str = ""
+    """The block's name, such as "layers.3"; "" outside of all blocks."""
     region: str = ""
     """The innermost region; "" for norms, residual sums and whatever else is in none."""
     phase: str = ""
-    """"forward", "backward", "recomputed" (forward again, during backward) or "update": the rest of the step."""
+    """"forward", "backward", "recomputed" (forward recomputed during backward) or "update" (the rest of the step)."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
+        return f"{self.file}:{self.line}"
 
 
 def _kind(code: CodeType) -> str:
-    """What a frame running that code means."""
+    """Return what a frame that runs this code tells of its operation; "" if nothing."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
         if file.startswith((HERE, COMM)) or file == LAUNCH or code in SENDERS:
@@ -77,9 +81,10 @@ def _kind(code: CodeType) -> str:
 
 
 class CodeSites(Observer):
-    """layers: names of blocks, by the id of the module."""
+    """Finds the code site of the operation that runs."""
 
     def __init__(self, layers: dict[int, str]):
+        """Take the names of blocks by the id of their module; the caller may add to them later."""
         self.layers = layers
         self._kinds: dict[CodeType, str] = {}
         self._thread = threading.local()  # the regions that a thread is in
@@ -87,6 +92,7 @@ class CodeSites(Observer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Follow regions, and store code sites on autograd's nodes, within this context."""
         with ExitStack() as stack:
             stack.enter_context(listening(self))
             stack.enter_context(replaced(traceback, "format_stack", self._format_site))
@@ -110,7 +116,7 @@ class CodeSites(Observer):
             stack.pop()
 
     def in_region(self, name: str) -> bool:
-        """Whether the thread is in a region of that name."""
+        """Return whether this thread is in a region of that name."""
         return name in self._regions()
 
     def _regions(self) -> list[str]:
@@ -126,7 +132,7 @@ class CodeSites(Observer):
         return [str(x) for x in self.current_site()]
 
     def current_site(self) -> CodeSite:
-        """The code site of the operation that runs in this thread."""
+        """Return the code site of the operation that runs in this thread."""
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)
         regions = self._regions()
@@ -162,6 +168,6 @@ class CodeSites(Observer):
         if stored is not None:
             if not number:
                 file, number = stored[0], int(stored[1])
-            if phase != "recomputed" or not layer:  # a recomputed method of a block enters its regions again
+            if phase != "recomputed" or not layer:  # recomputation enters a block's regions itself
                 layer, region = layer or stored[2], region or stored[3]
         return CodeSite(file, number, layer, region, phase)

@@ -1,4 +1,8 @@
-"""Records a step on fake tensors: the integers that decide shapes, operations, memory, and host syncs."""
+"""The recorder of a rehearsal: messages, operations, memory and host syncs of a step on fake tensors.
+
+It is a dispatch mode: torch calls it for every operation. It also follows the integers that decide shapes
+(`known_integers`), and takes the shapes of results from a cache (`shape_cache`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes as outside
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 from titanmoe.rehearse import known_integers, stand_ins
 from titanmoe.rehearse.assumed_routing import IntegerMessages
@@ -21,26 +25,34 @@ from titanmoe.rehearse.shape_cache import Shapes
 
 
 class _Dispatching(threading.local):
-    """What the thread's dispatcher is working on."""
+    """The dispatch that a thread is in: its layer, microbatch and micro-half."""
 
     microbatch = layer = -1
     exchange: IntegerMessages | None = None
     integer_messages = 0  # received in this layer and microbatch
-    part = -1  # of the microbatch, where it is sent in several
+    half = -1  # the index of the micro-half, if a microbatch is dispatched in two
 
-    def begin(self, layer: int, microbatch: int, parts: int) -> None:
-        """The router has a part of a microbatch: the first, or the one that follows it in the same layer."""
-        goes_on = (layer, microbatch) == (self.layer, self.microbatch) and self.part + 1 < parts
-        self.part = self.part + 1 if goes_on else 0
+    def begin(self, layer: int, microbatch: int, halves: int) -> None:
+        """Note that a router begins with a microbatch, or with its second half if the first was of the same layer."""
+        goes_on = (layer, microbatch) == (self.layer, self.microbatch) and self.half + 1 < halves
+        self.half = self.half + 1 if goes_on else 0
         self.layer, self.microbatch = layer, microbatch
         if not goes_on:
             self.integer_messages = 0
 
 
 class FakeRecorder(Recorder):
-    """Records a step on fake tensors: tracks the integers that decide shapes, and where the host reads a value."""
+    """A recorder that runs all operations on fake tensors."""
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
+        """Prepare a recorder.
+
+        Args:
+            layers: The names of blocks by the id of their module; the caller may add to them later.
+            rank: The rank that is rehearsed.
+            on_gpu: Whether FSDP communicates on streams of its own.
+            fake: The mode of the fake tensors.
+        """
         super().__init__(layers, on_gpu)
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
         self.operations = Operations()
@@ -48,7 +60,7 @@ class FakeRecorder(Recorder):
         self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
-        """Starts a new record."""
+        """Discard what was recorded, and record a new step."""
         self.log, self.operations = Log(), Operations()
         self.ledger.begin_step()
 
@@ -60,16 +72,16 @@ class FakeRecorder(Recorder):
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
         if func.namespace == "profiler":
-            with outside():
+            with disable_modes():
                 return func(*args, **kwargs)
-        if name == "equal":  # rows that came through symmetric memory are compared
+        if name == "equal":  # a test of symmetric memory compares what arrived
             self.sync()
             return True
         if name == "_local_scalar_dense":
-            value = self.number(args[0])
+            value = self.read_value(args[0])
             return value if not isinstance(value, list) else value[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
-        known_integers.follow(func, args, kwargs, out)
+        known_integers.track(func, args, kwargs, out)
         if not func.is_view:
             site = self.sites.current_site()
             self.operations.add(func, args, kwargs, out, site)
@@ -82,7 +94,7 @@ class FakeRecorder(Recorder):
             return args[0]
         return self.shapes(func, args, kwargs)
 
-    def whole_numbers(self, x: Tensor) -> Tensor:
+    def integer_values(self, x: Tensor) -> Tensor:
         return known_integers.known_values(x)
 
     def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -91,29 +103,33 @@ class FakeRecorder(Recorder):
             return args[0].fake_device
         return func(*args, **kwargs)
 
-    def number(self, x: Tensor) -> Any:
-        """What the host reads: the value if it is known, otherwise 0, for a finite loss or a flag that is not set."""
+    def read_value(self, x: Tensor) -> Any:
+        """Return what the host reads: the value if it is known, else zeros, for a finite loss or an unset flag.
+
+        Raises:
+            RuntimeError: The values are integers and unknown.
+        """
         self.sync()
-        value = known_integers.numbers(x)
+        value = known_integers.known_list(x)
         if value is not None:
             return value
         if not x.dtype.is_floating_point:
             raise RuntimeError(
                 f"the host reads integers of shape {tuple(x.shape)}, whose values are unknown in a rehearsal"
             )
-        with outside():
+        with disable_modes():
             return torch.zeros(x.shape).tolist()
 
     def agree_on_shapes(self, x: Tensor) -> None:
-        """Before the first step stages ask each other whether they know their shapes: all of ours do."""
+        """Set received integers to 1: before the first step, stages tell each other that their shapes are known."""
         if not x.dtype.is_floating_point:
-            with outside():
+            with disable_modes():
                 known_integers.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
         site = self.sites.current_site()
         self.ledger.note(out, site)
-        if func.namespace == "titanmoe":  # rows are copied out of the receive buffer
+        if func.namespace == "titanmoe":  # an exchange copies out of the receive buffer
             self.operations.add(func, args, {}, out, site)
         if func._overloadpacket.__name__ == "_reduce_scatter_base_" and not self.on_gpu:
             # gloo sums all that is sent, in a copy, and takes this rank's shard of it.
@@ -126,7 +142,7 @@ class FakeRecorder(Recorder):
             if (value := known_integers.known_values(args[0])) is not None:
                 known_integers.set_known(out, value)
         elif self.dispatching.exchange is not None and self.sites.in_region("dispatch"):
-            with outside():
+            with disable_modes():
                 current = self.dispatching
                 value = current.exchange.received_integers(
                     self.rank, current.microbatch, current.layer, current.integer_messages

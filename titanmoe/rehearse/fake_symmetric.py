@@ -1,6 +1,6 @@
-"""Symmetric memory in a rehearsal: what a rank puts as messages, its buffers as fake tensors.
+"""Symmetric memory in a rehearsal: buffers are fake tensors, and puts are recorded as messages.
 
-Shapes as in titanmoe.moe.dispatchers.symm_mem.
+`reserve` takes the place of training's own reservation of buffers. Shapes as in titanmoe.moe.dispatchers.symm_mem.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes as outside
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Model, Training
@@ -28,8 +28,10 @@ from titanmoe.train.gradients import Gradients
 
 
 class RehearsedBuffers(SymmetricBuffers):
+    """Symmetric buffers that are fake tensors."""
+
     counts: IntegerMessages | None = None
-    """What the dispatchers send; None before the first step."""
+    """The integers that the dispatchers send; None before the first step."""
 
     def __init__(self, recorder: FakeRecorder, fake: FakeTensorMode, *sizes: Any):
         self.recorder, self.fake = recorder, fake
@@ -50,13 +52,13 @@ class RehearsedBuffers(SymmetricBuffers):
         recorder.begin_step()
 
     def must_repeat(self, ranks: float) -> bool:
-        """Decide by the assumed routing, as a flag of fake tensors is never set."""
+        """Return whether a receive buffer overflows under the assumed routing; fake tensors never set the flag."""
         if self.counts is None or self.group.size == 1:
             return False
         stage = self.counts.routing.fold.stage
         first = self.recorder.rank // stage * stage
         layers = moe_blocks(self.counts.routing.config.model)
-        with outside():
+        with disable_modes():
             return _overflows(self.counts, self, layers, range(first, first + stage))
 
 
@@ -69,6 +71,7 @@ def reserve(
     meshes: Meshes,
     device: torch.device,
 ) -> SharedBuffers | None:
+    """Reserve the dispatchers' shared buffers, as fake tensors for symmetric memory; None if none are needed."""
     symmetric = DISPATCHERS.implementation(moe.dispatcher) is Symmetric
     own = partial(RehearsedBuffers, recorder, fake) if symmetric else None
     return reserve_buffers(model, moe, training, meshes, device, own)
@@ -77,7 +80,9 @@ def reserve(
 def _overflows(
     exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
 ) -> bool:
-    """Whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and layer."""
+    """Return whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and
+    layer.
+    """
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
         bool((bins(count_GE.sum(0).view(memory.ranks.ep, -1)).sum(1) > memory.receive_slots).any())
@@ -89,7 +94,7 @@ def _overflows(
 
 
 def symmetric_notes(gradients: Gradients) -> list[str]:
-    """What a reader has to know about the figures."""
+    """Return remarks that a reader needs to understand the figures; empty without symmetric memory."""
     buffers = gradients.first_pass
     if buffers is None or buffers.group.size == 1:
         return []

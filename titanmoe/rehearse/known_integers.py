@@ -1,8 +1,8 @@
-"""The values of integer fake tensors, where they follow from known values: routing, and counts made from it.
+"""The values of integer fake tensors, where they follow from known values: routing, and counts computed from it.
 
-Fake tensors have shapes only, but the number of rows that go to each rank decides shapes. So integers are tracked: if
-all inputs of an operation are known integers, the operation is also run on real tensors, and its result is stored with
-the fake one. Whatever is computed from weights or activations is unknown.
+Fake tensors have shapes only, but the number of routed tokens for each rank decides shapes. So `track` follows
+integers: if all inputs of an operation are known, the operation also runs on real tensors, and its result is stored
+with the fake one. Whatever is computed from weights or activations is unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from titanmoe.rehearse.stand_ins import FORMULAS
 
 MOST = 1 << 24
-"""Elements of a tracked tensor: routing has fewer, indices into weights more."""
+"""The most elements of a tracked tensor. Routing has fewer, indices into weights have more."""
 _NAME = "_rehearsed"
 CONSTANTS = frozenset(("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"))
-"""Operations that take no more than a shape and dtype from their input."""
+"""Operations that use only the shape and dtype of their input."""
 
 
 class _KnownValues:
-    """A value, and whether it is still valid, which its views share."""
+    """A real tensor with the values, and a cell shared with its views that says whether they are still valid."""
 
     __slots__ = ("valid", "value")
 
@@ -38,12 +38,12 @@ def _is_whole(x: Tensor) -> bool:
 
 
 def set_known(x: Tensor, value: Tensor) -> None:
-    """From now on the values of x are known."""
+    """Store the values of a fake tensor, which are known from now on."""
     setattr(x, _NAME, _KnownValues(value, [True]))
 
 
 def known_values(x: Tensor) -> Tensor | None:
-    """The values of a tensor; None if unknown."""
+    """Return a real tensor with the values of x, which is x itself unless it is fake; None if they are unknown."""
     if not isinstance(x, FakeTensor):
         return x
     stored = getattr(x, _NAME, None)
@@ -55,8 +55,15 @@ def _cell(x: Tensor) -> list[bool]:
     return [True] if stored is None else stored.valid
 
 
-def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
-    """After func(*args, **kwargs) returned the fake `out`: runs it on the values of its inputs, if all are known."""
+def track(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    """Store the values of the results of an operation on fake tensors, if those of all its inputs are known.
+
+    Args:
+        func: The operation, which has just run.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        out: Its fake result.
+    """
     if isinstance(out, FakeTensor) and not _is_whole(out) and not func._schema.is_mutable:
         return
     results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
@@ -71,7 +78,7 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     values = [known_values(x) for x in inputs]
     if not all(x is not None and _is_whole(x) for x in values) or not all(_is_whole(x) for x in results):
         if changes:
-            for x in results:  # they now hold unknown values
+            for x in results:  # the operation has written unknown values
                 _cell(x)[0] = False
         return
     before = {x.untyped_storage().data_ptr(): _cell(fake) for x, fake in zip(values, inputs, strict=True)}
@@ -84,8 +91,8 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
             setattr(fake, _NAME, _KnownValues(value, cell))
 
 
-def numbers(x: Tensor) -> Any:
-    """What `tolist` returns; None if the values are unknown."""
+def known_list(x: Tensor) -> Any:
+    """Return what `tolist` of the real tensor would; None if the values are unknown."""
     value = known_values(x)
     if value is None:
         return None

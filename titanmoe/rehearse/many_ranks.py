@@ -1,7 +1,8 @@
-"""The ranks of a world to rehearse, and whether all messages can complete: all of them, or those at the corners.
+"""Rehearse many ranks of a world, and check that all their messages can complete (`--all-roles`, `--all-ranks`).
 
-Ranks of a stage run the same program, each in its own groups. Rank 0 of a large world is compared with the last rank
-along each axis, and every stage has its first rank; the others are taken to be like the first of their stage.
+A small world is rehearsed on all ranks. Ranks of a stage run the same program, each in its own groups; so of a large
+world the first rank of every stage is rehearsed, and of the first and last stage the last rank along each axis. The
+others are taken to be like the first rank of their stage.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.rank_groups import group_of
 from titanmoe.rehearse.assumed_routing import AssumedRouting, IntegerMessages
-from titanmoe.rehearse.message_order import Comm, Program, Verdict, check
+from titanmoe.rehearse.message_order import Communicator, Program, Verdict, check_order
 from titanmoe.rehearse.rehearsal import Rehearsal, rehearse
 
 SMALL = 8
-"""Ranks of a world that is rehearsed whole."""
+"""The most ranks of a world whose ranks are all rehearsed."""
 MIN_RANKS_PER_PROCESS = 4
+"""The fewest ranks for which another process is started."""
 
 
 def corners(fold: Fold) -> list[int]:
-    """The first rank of every stage; and of the first and the last stage, the last rank along every axis of both
-    views.
-    """
+    """Return the first rank of every stage and, in the first and last stage, the last rank along every axis."""
     firsts = range(0, fold.world, fold.stage)
     ends = {
         group_of(fold, view, axis, first)[-1]
@@ -51,8 +51,16 @@ def rehearse_ranks(
 ) -> Iterator[Rehearsal]:
     """Yield the last of `steps` steps of each rank.
 
-    ranks: by default all of a small world, and those at the corners of a larger one. Many of them are rehearsed in
-    several processes, each of which uses one CPU and takes a while to start.
+    Many ranks are rehearsed in several processes, each of which uses one CPU and takes a while to start.
+
+    Args:
+        config: The resolved config, from `recipe_to_rehearse`.
+        world: The number of ranks.
+        hardware: The name of the hardware whose code runs.
+        routing: The assumed routing; a number is its imbalance.
+        node: The ranks per node.
+        ranks: The ranks to rehearse; None for all of a small world, or those at the corners of a large one.
+        steps: The number of steps; the last one is recorded.
     """
     if ranks is None:
         ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
@@ -66,14 +74,17 @@ def rehearse_ranks(
         yield from pool.map(rehearse, *arguments)
 
 
-def programs(rehearsals: list[Rehearsal]) -> list[Program]:
+def build_programs(rehearsals: list[Rehearsal]) -> list[Program]:
+    """Return the program of each rehearsed rank, for `check_order`."""
     rehearsed = {rehearsal.rank for rehearsal in rehearsals}
     return [
         Program(
             rehearsal.rank,
             rehearsal.log,
             {
-                name: Comm(f"{group.kind} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed))
+                name: Communicator(
+                    f"{group.kind} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed)
+                )
                 for name, group in rehearsal.groups.items()
             },
             rehearsal.created_groups,
@@ -83,28 +94,29 @@ def programs(rehearsals: list[Rehearsal]) -> list[Program]:
 
 
 def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
+    """Check that the messages of the rehearsed ranks can complete, and that all ranks' split sizes match."""
     rehearsals = list(rehearsals)
-    fold, rank_programs = rehearsals[0].fold, programs(rehearsals)
-    by_rank = {program.rank: program for program in rank_programs}
-    alike_pairs = []
+    fold, programs = rehearsals[0].fold, build_programs(rehearsals)
+    by_rank = {program.rank: program for program in programs}
+    equal_pairs = []
     if len(by_rank) < fold.world:
         firsts = {rank: rank // fold.stage * fold.stage for rank in by_rank}
-        alike_pairs = [(by_rank[first], by_rank[rank]) for rank, first in firsts.items() if rank != first]
-    verdict = check(rank_programs, alike_pairs)
-    disagreement = next(disagreeing_splits(rehearsals), None) if verdict.safe else None
-    return verdict if disagreement is None else Verdict(disagreement, False)
+        equal_pairs = [(by_rank[first], by_rank[rank]) for rank, first in firsts.items() if rank != first]
+    verdict = check_order(programs, equal_pairs)
+    mismatch = next(split_mismatches(rehearsals), None) if verdict.safe else None
+    return verdict if mismatch is None else Verdict(mismatch, False)
 
 
 # ---- split sizes of ranks that were not rehearsed
 
 
-def disagreeing_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
-    """Rows that one rank of a group sends and the other does not expect, under the assumed routing.
+def split_mismatches(rehearsals: list[Rehearsal]) -> Iterator[str]:
+    """Yield an error where a rank sends rows that the receiver does not expect, under the assumed routing.
 
-    Only forward is checked, because backward swaps the two sides. If all layers have the same routing, one layer of one
-    stage is enough, because stages see the same tokens; otherwise every layer is checked, in the first microbatch. A
-    dispatcher knows no more than its group, its index there and what its tokens chose, so one of all groups whose ranks
-    choose alike is enough, too.
+    All ranks of a stage are checked, rehearsed or not. Only forward is, because backward swaps the two sides. If all
+    layers have the same routing, one layer of one stage is enough, because stages see the same tokens; otherwise every
+    layer is checked, in the first microbatch. A dispatcher depends only on its group, its index there and the experts
+    of its tokens, so of groups whose ranks choose the same experts one is enough.
     """
     checked_kinds: set[int] = set()
     checked_groups: set[bytes] = set()
@@ -124,12 +136,13 @@ def disagreeing_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
                     choices = sha256()
                     for rank in ranks:
                         choices.update(exchange.routing.chosen_experts(rank, microbatch, layer).numpy().tobytes())
-                    if (alike := choices.digest()) not in checked_groups:
-                        checked_groups.add(alike)
-                        yield from _disagreeing(exchange, ranks, microbatch, layer)
+                    if (digest := choices.digest()) not in checked_groups:
+                        checked_groups.add(digest)
+                        yield from _group_mismatches(exchange, ranks, microbatch, layer)
 
 
-def _disagreeing(exchange: IntegerMessages, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
+def _group_mismatches(exchange: IntegerMessages, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
+    """Yield an error where split sizes within a dispatcher's group do not match, in one layer and microbatch."""
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}
     for rank, own_calls in calls.items():
         for n, (group, send, _) in enumerate(own_calls):

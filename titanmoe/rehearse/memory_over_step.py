@@ -1,7 +1,8 @@
-"""A rank's memory over a step: every storage, from the operation that makes it until nothing refers to it.
+"""A rank's memory over a step: every storage, from the operation that allocates it until nothing refers to it.
 
-Bytes are those that tensors request. Workspaces of kernels, NCCL's own memory, and what an allocator loses to rounding
-and fragmentation are not counted.
+The recorder notes the results of operations in a `Ledger`, whose `memory` gives the peak by component and line. Bytes
+are those that tensors request. Workspaces of kernels, NCCL's own memory, and what an allocator loses to rounding and
+fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from titanmoe.observe import Observer, listening
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
-from titanmoe.rehearse.operation_costs import tensors
+from titanmoe.rehearse.operation_costs import local_tensors
 from titanmoe.replace import replaced
 
-WEIGHTS, GRADIENTS, MOMENTS, KEPT_ACTIVATIONS, OTHER = "weights", "gradients", "moments", "activations kept", "other"
+WEIGHTS, GRADIENTS, MOMENTS, SAVED_ACTIVATIONS, OTHER = "weights", "gradients", "moments", "saved activations", "other"
 RECOMPUTED, DISPATCH, SYMMETRIC = "recomputed activations", "dispatch buffers", "symmetric buffers"
+# The component of what a region allocates.
 COMPONENT_OF_REGION = {
     GATHER: "gathered weights",
     REDUCE: GRADIENTS,
@@ -34,13 +36,15 @@ COMPONENT_OF_REGION = {
     "head and loss": "logits",
 }
 COMPONENTS = (
-    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT_ACTIVATIONS, RECOMPUTED),
+    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, SAVED_ACTIVATIONS, RECOMPUTED),
     *(DISPATCH, SYMMETRIC, "logits", "pipeline receive buffers", OTHER),
 )
 DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
 
 
 class Storage:
+    """A recorded storage: its size, where it was allocated, and what it is for."""
+
     __slots__ = ("backward", "component", "needed_in_backward", "site", "size")
 
     def __init__(self, size: int, site: CodeSite, backward: int, component: str = ""):
@@ -48,23 +52,26 @@ class Storage:
         self.needed_in_backward = False
 
     def resolved_component(self) -> str:
+        """Return the component that the storage counts as; known for certain only after the step."""
         region = self.site.region
         if self.component or region in COMPONENT_OF_REGION:
             return self.component or COMPONENT_OF_REGION[region]
         if self.needed_in_backward:
-            return KEPT_ACTIVATIONS
+            return SAVED_ACTIVATIONS
         if region in DISPATCH_REGIONS:
             return DISPATCH
         return RECOMPUTED if self.site.phase == "recomputed" else OTHER
 
 
-class _Watch(weakref.ref):
+class _StorageRef(weakref.ref):
+    """A weak reference to a live storage of torch, with its record."""
+
     __slots__ = ("key", "storage")
 
 
 @dataclass
 class PeakStorages:
-    """Storages alive at the peak that one line of code made for one component."""
+    """The storages alive at the peak that one line of code allocated for one component, over all layers."""
 
     component: str
     site: CodeSite
@@ -74,53 +81,56 @@ class PeakStorages:
 
 @dataclass
 class Memory:
+    """A rank's memory in a step, in bytes."""
+
     peak: int
     site: CodeSite
-    """Of the operation that reached the peak."""
+    """The site of the operation that reached the peak."""
     at_start: int
-    """Bytes at the start of the step."""
+    """The bytes at the start of the step."""
     components: dict[str, int]
-    """Bytes at the peak."""
+    """The bytes of each component at the peak."""
     at_peak: list[PeakStorages]
-    """Largest first; layers are added up."""
+    """The storages at the peak, largest first."""
 
 
 class Ledger(Observer):
     """Records storages as they are allocated and freed."""
 
     def __init__(self, where: Callable[[], CodeSite]) -> None:
-        self._where, self._live, self._not_on_device = where, dict[int, _Watch](), set[int]()
+        """Take a function that returns the code site of the operation that runs."""
+        self._where, self._live, self._not_on_device = where, dict[int, _StorageRef](), set[int]()
         self.backward = 0
-        """Operations of the step so far that were in backward."""
+        """The count of this step's operations so far that were in backward."""
         self.begin_step()
 
     def begin_step(self) -> None:
-        """A step starts with the storages that are alive."""
+        """Discard the record, and begin a step with the storages that are alive."""
         self.backward = 0
-        self._storages = [watch.storage for watch in self._live.values()]
+        self._storages = [ref.storage for ref in self._live.values()]
         self._changes = array("q", (x.size for x in self._storages))
         self.at_start = self.current = self.peak = sum(self._changes)
         self._highest = len(self._storages)
         self._site = CodeSite()
 
     def assign(self, values: Iterable[Tensor], component: str) -> None:
-        """Counts these tensors, which are from before the step or already recorded, as that component."""
-        for x in tensors(list(values)):
-            watch = self._live.get(x.untyped_storage()._cdata)
-            if watch is not None:
-                watch.storage.component = component
+        """Count these tensors as a component. Tensors from before the step are recorded now."""
+        for x in local_tensors(list(values)):
+            ref = self._live.get(x.untyped_storage()._cdata)
+            if ref is not None:
+                ref.storage.component = component
             else:
                 self._open(x.untyped_storage(), CodeSite(), component)
 
     def leave_out(self, values: Iterable[Tensor]) -> None:
-        """Does not count these tensors, which are not on the device."""
-        self._not_on_device |= {x.untyped_storage()._cdata for x in tensors(list(values))}
+        """Exclude these tensors, which are in host memory, from the count."""
+        self._not_on_device |= {x.untyped_storage()._cdata for x in local_tensors(list(values))}
 
     def note(self, out: Any, site: CodeSite) -> None:
-        """Records the results of an operation."""
+        """Record the results of an operation at a site."""
         if site.phase in ("backward", "recomputed"):
             self.backward += 1
-        for x in tensors(out):
+        for x in local_tensors(out):
             storage = x.untyped_storage()
             if storage._cdata not in self._live and storage._cdata not in self._not_on_device:
                 self._open(storage, site)
@@ -129,17 +139,17 @@ class Ledger(Observer):
         size = storage.nbytes()
         if not size:
             return
-        watch = _Watch(storage, self._on_freed)
-        watch.key, watch.storage = storage._cdata, Storage(size, site, self.backward, component)
-        self._live[watch.key] = watch
-        self._change(watch.storage, size)
+        ref = _StorageRef(storage, self._on_freed)
+        ref.key, ref.storage = storage._cdata, Storage(size, site, self.backward, component)
+        self._live[ref.key] = ref
+        self._change(ref.storage, size)
         if self.current > self.peak:
             self.peak, self._highest, self._site = self.current, len(self._storages), site
 
-    def _on_freed(self, watch: _Watch) -> None:
-        if self._live.get(watch.key) is watch:
-            del self._live[watch.key]
-            self._close(watch.storage)
+    def _on_freed(self, ref: _StorageRef) -> None:
+        if self._live.get(ref.key) is ref:
+            del self._live[ref.key]
+            self._close(ref.storage)
 
     def _close(self, storage: Storage) -> None:
         storage.needed_in_backward |= storage.site.phase == "forward" and self.backward > storage.backward
@@ -150,25 +160,26 @@ class Ledger(Observer):
         self._storages.append(storage)
         self._changes.append(size)
 
-    # ---- what is not seen as an operation
+    # ---- changes that are no operations
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Follow FSDP's resizing of storages, and find its gradients, within this context."""
         resize, reduce = torch.UntypedStorage.resize_, FSDPParamGroup.post_backward
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            """FSDP frees whole weights this way, and allocates them again."""
-            watch = self._live.pop(storage._cdata, None)
-            if watch is not None:
-                self._close(watch.storage)
+            """Resize a storage. FSDP frees and reallocates unsharded weights this way."""
+            ref = self._live.pop(storage._cdata, None)
+            if ref is not None:
+                self._close(ref.storage)
             out = resize(storage, size)
             self._open(storage, self._where())
             return out
 
         def reduces(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
             for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                grads = (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad)
+                unsharded = getattr(parameter, "_unsharded_param", None)
+                grads = (None if unsharded is None else unsharded.grad, parameter.unsharded_accumulated_grad)
                 self.assign([x for x in grads if x is not None], GRADIENTS)
             return reduce(group, *args, **kwargs)
 
@@ -185,6 +196,7 @@ class Ledger(Observer):
     # ---- the result
 
     def memory(self) -> Memory:
+        """Return the memory of the step so far."""
         live: dict[int, Storage] = {}
         for storage, change in zip(self._storages[: self._highest], self._changes, strict=False):
             if change > 0:

@@ -1,19 +1,18 @@
-"""Whether the messages of all ranks can complete: who issues what in which order, and who waits for whom.
+"""Check that the messages of all ranks can complete: who issues what in which order, and who waits for whom.
 
-In this order: Do all ranks make the same groups in the same order? Do all members of a group issue the same collectives
-in the same order, with matching dtypes and sizes? Does every send have a receive of its size? Does every rank wait for
-all its messages? Are the ranks of a stage alike, where not all of them were rehearsed? Does every rank reach the end?
-The last is answered by simulating the ranks. A communicator runs its operations one at a time, in the order in which
-its host issued them, and the sends and receives of one batch together; an operation starts once its inputs exist, that
-is, after everything that earlier computation has waited for; a host that reads a number waits for the computation.
-There are two simulations:
+`check_order` asks: Do all ranks make the same groups in the same order? Do all members of a group issue the same
+collectives in the same order, with matching dtypes and sizes? Does every send have a receive of its size? Does every
+rank wait for all its messages? Do the ranks of a stage run the same program, where not all of them were rehearsed? Does
+every rank reach the end? The last is answered by simulating the ranks. A communicator runs its operations one at a
+time, in the order in which its host issued them, and the sends and receives of one batch together; an operation starts
+once its inputs exist, that is, after everything that earlier computation has waited for; a host that reads a number
+waits for the computation. There are two simulations:
 
     safe in host order                 every operation blocks the rank that issues it until it completes
     safe only if streams overlap       operations of different communicators must be able to run side by side
 
-NCCL has no receive from any source, so nothing depends on which message arrives first: following one run is enough.
-
-Nobody waits for a member of a group that was not rehearsed.
+NCCL has no receive from any source, so no order depends on which message arrives first: one simulation of each kind is
+enough. No rank waits for members of a group that were not rehearsed.
 """
 
 from __future__ import annotations
@@ -29,56 +28,65 @@ from titanmoe.rehearse.message_recorder import ALL_TO_ALLS, Event, Log, Message
 HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
 POINT_TO_POINT = ("send", "receive")
 MOST = 8
-"""Errors that are reported: one often causes many."""
+"""The most errors that are reported, because one often causes many."""
 CreatedGroups = list[tuple[str, tuple[tuple[int, ...], ...]]]
 """The kind and the ranks of all groups that a world makes together, in order."""
 
 
-class Comm(NamedTuple):
-    """A communicator."""
+class Communicator(NamedTuple):
+    """A communicator of a group."""
 
     kind: str
+    """The communicator kind and the axes of the group, as text."""
     ranks: tuple[int, ...]
     members: tuple[int, ...]
-    """Those of its ranks that were rehearsed."""
+    """The ranks of the group that were rehearsed."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The operations that a rank issues and waits for."""
+    """The operations that a rank issues and waits for in a step."""
 
     rank: int
     log: Log
-    comms: dict[str, Comm]
-    """By torch's name for the group, as in the log."""
+    comms: dict[str, Communicator]
+    """The communicators by torch's name for the group, as in the log."""
     created_groups: CreatedGroups = field(default_factory=list)
 
-    def comm(self, message: Message) -> Comm:
+    def comm(self, message: Message) -> Communicator:
         return self.comms[message.group]
 
     def peer(self, message: Message) -> int:
-        """The other rank of a send or receive."""
+        """Return the other rank of a send or receive."""
         return self.comm(message).ranks[message.peer]
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The result of a check."""
+
     text: str
-    """HOST_ORDER, STREAMS, or the error."""
+    """HOST_ORDER, STREAMS, or the first error."""
     safe: bool
+    """Whether all messages can complete."""
     details: tuple[str, ...] = ()
-    """Operations that wait for each other, or further errors."""
+    """The operations that wait for each other, or further errors."""
 
 
-def check(programs: list[Program], alike_pairs: Iterable[tuple[Program, Program]] = ()) -> Verdict:
-    """alike_pairs: ranks that must run the same program, each in its own groups."""
-    findings = (
-        different_groups(programs),
-        disagreements(programs),
+def check_order(programs: list[Program], equal_pairs: Iterable[tuple[Program, Program]] = ()) -> Verdict:
+    """Check that the messages of these programs can complete.
+
+    Args:
+        programs: The programs of the rehearsed ranks.
+        equal_pairs: Pairs of ranks that must run the same program, each in its own groups.
+    """
+    errors_by_rule = (
+        group_mismatches(programs),
+        message_mismatches(programs),
         unwaited_messages(programs),
-        differences(alike_pairs),
+        program_differences(equal_pairs),
     )
-    errors = list(islice(chain(*findings), MOST))
+    errors = list(islice(chain(*errors_by_rule), MOST))
     if errors:
         return Verdict(errors[0], False, tuple(errors[1:]))
     blocked = _Simulation(programs, blocking=True).blocked_operations()
@@ -91,12 +99,13 @@ def check(programs: list[Program], alike_pairs: Iterable[tuple[Program, Program]
 
 
 def describe(program: Program, message: Message, number: int | None = None) -> str:
+    """Describe a message: its rank, communicator, operation, size and line, and its number in the communicator."""
     comm = program.comm(message)
     number_text = f" {number}" if number is not None else ""
     layer = f" of {message.site.layer}" if message.site.layer else ""
     phase = " in backward" if message.backward else ""
     peer_text = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
-    rows = f" in rows of {message.row}" if message.op in ALL_TO_ALLS else ""
+    rows = f" in rows of {message.row_bytes}" if message.op in ALL_TO_ALLS else ""
     size = message.sent_bytes or message.received_bytes
     count = f"{size} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
     return (
@@ -112,8 +121,11 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
 # ---- groups
 
 
-def different_groups(programs: list[Program]) -> Iterator[str]:
-    """All ranks of the world make every group together, members or not."""
+def group_mismatches(programs: list[Program]) -> Iterator[str]:
+    """Yield an error if two ranks do not make the same groups in the same order.
+
+    All ranks of the world must make every group together, members or not.
+    """
     first = programs[0]
     for program in programs[1:]:
         for number, (a, b) in enumerate(zip_longest(first.created_groups, program.created_groups)):
@@ -128,18 +140,19 @@ def different_groups(programs: list[Program]) -> Iterator[str]:
 def _group_text(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
     if group is None:
         return "no group"
-    kind, parts = group
-    more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
-    return f"{kind} over ranks {' | '.join(map(_ranks_text, parts[:4]))}{more}"
+    kind, groups = group
+    more = f" and {len(groups) - 4} more" if len(groups) > 4 else ""
+    return f"{kind} over ranks {' | '.join(map(_ranks_text, groups[:4]))}{more}"
 
 
-# ---- agreement
+# ---- members of a group
 
 
-def disagreements(programs: list[Program]) -> Iterator[str]:
-    by_comm: dict[Comm, list[tuple[Program, list[Message]]]] = defaultdict(list)
+def message_mismatches(programs: list[Program]) -> Iterator[str]:
+    """Yield errors where members of a group do not issue matching collectives, or sends and receives."""
+    by_comm: dict[Communicator, list[tuple[Program, list[Message]]]] = defaultdict(list)
     for program in programs:
-        by_comm_of_rank: dict[Comm, list[Message]] = defaultdict(list)
+        by_comm_of_rank: dict[Communicator, list[Message]] = defaultdict(list)
         for message in program.log.messages:
             by_comm_of_rank[program.comm(message)].append(message)
         for comm, messages in by_comm_of_rank.items():
@@ -157,6 +170,7 @@ def disagreements(programs: list[Program]) -> Iterator[str]:
 
 
 def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
+    """Yield an error where a member's collectives differ from the first member's, or split sizes do not match."""
     lists = [(program, [m for m in messages if m.op not in POINT_TO_POINT]) for program, messages in members]
     first, own_messages = lists[0]
     for program, other_messages in lists[1:]:
@@ -191,7 +205,10 @@ def _collective_mismatches(members: list[tuple[Program, list[Message]]]) -> Iter
 
 
 def _first_difference(own_messages: list[Message], other_messages: list[Message]) -> int | None:
-    """Where two ranks part: the first operations that differ, or that different lines of code issue before these."""
+    """Return the index where the messages of two ranks diverge; None if they are equal.
+
+    That is the first message that differs, or before it the first that another line of code issues.
+    """
     pairs = list(zip(own_messages, other_messages, strict=False))
     if len(own_messages) == len(other_messages) and all(_signature(a) == _signature(b) for a, b in pairs):
         return None
@@ -200,12 +217,12 @@ def _first_difference(own_messages: list[Message], other_messages: list[Message]
 
 
 def _signature(message: Message) -> tuple:
-    sizes = (message.row,) if message.op in ALL_TO_ALLS else (message.sent_bytes, message.received_bytes)
+    sizes = (message.row_bytes,) if message.op in ALL_TO_ALLS else (message.sent_bytes, message.received_bytes)
     return message.op, message.dtype, message.site.layer, message.backward, *sizes
 
 
 def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:
-    """Each rank sends as many rows as its receiver expects."""
+    """Yield an error if a rank of an all-to-all sends another number of rows than its receiver expects."""
     for program, messages in members:
         a = messages[number]
         ranks = program.comm(a).ranks
@@ -221,6 +238,7 @@ def _split_mismatches(members: list[tuple[Program, list[Message]]], number: int)
 
 
 def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
+    """Yield an error if sends and receives between two members do not match."""
     by_ends: dict[tuple[int, int], dict[str, list[tuple[Program, Message]]]] = defaultdict(lambda: defaultdict(list))
     for program, messages in members:
         for message in messages:
@@ -243,7 +261,7 @@ def _pair_mismatches(members: list[tuple[Program, list[Message]]]) -> Iterator[s
 
 
 def unwaited_messages(programs: list[Program]) -> Iterator[str]:
-    """Nothing keeps a step from using a result before it has arrived, or from ending before."""
+    """Yield an error for each message that is never waited for: its result may be used before it has arrived."""
     for program in programs:
         waited = {event.number for event in program.log.events if event.kind == "wait"}
         for number, message in enumerate(program.log.messages):
@@ -251,8 +269,9 @@ def unwaited_messages(programs: list[Program]) -> Iterator[str]:
                 yield f"{describe(program, message)}, which is never waited for"
 
 
-def differences(alike_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
-    for a, b in alike_pairs:
+def program_differences(equal_pairs: Iterable[tuple[Program, Program]]) -> Iterator[str]:
+    """Yield an error if two ranks that must run the same program do not."""
+    for a, b in equal_pairs:
         for event, other_event in zip_longest(a.log.events, b.log.events):
             if event is None or other_event is None or _event_signature(a, event) != _event_signature(b, other_event):
                 yield (
@@ -282,17 +301,20 @@ def _event_text(program: Program, event: Event | None) -> str:
 
 
 @dataclass(eq=False)
-class _Unit:
-    """What one rank gives a communicator in one call: a collective, or a batch of sends and receives."""
+class _Call:
+    """A call of a rank to a communicator: a collective, or a batch of sends and receives."""
 
     rank: int
-    comm: Comm
+    comm: Communicator
     messages: list[Message]
     keys: list[tuple]
+    """The keys that its counterparts on other ranks have too."""
     needed_waits: int
-    """How many of the rank's waits must be over before it can start."""
+    """The number of the rank's waits that must be over before it can start."""
     active: bool = False
+    """Whether it has started."""
     pending: int = 0
+    """The number of keys whose counterparts have not all started."""
 
     @property
     def done(self) -> bool:
@@ -301,28 +323,38 @@ class _Unit:
 
 @dataclass(eq=False)
 class _Rank:
+    """The state of a simulated rank."""
+
     program: Program
     next_event: int = 0
     finished_waits: int = 0
-    waits: list[_Unit] = field(default_factory=list)
-    units: dict[int, _Unit] = field(default_factory=dict)  # by message
-    queues: dict[Comm, deque[_Unit]] = field(default_factory=lambda: defaultdict(deque))
+    waits: list[_Call] = field(default_factory=list)
+    calls: dict[int, _Call] = field(default_factory=dict)  # by message
+    queues: dict[Communicator, deque[_Call]] = field(default_factory=lambda: defaultdict(deque))
     counts: dict[tuple, int] = field(default_factory=lambda: defaultdict(int))
-    last_unit: _Unit | None = None
+    last_call: _Call | None = None
 
 
 class _Simulation:
+    """A simulation of all ranks, which runs until no rank can go on."""
+
     def __init__(self, programs: Iterable[Program], blocking: bool):
+        """Run the simulation.
+
+        Args:
+            programs: The programs of the rehearsed ranks.
+            blocking: Whether every call blocks its host until it completes.
+        """
         self.blocking = blocking
         self.ranks = {program.rank: _Rank(program) for program in programs}
-        self.arrived: dict[tuple, list[_Unit]] = defaultdict(list)
+        self.arrived: dict[tuple, list[_Call]] = defaultdict(list)
         runnable = deque(self.ranks.values())
         while runnable:
             self._advance(runnable.popleft(), runnable)
 
     def blocked_operations(self) -> list[str]:
-        """Operations that wait for each other in a cycle, or else a chain of waits; empty if all ranks finished."""
-        waiting = {rank: unit for rank, state in self.ranks.items() if (unit := self._waiting_unit(state)) is not None}
+        """Return operations that wait for each other in a cycle, or else in a chain; empty if all ranks finished."""
+        waiting = {rank: call for rank, state in self.ranks.items() if (call := self._waiting_call(state)) is not None}
         if not waiting:
             return []
         rank, chain = next(iter(waiting)), []
@@ -332,19 +364,20 @@ class _Simulation:
         cycle = chain[chain.index(rank) :] if rank in chain else chain
         return [describe(self.ranks[r].program, waiting[r].messages[0]) for r in cycle]
 
-    def _waiting_unit(self, state: _Rank) -> _Unit | None:
+    def _waiting_call(self, state: _Rank) -> _Call | None:
         for queue in state.queues.values():
             if queue and queue[0].active:
                 return queue[0]
         return next((queue[0] for queue in state.queues.values() if queue), None)
 
-    def _missing_ranks(self, unit: _Unit) -> Iterator[int]:
-        """Ranks that have not started the operation that this one waits for."""
-        for key in unit.keys:
+    def _missing_ranks(self, call: _Call) -> Iterator[int]:
+        """Yield the ranks that have not started their side of this call."""
+        for key in call.keys:
             present = {other.rank for other in self.arrived[key]}
-            yield from (rank for rank in (key[-2:] if key[0] == "pair" else unit.comm.members) if rank not in present)
+            yield from (rank for rank in (key[-2:] if key[0] == "pair" else call.comm.members) if rank not in present)
 
     def _advance(self, state: _Rank, runnable: deque[_Rank]) -> None:
+        """Run a rank until it is blocked, and append the ranks that it unblocks to `runnable`."""
         events, messages = state.program.log.events, state.program.log.messages
         progressed = True
         while progressed:
@@ -358,7 +391,7 @@ class _Simulation:
                     self._start(queue[0], runnable)
                     progressed = True
             if state.next_event == len(events) or (
-                self.blocking and state.last_unit is not None and not state.last_unit.done
+                self.blocking and state.last_call is not None and not state.last_call.done
             ):
                 continue
             kind, number = events[state.next_event]
@@ -367,7 +400,7 @@ class _Simulation:
                     continue
                 state.next_event += 1
             elif kind == "wait":
-                state.waits.append(state.units[number])
+                state.waits.append(state.calls[number])
                 state.next_event += 1
             else:
                 numbers = [number]
@@ -382,6 +415,7 @@ class _Simulation:
             progressed = True
 
     def _issue(self, state: _Rank, numbers: list[int]) -> None:
+        """Put the call of these messages, one batch, into the queue of its communicator."""
         program = state.program
         messages = [program.log.messages[number] for number in numbers]
         comm, keys = program.comm(messages[0]), []
@@ -398,18 +432,18 @@ class _Simulation:
             else:
                 keys.append(("all", comm, state.counts[comm]))
                 state.counts[comm] += 1
-        unit = _Unit(program.rank, comm, messages, keys, 0 if self.blocking else len(state.waits))
-        state.queues[comm].append(unit)
-        state.units |= dict.fromkeys(numbers, unit)
-        state.last_unit = unit
+        call = _Call(program.rank, comm, messages, keys, 0 if self.blocking else len(state.waits))
+        state.queues[comm].append(call)
+        state.calls |= dict.fromkeys(numbers, call)
+        state.last_call = call
 
-    def _start(self, unit: _Unit, runnable: deque[_Rank]) -> None:
-        unit.active, unit.pending = True, len(unit.keys)
-        for key in unit.keys:
-            units = self.arrived[key]
-            units.append(unit)
-            if len(units) == (2 if key[0] == "pair" else len(unit.comm.members)):
-                for member in units:
+    def _start(self, call: _Call, runnable: deque[_Rank]) -> None:
+        call.active, call.pending = True, len(call.keys)
+        for key in call.keys:
+            calls = self.arrived[key]
+            calls.append(call)
+            if len(calls) == (2 if key[0] == "pair" else len(call.comm.members)):
+                for member in calls:
                     member.pending -= 1
-                    if not member.pending and member.rank != unit.rank:
+                    if not member.pending and member.rank != call.rank:
                         runnable.append(self.ranks[member.rank])

@@ -1,7 +1,8 @@
-"""A dispatch mode that records every message a rank sends, on fake tensors and on real ones.
+"""A dispatch mode that records every message of a rank: collectives, sends and receives, and puts.
 
-A message is recorded when it is issued and when its result is waited for. Its line of code is the one in titanmoe that
-requests it; in backward, the line of the forward pass whose gradients are sent.
+It works on fake tensors (`fake_recorder`) and on those of real ranks, with which tests compare a rehearsal. A message
+is recorded when it is issued and when its result is waited for. Its line of code is the one in titanmoe that requests
+it; in backward, the line of the forward pass whose gradients are sent.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.cpu import Stream, current_stream
 from torch.cpu import _default_cpu_stream as default_stream
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as outside
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 from torch.utils._pytree import tree_leaves
 
 from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.rehearse.code_site import CodeSite, CodeSites
 from titanmoe.replace import replaced
 
-# By the name of the operation. Functional operations take the name of their group, those of c10d the group itself.
+# The kind of message of each torch operation. Functional operations take their group's name, c10d's the group itself.
 FUNCTIONAL = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
@@ -46,52 +47,61 @@ C10D = {
     "barrier": "barrier",
 }
 PUT = "put"
-"""Rows written to other ranks' memory, until what they write has arrived too."""
+"""A write of rows into the memory of other ranks, which ends when their rows have arrived here."""
 ALL_TO_ALLS = ("all-to-all", PUT)
 
 
 @dataclass
 class Message:
+    """A message of this rank."""
+
     op: str
+    """A value of `FUNCTIONAL` or `C10D`, or `PUT`."""
     group: str
     """torch's name for the process group."""
     dtype: torch.dtype
     sent_bytes: int
-    """Bytes of the input."""
+    """The bytes of the input."""
     received_bytes: int
-    """Bytes of the output."""
+    """The bytes of the output."""
     site: CodeSite
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """All-to-alls only: rows sent to each rank of the group, and received from each."""
-    row: int = 0
-    """All-to-alls only: bytes of a row."""
+    """The rows sent to each rank of the group, and the rows received from each; None unless it is an all-to-all."""
+    row_bytes: int = 0
+    """The bytes of a row of an all-to-all."""
     peer: int = -1
-    """Sends and receives only: the index of the other rank in the group."""
+    """The index in the group of the other rank of a send or receive."""
     batch: int = -1
-    """The same number for the sends and receives of one batch."""
+    """The number of the batch of sends and receives that it belongs to; -1 if it is alone."""
     wait_timing: str = "never"
-    """"at once" where nothing is computed in between, else "later"."""
+    """When its result is waited for: "at once" if nothing is computed in between, "later", or "never"."""
 
     @property
     def backward(self) -> bool:
+        """Whether it is issued during backward, by recomputation too."""
         return self.site.phase in ("backward", "recomputed")
 
 
 class Event(NamedTuple):
-    """In host order: "issue" or "wait" with the number of a message, "sync" with the number of a line."""
+    """What the host does: it issues a message, lets the device wait for one, or waits for the device itself."""
 
     kind: str
+    """"issue", "wait" or "sync"."""
     number: int
+    """The index of the message, or of the sync, in the log."""
 
 
 @dataclass
 class Log:
+    """The record of a step."""
+
     messages: list[Message] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    """All events in the order of the host."""
     syncs: list[CodeSite] = field(default_factory=list)
-    """Lines where the host waits for the device."""
+    """The lines where the host waits for the device."""
     side_streams: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
-    """Messages that another stream has waited for, and the computation's stream has not."""
+    """The indices of messages that another stream has waited for, and the computation's stream has not."""
 
 
 def _row_bytes(x: Tensor) -> int:
@@ -99,13 +109,19 @@ def _row_bytes(x: Tensor) -> int:
 
 
 class Recorder(TorchDispatchMode):
-    """layers: names of blocks, by the id of the module. on_gpu: FSDP runs its messages on streams of its own."""
+    """Records the messages of the operations that run in its context."""
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
+        """Prepare a recorder.
+
+        Args:
+            layers: The names of blocks by the id of their module.
+            on_gpu: Whether FSDP communicates on streams of its own.
+        """
         super().__init__()
         self.log, self.sites, self.on_gpu = Log(), CodeSites({} if layers is None else layers), on_gpu
         self.computed = 0
-        """How many operations have computed something so far."""
+        """The count of operations that have computed something so far."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id of the work, kept alive so that its id stays unique
         self._results: dict[int, tuple[Any, int]] = {}  # by id of a tensor that has not been waited for
         self._issued_at: dict[int, int] = {}
@@ -113,7 +129,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False spares every call torch's guard against being compiled, a fifth of its time; nothing compiles here."""
+        """Return False, so that torch omits its guard against being compiled, a fifth of the time of a call."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -147,19 +163,19 @@ class Recorder(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs an operation that is not a message."""
+        """Run an operation that is not a message, and return its result."""
         return func(*args, **kwargs)
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Runs a message, or the wait for one."""
+        """Run a message, or the wait for one, and return its result."""
         return func(*args, **kwargs)
 
     def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Answers a query about a tensor, such as its device."""
+        """Return the result of a query about a tensor, such as its device."""
         return func(*args, **kwargs)
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        """Called after a message has been issued or waited for."""
+        """Do nothing. Subclasses use it: it is called after a message has been issued or waited for."""
 
     def _from_functional(self, op: str, args: tuple, out: Tensor) -> Message:
         group = next(x for x in reversed(args) if isinstance(x, str))
@@ -184,14 +200,14 @@ class Recorder(TorchDispatchMode):
     def _from_put(self, x: Tensor, to_N: Tensor, from_M: Tensor, memory: str) -> Message:
         buffers = SymmetricBuffers.by_name[memory]
         group, limit, ranks = buffers.group.name, buffers.limit, buffers.group.size
-        with outside():
-            places = [self.whole_numbers(place) for place in (to_N, from_M)]
+        with disable_modes():
+            places = [self.integer_values(place) for place in (to_N, from_M)]
             rows = tuple(tuple(torch.bincount(x[x >= 0] // limit, minlength=ranks).tolist()) for x in places)
         sent_bytes, received_bytes = (sum(side) * _row_bytes(x) for side in rows)
         return Message(PUT, group, x.dtype, sent_bytes, received_bytes, self.sites.current_site(), rows, _row_bytes(x))
 
-    def whole_numbers(self, x: Tensor) -> Tensor:
-        """The values of a tensor of integers."""
+    def integer_values(self, x: Tensor) -> Tensor:
+        """Return a tensor with the values of a tensor of integers."""
         return x
 
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
@@ -219,19 +235,20 @@ class Recorder(TorchDispatchMode):
         self.log.events.append(Event("wait", number))
 
     def sync(self) -> None:
-        """The host waits for the device."""
+        """Record that the host waits for the device."""
         self.log.syncs.append(self.sites.current_site())
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
 
-    # ---- what dispatch does not see
+    # ---- waits, batches and streams, which a dispatch mode does not see
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
+        """Record everything within this context."""
         with ExitStack() as stack:
             stack.enter_context(self.sites.recording())
             for cls in (FakeWork, Work):
                 stack.enter_context(replaced(cls, "wait", self._waiting(cls.wait)))
-            # FSDP asks for it where weights were gathered for a backward that did not come, as of a first frozen layer.
+            # FSDP asks for it if weights were gathered for a backward that never came, as of a frozen first layer.
             stack.enter_context(replaced(torch.accelerator, "current_stream", current_stream))
             stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             if self.on_gpu:
@@ -258,7 +275,7 @@ class Recorder(TorchDispatchMode):
         return batched
 
     def _stream_method(self, name: str) -> Callable[..., Any]:
-        """FSDP's own streams, as they would be on a GPU: work on a stream follows what that stream has waited for.
+        """Return a method of streams that makes FSDP's streams wait as on a GPU, where a stream runs in order.
 
         On CPUs torch's streams do nothing, but FSDP still calls them. Here an event holds the messages that its stream
         has waited for, and the computation has waited for them once its own stream waits for the event.

@@ -1,9 +1,9 @@
-"""What operations cost: kernels launched, FLOPs, bytes read and written.
+"""The cost of operations: kernels launched, FLOPs, bytes read and written.
 
 Every operation that computes counts as one kernel; views, empty tensors and queries count as none. It reads each input
 once and writes each tensor that it returns or changes once. Of an expanded tensor only the stored elements are read, an
-operation that picks rows reads as many as it returns, and a tensor that is only filled or copied to is not read.
-Products count two FLOPs for each multiply-add, like torch's own counter; elementwise operations count none.
+operation that selects rows reads as many as it returns, and a tensor that is only filled or copied to is not read.
+Matmuls count two FLOPs for each multiply-add, like torch's own counter; elementwise operations count none.
 """
 
 from __future__ import annotations
@@ -31,29 +31,34 @@ NOT_CHANGED = frozenset(("grads",))
 
 
 @dataclass
-class Work:
+class OperationCost:
+    """A sum of costs."""
+
     kernels: int = 0
     flops: int = 0
     read: int = 0
+    """The bytes read."""
     written: int = 0
+    """The bytes written."""
 
-    def __iadd__(self, other: Work) -> Work:
+    def __iadd__(self, other: OperationCost) -> OperationCost:
         self.kernels += other.kernels
         self.flops += other.flops
         self.read += other.read
         self.written += other.written
         return self
 
-    def __mul__(self, count: int) -> Work:
-        return Work(self.kernels * count, self.flops * count, self.read * count, self.written * count)
+    def __mul__(self, count: int) -> OperationCost:
+        return OperationCost(self.kernels * count, self.flops * count, self.read * count, self.written * count)
 
     @property
     def moved(self) -> int:
+        """The bytes read and written."""
         return self.read + self.written
 
 
 class Operation(NamedTuple):
-    """What one launch does, and where it belongs in the program."""
+    """An operation: its code site, and the cost of one launch."""
 
     name: str
     site: CodeSite
@@ -63,41 +68,43 @@ class Operation(NamedTuple):
 
 
 class Operations(Counter[Operation]):
-    """How often a step runs each operation."""
+    """The count of each operation in a step."""
 
     def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, site: CodeSite) -> None:
+        """Count an operation that has run, unless it launches no kernel."""
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return
         write_only, changed = _changes(func, name)
         arguments = dict(enumerate(args)) | kwargs
-        inputs = [x for key, argument in arguments.items() if key not in write_only for x in tensors(argument)]
-        # An operation that changes tensors writes those, whatever it returns.
-        outputs = list(tensors([arguments[key] for key in changed if key in arguments] if changed else out))
-        if not outputs:  # a query, such as the dtype that two others promote to
+        inputs = [x for key, argument in arguments.items() if key not in write_only for x in local_tensors(argument)]
+        # An operation that changes tensors writes only those, whatever it returns.
+        outputs = list(local_tensors([arguments[key] for key in changed if key in arguments] if changed else out))
+        if not outputs:  # a query, such as the dtype that two dtypes promote to
             return
         written = sum(map(stored_bytes, outputs))
         if name in PICKS_ROWS:
             inputs[0] = outputs[0]
         self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
-    def totals_by(self, field: str) -> dict[str, Work]:
-        """Totals by a field of CodeSite."""
-        totals: dict[str, Work] = {}
+    def totals_by(self, field: str) -> dict[str, OperationCost]:
+        """Return the total cost for each value of a field of CodeSite."""
+        totals: dict[str, OperationCost] = {}
         for operation, count in self.items():
-            totals.setdefault(getattr(operation.site, field), Work()).__iadd__(work_of(operation) * count)
+            totals.setdefault(getattr(operation.site, field), OperationCost()).__iadd__(cost_of(operation) * count)
         return totals
 
-    def total(self) -> Work:
-        total = Work()
+    def total(self) -> OperationCost:
+        """Return the cost of all operations."""
+        total = OperationCost()
         for operation, count in self.items():
-            total += work_of(operation) * count
+            total += cost_of(operation) * count
         return total
 
 
 @cache
 def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | str, ...]]:
-    """Arguments that an operation writes without reading, and all that it writes: by position, or by keyword."""
+    """Return the arguments that an operation writes without reading, and all that it writes, as indices or keywords."""
     changed = [
         (argument.name if argument.kwarg_only else i, argument.kwarg_only)
         for i, argument in enumerate(func._schema.arguments)
@@ -107,12 +114,13 @@ def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | st
     return write_only, tuple(key for key, _ in changed)
 
 
-def work_of(operation: Operation) -> Work:
-    return Work(1, operation.flops, operation.read, operation.written)
+def cost_of(operation: Operation) -> OperationCost:
+    """Return the cost of one launch."""
+    return OperationCost(1, operation.flops, operation.read, operation.written)
 
 
-def tensors(x: Any) -> Iterator[Tensor]:
-    """The plain local tensors inside DTensors, results that are still in flight, and lists of those."""
+def local_tensors(x: Any) -> Iterator[Tensor]:
+    """Yield the plain local tensors in a result: inside DTensors, asynchronous results, and lists of these."""
     if isinstance(x, Tensor):
         while type(x) not in PLAIN:
             inner = getattr(x, "_local_tensor", None)
@@ -123,11 +131,11 @@ def tensors(x: Any) -> Iterator[Tensor]:
         yield x
     elif isinstance(x, list | tuple):
         for item in x:
-            yield from tensors(item)
+            yield from local_tensors(item)
 
 
 def stored_bytes(x: Tensor) -> int:
-    """Bytes of the elements that it really has: expanded dims count once."""
+    """Return the bytes of a tensor's stored elements: an expanded dimension counts once."""
     count = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1
@@ -135,6 +143,7 @@ def stored_bytes(x: Tensor) -> int:
 
 
 def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
+    """Return the FLOPs of an operation: those of matmuls and attention, by the shapes of its arguments and result."""
     packet = func._overloadpacket
     name, count = packet.__name__, flop_registry.get(packet)
     if name == "_grouped_mm":

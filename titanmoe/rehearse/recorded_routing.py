@@ -1,9 +1,9 @@
-"""Routing from the `experts.jsonl` of a run: how many tokens each expert had.
+"""Routing from the `experts.jsonl` of a run, which has the count of routed tokens of each expert (`--routing`).
 
-The file has loads summed over all ranks only. So each token's experts are chosen from them, deterministically: the
-experts' shares are placed end to end on a line of length K, and token t takes the experts at the K points u_t, u_t + 1,
-... No share exceeds 1, so these are K different experts. With u_t = t times the golden ratio, modulo 1, any stretch of
-consecutive tokens nearly follows the shares.
+The counts are sums over all ranks. So each token's experts are chosen from them, deterministically: the fractions of
+tokens that visit each expert are placed end to end on a line of length K, and token t takes the experts at the K points
+u_t, u_t + 1, ... No fraction exceeds 1, so these are K different experts. With u_t = t times the golden ratio, modulo
+1, any range of consecutive tokens nearly follows the fractions.
 """
 
 from __future__ import annotations
@@ -24,19 +24,34 @@ from titanmoe.rehearse.assumed_routing import AssumedRouting
 from titanmoe.train.run_folder import EXPERTS
 
 GOLDEN = (5**0.5 - 1) / 2
-ESTIMATES = "loads are summed over all ranks: rows between two ranks, and all that follows from them, are estimates"
+ESTIMATES = "loads are sums over all ranks: what two ranks send each other, and all that depends on it, is estimated"
 
 
-def draw_experts(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
-    """chosen_TK. share_E: the share of tokens that visit each expert; they sum to top_k."""
-    ends_E = share_E.double().cumsum(0)
+def assign_experts(index_T: Tensor, fraction_E: Tensor, top_k: int) -> Tensor:
+    """Return chosen_TK in which each expert is visited by its fraction of the tokens.
+
+    Args:
+        index_T: The indices of the tokens within the step.
+        fraction_E: The fraction of tokens that visit each expert; their sum is top_k.
+        top_k: The experts per token.
+    """
+    ends_E = fraction_E.double().cumsum(0)
     ends_E *= top_k / ends_E[-1]
     point_TK = (index_T.double() * GOLDEN % 1).unsqueeze(1) + torch.arange(top_k)
-    return torch.searchsorted(ends_E, point_TK, right=True).clamp_(max=len(share_E) - 1)
+    return torch.searchsorted(ends_E, point_TK, right=True).clamp_(max=len(fraction_E) - 1)
 
 
 def recorded_routing(config: Config, file: Path, step: int | None = None) -> AssumedRouting:
-    """step: None for the last in the file. ConfigError with all reasons why the file does not fit the recipe."""
+    """Return the routing that a run recorded at a step.
+
+    Args:
+        config: The resolved config of the recipe to rehearse.
+        file: The `experts.jsonl`, or the run folder that holds one.
+        step: The step; None for the last in the file.
+
+    Raises:
+        ConfigError: The file does not fit the recipe; has all reasons.
+    """
     try:
         file = refuse_link(file / EXPERTS) if file.is_dir() else file
     except CheckpointError as error:
@@ -48,7 +63,7 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
         raise ConfigError(
             [f"{file} has loads for layers {_layers_text(load)}; the recipe has experts in {_layers_text(layers)}"]
         )
-    shares, problems = {}, []
+    fractions, problems = {}, []
     for layer, counts in load.items():
         if len(counts) != model.num_experts:
             problems.append(
@@ -56,23 +71,23 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Ass
                 f"{model.num_experts}"
             )
             continue
-        share_E = torch.tensor(counts, dtype=torch.float64)
-        share_E *= model.top_k / share_E.sum()
-        if share_E.max() > 1 + 1e-6:
-            busiest = int(share_E.argmax())
+        fraction_E = torch.tensor(counts, dtype=torch.float64)
+        fraction_E *= model.top_k / fraction_E.sum()
+        if fraction_E.max() > 1 + 1e-6:
+            busiest = int(fraction_E.argmax())
             problems.append(
-                f"{file}: expert {busiest} of layer {layer} has {counts[busiest]:,} of {sum(counts):,} rows, but with "
-                f"model.top_k = {model.top_k} no expert can have more than 1 in {model.top_k}"
+                f"{file}: expert {busiest} of layer {layer} has {counts[busiest]:,} of {sum(counts):,} routed tokens, "
+                f"but with model.top_k = {model.top_k} no expert can have more than 1 in {model.top_k}"
             )
-        shares[layer] = share_E.tolist()
+        fractions[layer] = fraction_E.tolist()
     if problems:
         raise ConfigError(problems)
     text = f"as in step {step} of {file}"
-    return AssumedRouting(text, partial(_experts_by_share, shares, model.top_k), True, ESTIMATES)
+    return AssumedRouting(text, partial(_experts_of, fractions, model.top_k), True, ESTIMATES)
 
 
-def _experts_by_share(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
-    return draw_experts(index_T, torch.tensor(shares[layer], dtype=torch.float64), top_k)
+def _experts_of(fractions: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
+    return assign_experts(index_T, torch.tensor(fractions[layer], dtype=torch.float64), top_k)
 
 
 def _layers_text(layers: Any) -> str:
@@ -80,6 +95,7 @@ def _layers_text(layers: Any) -> str:
 
 
 def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
+    """Return the step and the counts of each layer's experts from a line of the file; None for the last line."""
     try:
         texts = file.read_bytes().split(b"\n")
     except OSError as error:
@@ -105,6 +121,7 @@ def _read_line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]
 
 
 def _load(line: Any) -> dict[int, list[int]] | None:
+    """Return the counts of each layer's experts in a line; None if it has none that are valid."""
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
         return None
     load = line["load"]

@@ -1,4 +1,8 @@
-"""One rank of a world in this process: a recipe's training, built and stepped on fake tensors."""
+"""Rehearse one rank of a world in this process: build a recipe's training on fake tensors and run steps of it.
+
+`recipe_to_rehearse` resolves a recipe without looking at data or runs, and `rehearse` runs it with torch's fake process
+group. The command, tests and benchmarks call them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes as outside
+from torch.utils._python_dispatch import _disable_current_modes as disable_modes
 
 from titanmoe.comm.collectives import local
 from titanmoe.components import COMPONENTS
@@ -54,9 +58,10 @@ from titanmoe.train.training import Training
 
 @dataclass(frozen=True)
 class NamedGroup:
-    """A process group, named by the axes of the fold."""
+    """A process group, with the axes of the fold that it spans."""
 
     kind: str
+    """The communicator kind."""
     axes: str
     ranks: tuple[int, ...]
     across: bool
@@ -64,16 +69,16 @@ class NamedGroup:
 
 
 DOCUMENTS = 4
-"""Documents per sample, if the recipe packs several into one."""
+"""The number of documents in a sample, if the recipe keeps documents apart."""
 
 
-class Samples:
-    """A stand-in for a run's loader: right shapes, without reading any file. Every position has a token and a label."""
+class FakeLoader:
+    """A loader of batches that have the recipe's shapes and no content. Every position has a token and a label."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.layout = BatchLayout(config, data_rank, data_ranks)
         self.objective = OBJECTIVES.look_up(config.training.objective)
-        self.kept, _ = self.objective.teacher_top_k(config)
+        self.teacher_top_k, _ = self.objective.teacher_top_k(config)
         self.global_batch_size, self.microbatches = self.layout.global_batch_size, self.layout.microbatches
 
     def next_step(self) -> list[Batch]:
@@ -86,9 +91,9 @@ class Samples:
             place = torch.arange(layout.seq_len).expand(shape)
             document, position = place // length, place % length
         extra_fields = {WEIGHT: torch.ones(shape)} if layout.with_weights else {}
-        if self.kept:
-            extra_fields |= {TEACHER_IDS: torch.zeros((*shape, self.kept), dtype=torch.int64)}
-            extra_fields |= {TEACHER_LOG_P: torch.zeros((*shape, self.kept + 1))}
+        if self.teacher_top_k:
+            extra_fields |= {TEACHER_IDS: torch.zeros((*shape, self.teacher_top_k), dtype=torch.int64)}
+            extra_fields |= {TEACHER_LOG_P: torch.zeros((*shape, self.teacher_top_k + 1))}
         if self.objective.reads_reference:
             extra_fields[REFERENCE] = torch.zeros(shape)
         if self.objective.completions_per_prompt > 1:
@@ -102,6 +107,8 @@ class Samples:
 
 @dataclass
 class Rehearsal:
+    """The record of a rehearsed step of one rank."""
+
     config: Config
     fold: Fold
     rank: int
@@ -109,31 +116,43 @@ class Rehearsal:
     routing: AssumedRouting
     log: Log
     groups: dict[str, NamedGroup]
-    """By torch's name for the group."""
+    """The groups of this rank, by torch's name for them."""
     created_groups: list[tuple[str, tuple[tuple[int, ...], ...]]]
     """The kind and the ranks of all groups that the world makes together, in order."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
+    """What the recipe asks for and the rehearsal leaves out, as text."""
     notes: list[str]
+    """Remarks on the figures."""
     start_up: list[Message]
-    """What symmetric memory sends before the first step."""
+    """The messages of symmetric memory before the first step."""
     operations: Operations
     memory: Memory
     exchange: IntegerMessages | None
-    """What the dispatchers of its stage send each other; None without experts, or if their bins are padded."""
+    """The integers that the dispatchers of its stage send each other; None without experts, or if expert buffers are
+    padded."""
     moe_layers: list[int]
+    """The layers of its stage that have experts."""
     step: int
-    """Which step it is, from 1."""
+    """The number of the step, from 1."""
 
 
 def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
+    """Return the groups of a rank with their axes, by torch's name for them.
+
+    Args:
+        communicators: The process groups.
+        fold: The mapping of the world.
+        rank: The rank.
+        node: The ranks per node.
+    """
     out = {}
-    for (kind, parts), group in communicators.groups.items():
+    for (kind, rank_lists), group in communicators.groups.items():
         if group is None:
             continue
-        ranks = next(part for part in parts if rank in part)
+        ranks = next(ranks for ranks in rank_lists if rank in ranks)
         across = len({r // node for r in ranks}) > 1
         out[group.group_name] = NamedGroup(kind, axes_of(fold, kind, ranks), ranks, across)
     return out
@@ -142,11 +161,15 @@ def name_groups(communicators: Communicators, fold: Fold, rank: int, node: int) 
 def _assume_routing(
     config: Config, training: Training, recorder: FakeRecorder, routing: Routing
 ) -> IntegerMessages | None:
-    """Makes routers follow the assumed routing, and dispatchers receive what the other ranks would send them."""
+    """Make routers follow the assumed routing, and dispatchers receive what the other ranks would send them.
+
+    Returns:
+        The integers that dispatchers send each other; None without experts, or if expert buffers are padded.
+    """
     if not training.moe_layers:
         return None
     if config.moe.capacity_factor and config.moe.pad_to_capacity:
-        return None  # sizes are those of the bins, whatever is sent
+        return None  # the sizes of padded buffers do not depend on the routing
     template = next(iter(training.moe_layers.values())).dispatcher
     node, memory = config.parallelism.node, training.gradients.first_pass
     messages = partial(IntegerMessages, routing, type(template), template, node)
@@ -158,10 +181,10 @@ def _assume_routing(
 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
-            current.begin(layer, known_integers.numbers(inputs[1].microbatch), 1 + (config.moe.overlap == "halves"))
+            current.begin(layer, known_integers.known_list(inputs[1].microbatch), 1 + (config.moe.overlap == "halves"))
             current.exchange = exchange if dispatcher.memory is None else symmetric_exchange
-            with outside():
-                chosen_TK = routing.parts(recorder.rank, current.microbatch, layer)[current.part]
+            with disable_modes():
+                chosen_TK = routing.halves(recorder.rank, current.microbatch, layer)[current.half]
             known_integers.set_known(out[3], chosen_TK)
 
         moe.router.register_forward_hook(route)
@@ -171,12 +194,12 @@ def _assume_routing(
 
 
 def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
-    """What is dropped depends on scores, so for the sizes of messages nothing is."""
+    """Pretend that no token is dropped, because dropping depends on unknown scores."""
     known_integers.set_known(out, known_integers.known_values(inputs[0]))
 
 
-class _NoCollection(GarbageCollection):
-    """None at the start either, which would take as long as a small recipe's steps do here."""
+class _NoGarbageCollection(GarbageCollection):
+    """No garbage collection, which would take as long as the steps of a small recipe."""
 
     def __init__(self, every: int):
         gc.disable()
@@ -186,7 +209,7 @@ class _NoCollection(GarbageCollection):
 
 
 def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
-    """`materialize` on fake tensors, which draws no initial weights."""
+    """Return a `materialize` for fake tensors, which initializes no weights."""
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
         with fake:
@@ -198,16 +221,16 @@ def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
 
 
 def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
-    """The recipe without what a rehearsal cannot do, and a list of what that is."""
+    """Return the config without what a rehearsal cannot run, and texts that say what was removed."""
     moe, left_out = config.moe, []
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
         left_out.append("compilation: operations are those of the uncompiled model")
     if moe.capacity_factor and not moe.pad_to_capacity:
-        left_out.append("dropping, which depends on scores: rows are counted before anything is dropped")
+        left_out.append("dropping, which depends on scores: tokens are counted before any is dropped")
     if config.distillation.teacher:
         config = replace(config, distillation=replace(config.distillation, teacher=""))
-        left_out.append("the teacher: neither its weights nor its forward, which titanmoe plan counts the weights of")
+        left_out.append("the teacher, its weights and its forward (titanmoe plan counts its weights)")
     if hardware.kind == "cuda" and moe.kernels != "torch" and not installed():
         left_out.append(
             "Triton's kernels, because Triton is not installed here: their plain PyTorch operations are counted instead"
@@ -217,9 +240,10 @@ def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, li
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
+    """Initialize torch.distributed as one rank of a world whose messages are not sent, within this context."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        # They have none, and whoever waits for a message asks for its time-out.
+        # Fake groups have no options, and torch asks for their time-out when it waits for a message.
         with replaced(FakeProcessGroup, "options", FakeProcessGroup.Options()):
             yield
     finally:
@@ -227,7 +251,17 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
-    """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
+    """Return the resolved config of a recipe, checked for a world and hardware. No data or earlier run is looked for.
+
+    Args:
+        argv: The words of the command line: the recipe and overrides.
+        world: The number of ranks.
+        hardware: The name of the hardware whose code runs.
+        node: The ranks per node.
+
+    Raises:
+        ConfigError: The recipe is refused; has all reasons.
+    """
     device = read_device(hardware)
 
     def without_run(config: Config) -> Config:
@@ -261,8 +295,16 @@ def rehearse(
     node: int = 8,
     steps: int = 1,
 ) -> Rehearsal:
-    """The last of `steps` steps, as on the hardware of that name. config: from `recipe_to_rehearse`. routing: a
-    number is its imbalance.
+    """Run steps of one rank on fake tensors, and return the record of the last.
+
+    Args:
+        config: The resolved config, from `recipe_to_rehearse`.
+        world: The number of ranks.
+        rank: The rank to rehearse.
+        name: The name of the hardware whose code runs.
+        routing: The assumed routing; a number is its imbalance.
+        node: The ranks per node.
+        steps: The number of steps.
     """
     hardware = HARDWARE[name]
     config, left_out = _without_unsupported(config, hardware)
@@ -273,19 +315,19 @@ def rehearse(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(as_on(hardware))
-        # torch keeps shards' layouts by mesh, and equal meshes of two ranks differ in this rank's place.
+        # torch caches shards' layouts by mesh, and equal meshes of two ranks differ in the rank's coordinates.
         stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(fake_world(rank, world))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
         layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
-        # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
+        # Meshes are built from real values and modules on the meta device: fake tensors begin with the weights.
         training = build_training(
             config,
             runtime,
-            loader=Samples,
-            garbage=_NoCollection,
+            loader=FakeLoader,
+            garbage=_NoGarbageCollection,
             build=partial(
                 build,
                 materialize=_without_values(fake),
@@ -293,17 +335,18 @@ def rehearse(
             ),
             reserve_buffers=partial(reserve, recorder, fake),
         )
-        layers |= {id(block): f"layers.{i}" for part in training.stages for i, block in part.blocks().items()}
+        layers |= {id(block): f"layers.{i}" for model in training.stages for i, block in model.blocks().items()}
         stack.enter_context(fake)
-        exchange = _assume_routing(config, training, recorder, Routing(config, fold, Samples, assumed))
-        # One wait of the host, where fake tensors would read element by element.
-        stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
-        # Of batches, which are on the host: nothing to wait for.
+        exchange = _assume_routing(config, training, recorder, Routing(config, fold, FakeLoader, assumed))
+        # tolist counts as one wait of the host; fake tensors would read element by element.
+        stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.read_value(x)))
+        # numpy is called on batches only, which are on the host, so the host does not wait.
         stack.enter_context(replaced(FakeTensor, "numpy", lambda x: known_integers.known_values(x).numpy()))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.gpu_stand_ins())
-        training.optimizer.moments()  # allocated now, as in every step but the first
-        recorder.ledger.assign((x for part in training.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        training.optimizer.moments()  # allocates the moments, which exist in every step but the first
+        for model in training.stages:
+            recorder.ledger.assign((*model.parameters(), *model.buffers()), WEIGHTS)
         recorder.ledger.assign(training.optimizer.device_tensors, MOMENTS)
         recorder.ledger.leave_out(training.optimizer.host_tensors)
         trainer = Trainer(training)

@@ -1,4 +1,7 @@
-"""A rehearsal as tables for people, and as JSON for programs."""
+"""A rehearsal as lines of text, and as JSON.
+
+`titanmoe rehearse` prints `format_rehearsal` for one rank or `format_ranks` for several, and writes `as_json`.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.memory_over_step import Memory
 from titanmoe.rehearse.message_order import Verdict
 from titanmoe.rehearse.message_recorder import Message
-from titanmoe.rehearse.operation_costs import Operation, Operations, Work, work_of
+from titanmoe.rehearse.operation_costs import Operation, OperationCost, Operations, cost_of
 from titanmoe.rehearse.rehearsal import NamedGroup, Rehearsal
 from titanmoe.text_report import columns, format_bytes
 
 SHOWN_LINES, SHOWN_OPERATIONS = 10, 12
-"""How many lines that allocate and how many operations are printed."""
+"""The number of allocating lines and of operations that are printed."""
 STEP_PHASES = ("forward", "backward", "recomputed", "update")
 
 
 def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
-    """Messages that differ only in layer and time, in the order of the first of each kind."""
+    """Group messages that differ only in layer and time, in the order of the first of each kind."""
     out: dict[tuple, list[Message]] = {}
     for message in messages:
         group = rehearsal.groups[message.group]
@@ -31,7 +34,8 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
     return out
 
 
-def rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
+def message_rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each kind of message, as JSON has them, with count and bytes."""
     for (group, op, dtype, waited, backward, line), same_kind in messages_by_kind(rehearsal, messages).items():
         layers = Counter(message.site.layer for message in same_kind if message.site.layer)
         yield {
@@ -44,7 +48,7 @@ def rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, An
             "count": len(same_kind),
             "sent_bytes": sum(message.sent_bytes for message in same_kind),
             "received_bytes": sum(message.received_bytes for message in same_kind),
-            "blocking": waited,
+            "waited_for": waited,
             "pass": "backward" if backward else "forward",
             "line": f"{line[0]}:{line[1]}",
             "by_layer": dict(layers),
@@ -52,6 +56,7 @@ def rows(rehearsal: Rehearsal, messages: list[Message]) -> Iterator[dict[str, An
 
 
 def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
+    """Return the whole rehearsal of a rank as a JSON object."""
     used = {message.group for message in rehearsal.log.messages}
     return {
         "world": rehearsal.fold.world,
@@ -68,9 +73,9 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
             "optimizer": rehearsal.optimizer_bytes,
         },
         "memory": memory_as_json(rehearsal.memory),
-        "work": work_as_json(rehearsal.operations),
-        "messages": list(rows(rehearsal, rehearsal.log.messages)),
-        "start_up": list(rows(rehearsal, rehearsal.start_up)),
+        "work": costs_as_json(rehearsal.operations),
+        "messages": list(message_rows(rehearsal, rehearsal.log.messages)),
+        "start_up": list(message_rows(rehearsal, rehearsal.start_up)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
     }
@@ -80,7 +85,8 @@ def _group(group: NamedGroup) -> dict[str, Any]:
     return {"communicator": group.kind, "axes": group.axes, "ranks": list(group.ranks), "across": group.across}
 
 
-def table(rehearsal: Rehearsal) -> list[str]:
+def format_rehearsal(rehearsal: Rehearsal) -> list[str]:
+    """Return the report of one rank as lines."""
     lines = [
         *_heading(rehearsal, f"rank {rehearsal.rank} of {rehearsal.fold.world}"),
         f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
@@ -99,7 +105,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
     created = [group for name, group in rehearsal.groups.items() if name in used]
     lines += ["", f"Communicators that the step creates: {len(created)}", ""]
     lines += columns([(group.kind, group.axes, f"{len(group.ranks)} ranks") for group in created], right=())
-    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
+    lines += ["", *memory_lines(rehearsal.memory), "", *cost_lines(rehearsal.operations)]
     if rehearsal.start_up:
         lines += ["", "Before the first step symmetric memory sends:", "", *_messages(rehearsal, rehearsal.start_up)]
     return lines + _remarks(rehearsal)
@@ -115,11 +121,11 @@ def _messages(rehearsal: Rehearsal, messages: list[Message]) -> list[str]:
             row["dtype"],
             str(row["count"]),
             format_bytes(row["sent_bytes"]),
-            row["blocking"],
+            row["waited_for"],
             row["pass"],
             row["line"],
         )
-        for row in rows(rehearsal, messages)
+        for row in message_rows(rehearsal, messages)
     ]
     return columns([head, *body], right=(4, 5))
 
@@ -132,7 +138,8 @@ def _remarks(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
+def format_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
+    """Return the report of several ranks as lines: a row for each, the memory of the worst, and the verdict."""
     first, count = rehearsals[0], len(rehearsals)
     which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
     lines = _heading(first, f"{first.fold.world} ranks", f": {which}")
@@ -143,16 +150,16 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         body.append((str(rehearsal.rank), *map(format_bytes, sizes), *counts, str(len(rehearsal.log.syncs))))
     lines += columns(body, right=tuple(range(8)))
     worst = max(rehearsals, key=lambda rehearsal: rehearsal.memory.peak)
-    alike = len(rehearsals) > 1 and all(rehearsal.memory.peak == worst.memory.peak for rehearsal in rehearsals)
-    most = "All of them need the same memory." if alike else f"Rank {worst.rank} needs the most memory."
-    lines += ["", most, "", *memory_table(worst.memory)]
+    equal = len(rehearsals) > 1 and all(rehearsal.memory.peak == worst.memory.peak for rehearsal in rehearsals)
+    most = "All of them need the same memory." if equal else f"Rank {worst.rank} needs the most memory."
+    lines += ["", most, "", *memory_lines(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.details]
     return [*lines, "", "This does not see:", *(f"    {text}" for text in _unseen(first, count)), *_remarks(first)]
 
 
 def _unseen(first: Rehearsal, count: int) -> list[str]:
-    """Return what the order of messages of so many rehearsed ranks says nothing about."""
+    """Return the faults that a check of so many ranks cannot find."""
     ranks = [f"faults of the {first.fold.world - count} ranks that were not rehearsed (--all-ranks)"]
     return [
         *ranks * (count < first.fold.world),
@@ -163,7 +170,7 @@ def _unseen(first: Rehearsal, count: int) -> list[str]:
 
 
 def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
-    """Return what was assumed, the mapping and notes on both; an empty line follows."""
+    """Return the heading of a report: ranks, hardware, routing, mapping and overlap, and an empty line."""
     step = f", step {rehearsal.step}" if rehearsal.step > 1 else ""
     views = {"attention": rehearsal.fold.attention_axes, "experts": rehearsal.fold.expert_axes}
     texts = {view: " x ".join(f"{name} {n}" for name, n in axes.items()) for view, axes in views.items()}
@@ -176,7 +183,7 @@ def _heading(rehearsal: Rehearsal, ranks: str, which: str = "") -> list[str]:
 
 
 def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
-    """Return the bytes that a step sends, and those of them in groups across nodes."""
+    """Return the bytes that a step sends in all groups, and in groups that span nodes."""
     messages = rehearsal.log.messages
     across = sum(message.sent_bytes for message in messages if rehearsal.groups[message.group].across)
     return sum(message.sent_bytes for message in messages), across
@@ -186,6 +193,7 @@ def sent_bytes(rehearsal: Rehearsal) -> tuple[int, int]:
 
 
 def memory_as_json(memory: Memory) -> dict[str, Any]:
+    """Return the memory of a step as a JSON object."""
     return {
         "peak": memory.peak,
         "at_start": memory.at_start,
@@ -194,7 +202,7 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
         "region": memory.site.region,
         "pass": memory.site.phase,
         "components": memory.components,
-        "standing": [
+        "at_peak": [
             {
                 "component": storages.component,
                 "line": _site_text(storages.site),
@@ -209,13 +217,14 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
 
 
 def peak_site(memory: Memory) -> str:
-    """The line of code at the peak, with its layer, region and pass."""
+    """Return the line of code that reached the peak, with its layer, region and pass."""
     site = memory.site
     context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
-    return f"{site} ({context})" if site.number else "the start of the step"
+    return f"{site} ({context})" if site.line else "the start of the step"
 
 
-def memory_table(memory: Memory) -> list[str]:
+def memory_lines(memory: Memory) -> list[str]:
+    """Return lines with the components at the peak, and the lines of code that allocated most."""
     lines = [f"Memory peaks at {format_bytes(memory.peak)}, at {peak_site(memory)}:", ""]
     components = [(name, count) for name, count in memory.components.items() if count]
     body = [(name, format_bytes(count), f"{count / max(memory.peak, 1):.1%}") for name, count in components]
@@ -237,14 +246,14 @@ def memory_table(memory: Memory) -> list[str]:
 
 
 def _site_text(site: CodeSite) -> str:
-    return str(site) if site.number else "before the step"
+    return str(site) if site.line else "before the step"
 
 
 # ---- operations
 
 
-def by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
-    """Counts by layer of operations that differ in nothing else."""
+def counts_by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
+    """Group operations that differ only in layer, and count them by layer."""
     counts: dict[Operation, Counter[str]] = {}
     for operation, count in operations.items():
         counts.setdefault(operation._replace(site=operation.site._replace(layer="")), Counter())[
@@ -253,7 +262,8 @@ def by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
     return counts
 
 
-def work_as_json(operations: Operations) -> dict[str, Any]:
+def costs_as_json(operations: Operations) -> dict[str, Any]:
+    """Return the costs of a step as a JSON object: in total, by operation, by layer and by region."""
     return asdict(operations.total()) | {
         "operations": [
             {
@@ -267,26 +277,27 @@ def work_as_json(operations: Operations) -> dict[str, Any]:
                 "written": operation.written,
                 "by_layer": {layer: count for layer, count in layers.items() if layer},
             }
-            for operation, layers in by_layer(operations).items()
+            for operation, layers in counts_by_layer(operations).items()
         ],
-        "by_layer": {name: asdict(work) for name, work in operations.totals_by("layer").items() if name},
+        "by_layer": {name: asdict(cost) for name, cost in operations.totals_by("layer").items() if name},
         "by_region": {
-            name: {phase: asdict(work) for phase, work in phases.items()}
-            for name, phases in _regions(operations).items()
+            name: {phase: asdict(cost) for phase, cost in phases.items()}
+            for name, phases in _costs_by_region(operations).items()
         },
     }
 
 
-def _regions(operations: Operations) -> dict[str, dict[str, Work]]:
-    """By region, then by phase; operations outside any region are under ""."""
-    totals: dict[str, dict[str, Work]] = {}
+def _costs_by_region(operations: Operations) -> dict[str, dict[str, OperationCost]]:
+    """Return the costs by region, then by phase; operations outside any region are under ""."""
+    totals: dict[str, dict[str, OperationCost]] = {}
     for operation, count in operations.items():
         phases = totals.setdefault(operation.site.region, {})
-        phases.setdefault(operation.site.phase, Work()).__iadd__(work_of(operation) * count)
+        phases.setdefault(operation.site.phase, OperationCost()).__iadd__(cost_of(operation) * count)
     return totals
 
 
-def work_table(operations: Operations) -> list[str]:
+def cost_lines(operations: Operations) -> list[str]:
+    """Return lines with the costs of a step by region and pass, and the operations that move the most bytes."""
     total = operations.total()
     lines = [
         f"One step computes: {total.kernels:,} kernels, {total.flops:.4g} FLOPs, {format_bytes(total.read)} read and "
@@ -294,21 +305,23 @@ def work_table(operations: Operations) -> list[str]:
         "",
     ]
     body = [("region", "pass", "kernels", "FLOPs", "read", "written")]
-    for region, phases in sorted(_regions(operations).items(), key=lambda x: -sum(w.moved for w in x[1].values())):
+    for region, phases in sorted(
+        _costs_by_region(operations).items(), key=lambda x: -sum(w.moved for w in x[1].values())
+    ):
         for phase in STEP_PHASES:
             if phase in phases:
-                work = phases[phase]
-                counts = f"{work.kernels:,}", f"{work.flops:.3g}" if work.flops else "", format_bytes(work.read)
-                body.append((region or "(none)", phase, *counts, format_bytes(work.written)))
+                cost = phases[phase]
+                counts = f"{cost.kernels:,}", f"{cost.flops:.3g}" if cost.flops else "", format_bytes(cost.read)
+                body.append((region or "(none)", phase, *counts, format_bytes(cost.written)))
     lines += columns(body, right=(2, 3, 4, 5))
     lines += ["", f"The {SHOWN_OPERATIONS} operations that move the most bytes:", ""]
-    moved: dict[tuple, Work] = {}
+    moved: dict[tuple, OperationCost] = {}
     for operation, count in operations.items():
         key = operation.name, operation.site.region, operation.site.phase, str(operation.site)
-        moved.setdefault(key, Work()).__iadd__(work_of(operation) * count)
+        moved.setdefault(key, OperationCost()).__iadd__(cost_of(operation) * count)
     body = [("operation", "region", "pass", "kernels", "FLOPs", "bytes", "of all", "line")]
-    for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN_OPERATIONS]:
-        share = f"{work.moved / max(total.moved, 1):.1%}"
-        flops = f"{work.flops:.3g}" if work.flops else ""
-        body.append((name, region, phase, f"{work.kernels:,}", flops, format_bytes(work.moved), share, line))
+    for (name, region, phase, line), cost in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN_OPERATIONS]:
+        fraction = f"{cost.moved / max(total.moved, 1):.1%}"
+        flops = f"{cost.flops:.3g}" if cost.flops else ""
+        body.append((name, region, phase, f"{cost.kernels:,}", flops, format_bytes(cost.moved), fraction, line))
     return lines + columns(body, right=(3, 4, 5, 6))

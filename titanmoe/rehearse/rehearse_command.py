@@ -1,4 +1,4 @@
-"""`titanmoe rehearse`: what any rank would send and hold in memory, before the job is launched."""
+"""The command `titanmoe rehearse`: what any rank would send, compute and hold in memory, before a job is launched."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from titanmoe.text_report import Report, print_report
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:
+    """Add the command and its options to the command line."""
     rehearse = commands.add_parser(
         "rehearse",
         help="one step of any rank of any world, in one process and without GPUs",
-        description="Runs one step of a recipe as one rank of a world would, on tensors that have shapes but no "
-        "storage, and reports every message, its size and the line of code that sends it. Opens no data, tokenizer or "
-        "checkpoint. --table.field VALUE overrides a field of the recipe.",
+        description="Run one step of a recipe as one rank of a world would, on tensors that have shapes but no "
+        "storage, and report every message, its size and the line of code that sends it. No data, tokenizer or "
+        "checkpoint is opened. --table.field VALUE overrides a field of the recipe.",
     )
     add_ranks(rehearse)
     rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="the rank to rehearse (default 0)")
     rehearse.add_argument(
         "--all-roles",
         action="store_true",
-        help="the first rank of each pipeline stage and the last along each axis, or all of up to 8; and whether all "
-        "messages can complete",
+        help="rehearse the first rank of each pipeline stage and the last along each axis, or all of up to 8, and "
+        "check that all messages can complete",
     )
-    rehearse.add_argument("--all-ranks", action="store_true", help="the same of every rank: nothing is assumed alike")
+    rehearse.add_argument("--all-ranks", action="store_true", help="rehearse and check every rank")
     rehearse.add_argument(
         "--hardware", metavar="NAME", default="h100", help="run the code that this hardware runs (default h100)"
     )
@@ -40,13 +41,14 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         type=float,
         metavar="X",
         default=1.0,
-        help="rows of the busiest expert over the mean (default 1: balanced)",
+        help="routed tokens of the busiest expert over the mean (default 1: balanced)",
     )
     rehearse.add_argument(
         "--routing",
         type=Path,
         metavar="FILE",
-        help="take rows per expert from an experts.jsonl, or the run folder that holds one; the results are estimates",
+        help="take the routed tokens of each expert from an experts.jsonl, or from the run folder that holds one; the "
+        "results are estimates",
     )
     rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
@@ -54,17 +56,19 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 
 
 def run_rehearse(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code: 0, 1 if messages cannot complete, 2 if the request is refused."""
     from titanmoe.ops.device import HARDWARE
 
     return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
 
 
 def _report(args: argparse.Namespace) -> Report:
+    """Rehearse; return the lines to print, the files to write, and the exit code."""
     from titanmoe.components import COMPONENTS
     from titanmoe.rehearse.many_ranks import check_ranks, rehearse_ranks
     from titanmoe.rehearse.recorded_routing import recorded_routing
     from titanmoe.rehearse.rehearsal import recipe_to_rehearse, rehearse
-    from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
+    from titanmoe.rehearse.rehearsal_table import as_json, format_ranks, format_rehearsal
 
     world = world_of(args.ranks, args.overrides, COMPONENTS)
     if not 0 <= args.rank < world:
@@ -73,21 +77,22 @@ def _report(args: argparse.Namespace) -> Report:
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not (args.all_roles or args.all_ranks):
         rehearsals = [rehearse(config, world, args.rank, args.hardware, routing, args.node, args.steps)]
-        lines, order, code = table(rehearsals[0]), {}, 0
+        lines, order, code = format_rehearsal(rehearsals[0]), {}, 0
     else:
         ranks = range(world) if args.all_ranks else None
         rehearsals = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks, args.steps))
         verdict = check_ranks(rehearsals)
-        lines, code = table_of_ranks(rehearsals, verdict), 0 if verdict.safe else 1
+        lines, code = format_ranks(rehearsals, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.details}}
     data = {"ranks": [as_json(rehearsal) for rehearsal in rehearsals]} | order
     return lines, {args.json: json.dumps(data, indent=1) + "\n"}, code
 
 
-def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
+def _problems(args: argparse.Namespace, hardware: list[str]) -> list[str]:
+    """Return what is wrong with the options, one text for each problem."""
     problems = []
-    if args.hardware not in names:
-        problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
+    if args.hardware not in hardware:
+        problems.append(f"--hardware = {args.hardware} is unknown: use {', '.join(hardware)}")
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.steps < 1:
@@ -98,7 +103,7 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         option = "--all-ranks" if args.all_ranks else "--all-roles"
         problems.append(f"{option} checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
-        problems.append("--imbalance and --routing both say where rows go: use one of them")
+        problems.append("--imbalance and --routing both set the routing: use one of them")
     if args.routing is None and args.routing_step is not None:
         problems.append("--routing-step selects a line of a file: name the file with --routing")
     return problems

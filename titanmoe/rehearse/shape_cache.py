@@ -1,8 +1,9 @@
-"""A cache of result shapes: a step repeats the same few hundred operations on the same shapes.
+"""A cache of the result shapes of operations on fake tensors.
 
-For each operation fake tensors ask torch for the shape of the result, which takes a third of a millisecond. Here that
-happens once for each operation with the same scalars and input layouts; later results are made from the cache. So
-layers, microbatches and ranks that are alike are traced once.
+For each operation fake tensors ask torch for the shape of the result, which takes a third of a millisecond. A step
+repeats the same few hundred operations on the same shapes, so here torch is asked once for each operation with the same
+scalars and input layouts, and later results are built from the cache. Equal layers, microbatches and ranks are traced
+once.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ NOT_BY_SHAPE = ("lift_fresh", "lift", "set_", "resize_", "wait_tensor")
 CACHED_NAMESPACES = ("aten", "titanmoe", "rehearsal", "_c10d_functional")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
 _CACHE: dict[Any, tuple | None] = {}
-"""Of all rehearsals in this process: what a result looks like does not depend on the rank."""
+"""The layouts of results, by operation and arguments. All rehearsals in this process share them: no layout depends on
+the rank."""
 
 
 class _Unknown(Exception):
-    """An argument that its layout does not fully describe."""
+    """Raised for an argument that is not fully described by its layout."""
 
 
 def _key(x: Any) -> Any:
@@ -38,7 +40,7 @@ def _key(x: Any) -> Any:
 
 
 def _changes_first(func: Any) -> bool:
-    """Whether it writes to its first argument, keeps the shape, and returns it."""
+    """Return whether an operation writes to its first argument, keeps its shape, and returns it."""
     first, *rest = func._schema.arguments
     returns = func._schema.returns
     return (
@@ -51,6 +53,8 @@ def _changes_first(func: Any) -> bool:
 
 
 class Shapes:
+    """Runs operations on fake tensors, with cached result shapes."""
+
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
         self._kinds: dict[Any, str] = {}
@@ -59,6 +63,7 @@ class Shapes:
         self._template = dict(template.__dict__)
 
     def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the fake result of an operation."""
         kind = self._kinds.get(func)
         if kind is None:
             kind = self._kinds[func] = self._kind(func)
@@ -92,12 +97,16 @@ class Shapes:
         return out
 
     def _of(self, x: Tensor) -> FakeTensor:
-        """The same as FakeTensor(self.mode, x, CPU), which takes five times as long."""
+        """Return FakeTensor(self.mode, x, CPU), in a fifth of its time."""
         out = Tensor._make_subclass(FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
         out.__dict__.update(self._template)
         return out
 
     def _kind(self, func: Any) -> str:
+        """Return how an operation's result is found.
+
+        "ask": torch runs it. "same": it is the first argument. "view": a view of an argument. "new": from the cache.
+        """
         schema, name = func._schema, func._overloadpacket.__name__
         if name in NOT_BY_SHAPE or func.namespace not in CACHED_NAMESPACES:
             return "ask"

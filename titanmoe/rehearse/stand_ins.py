@@ -1,4 +1,8 @@
-"""Replacements of the same shapes for what fake CPU tensors cannot run: GPU attention, norms and grouped products."""
+"""Replacements for what fake CPU tensors cannot run: GPU attention, norms, grouped matmuls and some Triton kernels.
+
+A stand-in has the result shapes of the GPU's kernel and saves the same tensors for backward. Stand-ins of kernels that
+decide shapes compute their integers too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _rms_norm = F.rms_norm
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """The kernel that torch chooses on a GPU. All tensors are (B, H, S, h)."""
+    """Run the attention kernel that torch chooses on a GPU. All tensors are (B, H, S, h)."""
     return _attention_and_lse(q, k, v, mask, is_causal)[0]
 
 
@@ -41,7 +45,7 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
 def flex_attention(
     q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None, tell_lse: TellLse = None
 ) -> Tensor:
-    """For `titanmoe.parallel.flex.flex`, which compiles its kernel: another kernel that keeps the same for backward."""
+    """Stand in for `titanmoe.parallel.flex.flex`, with a kernel that saves the same tensors for backward."""
     out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     lse = lse[..., : q_BSHh.shape[1]]
     if tell_lse is not None:
@@ -53,7 +57,7 @@ def flex_attention(
 
 @torch.library.custom_op("rehearsal::_fused_rms_norm", mutates_args=())
 def _fused_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
-    """aten::_fused_rms_norm, which is one kernel on a GPU and falls apart on the CPU."""
+    """Stand in for aten::_fused_rms_norm, which is one kernel on a GPU but several on the CPU."""
     raise NotImplementedError
 
 
@@ -64,6 +68,8 @@ def _(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Norm(torch.autograd.Function):
+    """RMSNorm as one kernel in forward and one in backward."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor) -> Tensor:
         y, scale = _fused_rms_norm(x, weight_D)
@@ -77,7 +83,7 @@ class _Norm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """The kernel that torch takes on a GPU if both have one dtype."""
+    """Run the fused kernel that torch uses on a GPU if input and weight have one dtype, else torch's own."""
     if weight_D is None or weight_D.dtype != x.dtype:
         return _rms_norm(x, shape, weight_D, eps)
     return _Norm.apply(x, weight_D)
@@ -85,6 +91,7 @@ def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float |
 
 @contextmanager
 def gpu_stand_ins() -> Iterator[None]:
+    """Replace attention and RMSNorm by their stand-ins within this context."""
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "rms_norm", rms_norm))
@@ -94,16 +101,17 @@ def gpu_stand_ins() -> Iterator[None]:
 def grouped_product(
     x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """For torch._grouped_mm, for which torch infers shapes in bfloat16 only."""
+    """Stand in for torch._grouped_mm, whose shapes torch infers only in bfloat16."""
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
     return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])
 
 
-# Triton's kernels that decide shapes, by their formulas: where whole numbers go on being known.
+# Formulas of Triton kernels that compute integers, with which known integers stay known.
 
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
+    """Return the count of choices of each expert in each block of the kernel."""
     from titanmoe.ops.kernels import choice_rows
 
     blocks = choice_rows.blocks(len(chosen_N), experts)
@@ -113,10 +121,12 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the slots of these choices, by the plain formula of `titanmoe.moe.send_slots`."""
     return assign_unpadded_slots(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the order of received tokens by expert, by the plain formula of `titanmoe.moe.send_slots`."""
     return order_by_expert(count_Ge, rows, "torch")
 
 
