@@ -255,7 +255,7 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
         limits = field_ranges().get(f"model.{name}")
         most = limits.high if limits and limits.high is not None else ranges.LIMIT - 1
         if value > most or value < -ranges.LIMIT:
-            problems.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the limit is {most:,}")
+            problems.append(f"{source} gives model.{name} = {ranges.number_text(value)}, and the limit is {most:,}")
     layers, experts = numbers.get("num_layers", 0), numbers.get("num_experts", 0)
     if not problems and layers * experts > MOST_MATRICES:
         problems.append(
