@@ -72,7 +72,7 @@ def test_long_chats_are_left_out() -> None:
 def test_long_chats_are_cut_after_the_last_answer_that_fits() -> None:
     packer = ChatPacker(SOME, SEQ_LEN, 0, "cut")
     assert trained(packer) == {0: (7, 4), 1: (20, 10), 2: (11, 6), 4: (17, 7)}
-    assert ": 1 left out, 2 cut after an answer (data.long_chats), " in packer.note
+    assert ": 1 left out, 2 truncated after an answer (data.long_chats), " in packer.note
     assert packer.num_lost_positions == 21 - 11 + 22 + 28 - 17
     edge = ChatPacker(
         chats((5, 15, 4, 4), (5, 16, 4, 4)), SEQ_LEN, 0, "cut"
@@ -135,7 +135,7 @@ def test_a_run_says_what_is_lost_and_goes_on_only_with_the_same_samples(tmp_path
     with pytest.raises(ConfigError, match=r"chats\.jsonl \(data\.paths\): of 2 chats none fits training\.seq_len"):
         Loader(recipe(tmp_path, [300, 300]), 0, 1)
     stream = Loader(recipe(tmp_path, [10, 300], data__packing="stream"), 0, 1)
-    assert "answers may be without their questions" in stream.notes()["cut chats"]
+    assert "an answer may be without its question" in stream.notes()["cut chats"]
 
 
 class Unlabelled(Loader):

@@ -80,13 +80,19 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
 
 
 BAD = [
-    ({"prompt": "a", "rejected": "c"}, "has no chosen answer ('chosen' is missing or empty)"),
-    ({"prompt": "a", "chosen": "b"}, "has no rejected answer ('rejected' is missing or empty)"),
+    ({"prompt": "a", "rejected": "c"}, "has no chosen completion ('chosen' is missing or empty)"),
+    ({"prompt": "a", "chosen": "b"}, "has no rejected completion ('rejected' is missing or empty)"),
     ({"prompt": "a", "chosen": "", "rejected": "c"}, "has no chosen answer"),
-    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same, so neither is better"),
-    ({"chosen": "ab", "rejected": "abc"}, "the chosen answer is what the other one begins with: state the prompt"),
-    ({"prompt": "a", "chosen": "b", "rejected": [said("assistant", "c")]}, "one answer is a text and the other a list"),
-    ({"prompt": ASKED, "chosen": "b", "rejected": "c"}, "the prompt is a list of messages, and its answers are texts"),
+    ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both completions are the same, so neither is better"),
+    ({"chosen": "ab", "rejected": "abc"}, "the chosen completion is a prefix of the other one: add a prompt"),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": [said("assistant", "c")]},
+        "one completion is a text and the other a list",
+    ),
+    (
+        {"prompt": ASKED, "chosen": "b", "rejected": "c"},
+        "the prompt is a list of messages, and its completions are texts",
+    ),
     ({"prompt": "a", "chosen": 3, "rejected": "c"}, "'chosen' is a number, not a text or a list of messages"),
     (CHATS[0], "it has messages, and there is no chat template: name a Jinja file with data.chat_template"),
 ]
@@ -139,7 +145,7 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
     packer = PreferencePacker(documents, 20, seed=0)
     assert packer.length_P2.tolist() == [[6, 6], [14, 6], [10, 10], [0, 0], [10, 10]]
     assert packer.note == (
-        "pairs: of 5, 1 left out, whose prompt leaves no room for an answer, 3 with an answer cut (seq_len 20)"
+        "pairs: of 5, 1 left out, whose prompt leaves no room for a completion, 3 with a truncated completion (seq_len 20)"
     )
     assert sum(len(segments.pairs_G) for segments in packer.first_epoch()) == 8
     assert PreferencePacker(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same
@@ -161,7 +167,9 @@ def test_the_header_says_what_does_not_fit_and_a_source_of_which_nothing_does_is
     own |= {"job.dump_folder": str(tmp_path), "training.seq_len": 48, "training.global_batch_size": 1}
     file = write(tmp_path / "some.jsonl", [long, TEXTS[0]])
     loader = Loader(read(own | {"data.paths": [file]}, 1), 0, 1)
-    assert loader.notes()["pairs"].startswith("some.jsonl: of 2, 1 left out, whose prompt leaves no room for an answer")
+    assert loader.notes()["pairs"].startswith(
+        "some.jsonl: of 2, 1 left out, whose prompt leaves no room for a completion"
+    )
     file = write(tmp_path / "none.jsonl", [long])
     with pytest.raises(ConfigError, match=r"none\.jsonl .* has no pair that fits training\.seq_len = 48: raise it"):
         Loader(read(own | {"data.paths": [file]}, 1), 0, 1)

@@ -229,7 +229,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     with (source / "1.jsonl").open("ab") as file:
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
     message = problems(tmp_path, "out", source)
-    assert message.startswith(f"{source / '1.jsonl'}:22: 'text' is a number, not text (mend it, or ")
+    assert message.startswith(f"{source / '1.jsonl'}:22: 'text' is a number, not text (correct it, or ")
     assert f"{source / '1.jsonl'}:23: " in message  # both at once
     # Finished work is reused by a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
@@ -298,7 +298,7 @@ def test_other_forms_of_chats_are_known_and_become_chats(record, name, says, tmp
     for format in ("chat", "jsonl"):
         message = problems(tmp_path, format, source, format=format, tokenizer=str(bpe))
         assert says in message and message.count("#other-forms-of-chats") == 1
-        assert message.endswith(f"in.jsonl:20: as {source}:1\nand 5 more soon after them")
+        assert message.endswith(f"in.jsonl:20: as {source}:1\nand 5 more of the records after them")
     page = (ROOT / "docs/fine-tuning.md").read_text()
     lines: dict[str, Any] = {}
     exec(re.search(r"## Other forms of chats\n.*?```python\n(.*?)```", page, re.DOTALL)[1], lines)
@@ -314,7 +314,7 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     message = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
     assert message.endswith(
         "a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from: its roles are 'user', and one "
-        "has to be 'assistant' (mend it, or leave such ones out: bad_lines = \"skip\")"
+        "has to be 'assistant' (correct it, or skip such records: bad_lines = \"skip\")"
     )
     manifest = run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe), bad_lines="skip")
     shards, tokenizer = ShardDocuments(tmp_path / "x"), open_tokenizer(str(bpe))

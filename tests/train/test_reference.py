@@ -126,7 +126,7 @@ def test_scores_of_other_shards_are_refused_all_at_once(run: dict[str, Any], tmp
     with pytest.raises(world.RankError) as refused:
         world.run(1, first_steps, run)
     assert str(refused.value).count("has scores of other shards (tokens:other, and ") == 2
-    assert "remove that folder, and they are counted again" in str(refused.value)
+    assert "remove that folder, and they are computed again" in str(refused.value)
 
 
 def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any]) -> None:
@@ -141,7 +141,10 @@ def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any])
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"data.format": "jsonl"}, "learns from pairs of a chosen and a rejected answer, and 'pairs.jsonl' has none"),
+        (
+            {"data.format": "jsonl"},
+            "learns from pairs of a chosen and a rejected completion, and 'pairs.jsonl' has none",
+        ),
         ({"data.source": "stdlib", "data.paths": []}, "'stdlib' has none: set data.format = \"preference\""),
         ({"training.objective": "cross_entropy"}, 'would learn both alike: set objective = "dpo"'),
         ({"data.packing": "documents"}, 'needs both answers of a pair in one sequence, and data.packing = "documents"'),

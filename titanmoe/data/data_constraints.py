@@ -114,19 +114,19 @@ def _shared_prefixes(config: Config) -> Iterator[Violation]:
     if data.source != "files" or not all(completions_in(path, config) > 1 for path in data.paths):
         yield Violation(
             ("data.share_prefixes", "data.format"),
-            "data.share_prefixes = true is for pairs of answers, which go on from one prompt, and the data has none: "
+            "data.share_prefixes = true is for preference pairs, whose completions share a prompt, and the data has none: "
             'set it to false, or data.format = "preference"',
         )
     if data.balance_work:
         yield Violation(
             ("data.share_prefixes", "data.balance_work"),
-            "data.balance_work = true weighs documents by their lengths, and with data.share_prefixes = true they go "
-            "on from one another: set either to false",
+            "data.balance_work = true weighs documents by their lengths, and with data.share_prefixes = true two "
+            "completions share a prefix: set either to false",
         )
     for name in sorted({mixer.name for mixer in mixers(config.model) if not mixer.attends}):
         yield Violation(
             ("data.share_prefixes", "model.family"),
-            f"data.share_prefixes = true lets two answers go on from one prompt, and the {name} of model.family = "
+            f"data.share_prefixes = true lets two completions share a prompt, and the {name} of model.family = "
             f'"{config.model.family}" takes tokens one after the other: set it to false',
         )
 

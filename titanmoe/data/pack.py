@@ -138,8 +138,8 @@ class StreamPacker:
         if not is_masked(self.documents):
             return ""
         return (
-            f"{self.documents.name}: cut wherever a sample of {self.seq_len:,} tokens ends, so that answers may be "
-            'without their questions; data.packing = "best_fit" keeps chats whole'
+            f"{self.documents.name}: truncated wherever a sample of {self.seq_len:,} tokens ends, so an answer may be "
+            'without its question; data.packing = "best_fit" keeps chats intact'
         )
 
     def count(self, epochs: int) -> list[int]:

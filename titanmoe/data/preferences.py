@@ -36,7 +36,9 @@ def encode_pair(record: dict[str, Any], tokenizer: Tokenizer, chat: ChatEncoder 
     tools = record.get(TOOLS)
     if isinstance(chosen, str):
         if tools:
-            raise ChatError(f"it has {TOOLS}, which a chat template writes, and its answers are texts: use messages")
+            raise ChatError(
+                f"it has {TOOLS}, which a chat template writes, and its completions are texts: use messages"
+            )
         return _encode_text(prompt, chosen, tokenizer), _encode_text(prompt, rejected, tokenizer)
     if chat is None:
         raise ChatError(f"it has messages, and there is no chat template: {NAME_ONE}")
@@ -53,13 +55,13 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     prompt, chosen, rejected = (record.get(name) for name in FIELDS)
     for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not answer:
-            raise ChatError(f"has no {name} answer ({name!r} is missing or empty)")
+            raise ChatError(f"has no {name} completion ({name!r} is missing or empty)")
         if not isinstance(answer, str | list):
             raise ChatError(f"{name!r} is {json_type_name(answer)}, not a text or a list of messages")
     if type(chosen) is not type(rejected):
-        raise ChatError("one answer is a text and the other a list of messages")
+        raise ChatError("one completion is a text and the other a list of messages")
     if chosen == rejected:
-        raise ChatError("both answers are the same, so neither is better")
+        raise ChatError("both completions are the same, so neither is better")
     if isinstance(chosen, list):
         for message in (*chosen, *rejected, *(prompt if isinstance(prompt, list) else ())):
             if not isinstance(message, dict):
@@ -67,14 +69,14 @@ def split_pair(record: dict[str, Any]) -> tuple[Any, Any, Any]:
     if type(prompt) is type(chosen):
         return prompt, chosen, rejected
     if isinstance(prompt, list):
-        raise ChatError("the prompt is a list of messages, and its answers are texts")
+        raise ChatError("the prompt is a list of messages, and its completions are texts")
     alike = (a == b for a, b in zip(chosen, rejected, strict=False))
     shared = next((n for n, same in enumerate(alike) if not same), min(len(chosen), len(rejected)))
-    if isinstance(chosen, str) and chosen[:shared].endswith(" "):  # as TRL: the space belongs to the answers
+    if isinstance(chosen, str) and chosen[:shared].endswith(" "):  # as TRL: the space belongs to the completions
         shared -= 1
     for name, answer in ((CHOSEN, chosen), (REJECTED, rejected)):
         if len(answer) == shared:
-            raise ChatError(f"the {name} answer is what the other one begins with: state the prompt")
+            raise ChatError(f"the {name} completion is a prefix of the other one: add a prompt")
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 

@@ -79,7 +79,7 @@ class StoredScores:
             raise ConfigError(
                 [
                     f"{folder} has scores of other shards ({shards}, and {documents.folder} is "
-                    f"{documents.fingerprint}): remove that folder, and they are counted again"
+                    f"{documents.fingerprint}): remove that folder, and they are computed again"
                 ]
             )
         tokens = np.diff(self.first_token).tolist()
@@ -90,7 +90,7 @@ class StoredScores:
         ]
         if wrong:
             raise ConfigError(
-                [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are counted again"]
+                [f"{wrong[0]} is missing or was truncated: remove {folder}, and the scores are computed again"]
             )
         self._maps: dict[int, np.ndarray] = {}
         self._checked: dict[int, np.ndarray] = {}
@@ -131,7 +131,7 @@ class StoredScores:
             raise ConfigError(
                 [
                     f"{self._file(name)} has changed since it was written, between bytes {first:,} and {last:,}: "
-                    f"remove {self.folder}, and the scores are counted again"
+                    f"remove {self.folder}, and the scores are computed again"
                 ]
             )
 
@@ -141,10 +141,12 @@ class StoredScores:
         try:
             data = file.read_bytes()
         except OSError as error:
-            raise ConfigError([f"{file}: {error.strerror}: remove {self.folder}, and they are counted again"]) from None
+            raise ConfigError(
+                [f"{file}: {error.strerror}: remove {self.folder}, and they are computed again"]
+            ) from None
         if zlib.crc32(data) != self.sums.get(name):
             raise ConfigError(
-                [f"{file} has changed since it was written: remove {self.folder}, and they are counted again"]
+                [f"{file} has changed since it was written: remove {self.folder}, and they are computed again"]
             )
         return np.frombuffer(data, "<u4")
 
@@ -157,7 +159,7 @@ class StoredScores:
     def changed(self) -> list[str]:
         """Read all files and return a message for each that differs from its checksum."""
         return [
-            f"{file} has changed since it was written: remove {self.folder}, and the scores are counted again"
+            f"{file} has changed since it was written: remove {self.folder}, and the scores are computed again"
             for name in self.names
             if _crc32(file := self._file(name)) != self.crc32s.get(name)
         ]
@@ -198,7 +200,7 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
         problems.append(f"{folder} has scores of another model than its name says: give it back its name")
     else:
         problems += [
-            f"{folder} was made with {what} = {value}, and the recipe has {field} = {wanted}: set it to that, or count "
+            f"{folder} was made with {what} = {value}, and the recipe has {field} = {wanted}: set it to that, or compute "
             "others with titanmoe score"
             for what, field, value, wanted in zip(
                 ("--top", "--temperature", "a vocabulary"),
@@ -211,7 +213,7 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
         ]
     if scores.seq_len < seq_len:
         problems.append(
-            f"{folder} is of sequences of {scores.seq_len} tokens, and training.seq_len = {seq_len}: count others with "
+            f"{folder} has scores of sequences of {scores.seq_len} tokens, and training.seq_len = {seq_len}: compute others with "
             "titanmoe score, or lower seq_len"
         )
     if problems:
@@ -230,9 +232,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{file} cannot be read: {error}: remove {folder}, and they are counted again"]) from None
+        raise ConfigError([f"{file} cannot be read: {error}: remove {folder}, and they are computed again"]) from None
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ConfigError([f"{file} is no manifest of scores: remove {folder}, and they are counted again"])
+        raise ConfigError([f"{file} is no manifest of scores: remove {folder}, and they are computed again"])
     return manifest
 
 

@@ -209,7 +209,7 @@ class UnitTokenizer:
             return [self._marked(*self.chat.encode(messages, tools))]
         pair = [self._marked(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
         if np.array_equal(pair[0][0], pair[1][0]):
-            raise ChatError("both answers are the same tokens, so neither is better")
+            raise ChatError("both completions are the same tokens, so neither is better")
         return pair
 
     def _marked(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
@@ -268,8 +268,8 @@ def _refusal(bad: list[BadRecord]) -> ConfigError:
             problems.append(f"{place}: as {before}")
         else:
             before, written = place, why
-            problems.append(f'{entry.why} (mend it, or leave such ones out: bad_lines = "skip")')
-    return ConfigError(problems + [f"and {more:,} more soon after them"] * (more > 0))
+            problems.append(f'{entry.why} (correct it, or skip such records: bad_lines = "skip")')
+    return ConfigError(problems + [f"and {more:,} more of the records after them"] * (more > 0))
 
 
 def _is_text(entry: Record | BadRecord) -> bool:

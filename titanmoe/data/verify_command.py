@@ -59,7 +59,7 @@ def _verify(folder: Path) -> list[str]:
     except ConfigError as error:
         problems += error.problems
     if not problems:
-        unchecked = "" if documents.has_sums else "; a run cannot check them as it reads: they were made before that"
+        unchecked = "" if documents.has_sums else "; they are too old to have checksums that a run checks as it reads"
         summary = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
         print(f"{folder}: {summary} written{unchecked}")
     return problems

@@ -22,7 +22,7 @@ class Conversations(FormatSpec):
 class Preferences(Conversations):
     """The format "preference": a chosen and a rejected completion per record, in TRL's form."""
 
-    help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected answer, text or messages, for dpo."
+    help = "preference: JSONL or Parquet with a prompt, a chosen and a rejected completion, text or messages, for dpo."
     field = "chosen"
     conversations = False
     optional_fields = ()

@@ -69,13 +69,13 @@ class ObjectiveSpec(Spec):
             if has_pairs and self.completions_per_prompt == 1:
                 yield Violation(
                     ("training.objective", "data.paths"),
-                    f"{path!r} has pairs of a chosen and a rejected answer, and training.objective = "
+                    f"{path!r} has pairs of a chosen and a rejected completion, and training.objective = "
                     f'"{objective}" would learn both alike: set objective = "dpo", or name other data',
                 )
             elif not has_pairs and self.completions_per_prompt > 1:
                 yield Violation(
                     ("training.objective", "data.paths", "data.format"),
-                    f'training.objective = "{objective}" learns from pairs of a chosen and a rejected answer, and '
+                    f'training.objective = "{objective}" learns from pairs of a chosen and a rejected completion, and '
                     f'{path!r} has none: set data.format = "preference" for JSONL or Parquet, or make shards with '
                     "titanmoe tokenize --format preference",
                 )
