@@ -208,7 +208,7 @@ def test_report_writes_through_no_link(stranger, home, capsys, name) -> None:
     assert "report.html: is a link to" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [CONFIG, EVENTS, METRICS, "ranks.jsonl", "experts.jsonl", "answers.jsonl"])
+@pytest.mark.parametrize("name", [CONFIG, EVENTS, METRICS, "ranks.jsonl", "experts.jsonl", "quiz.jsonl"])
 def test_report_shows_nothing_that_a_link_leads_to(stranger, home, capsys, name) -> None:
     link(stranger / name, home / "secret")
     assert main(["report", str(stranger)]) == (2 if name == METRICS else 0)
@@ -218,7 +218,7 @@ def test_report_shows_nothing_that_a_link_leads_to(stranger, home, capsys, name)
 
 
 LINKS = {"lock": "secret", CONFIG: "secret", METRICS: "secret", EVENTS: "secret", "ranks.jsonl": "secret"}
-LINKS |= {"experts.jsonl": "secret", "answers.jsonl": "secret", "wandb-id": "secret", "metrics.jsonl.new": "secret"}
+LINKS |= {"experts.jsonl": "secret", "quiz.jsonl": "secret", "wandb-id": "secret", "metrics.jsonl.new": "secret"}
 LINKS |= {"checkpoints": "folder", "tensorboard": "folder", "profile": "folder", "profile/x": "secret"}
 
 

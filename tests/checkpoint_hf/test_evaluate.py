@@ -106,7 +106,7 @@ def scored_in_a_run(argv: list[str]) -> list[float]:
     ).training
     with training.checkpoints.in_folder(Path("run")) as checkpoints:
         checkpoints.begin()
-        scored = training.answers.log_probabilities().tolist()
+        scored = training.quiz.log_probabilities().tolist()
     training.loader.close()
     return scored
 
@@ -118,7 +118,7 @@ def by_a_run(exported: Path, questions: list[dict]) -> list[float]:
     (folder / "text" / "a.txt").write_text("The capital of France is Paris " * 9)
     (folder / "asked.jsonl").write_text("\n".join(map(json.dumps, questions)))
     words = {"model.hf": exported, "data.source": "files", "data.paths": folder / "text", "training.seq_len": 16}
-    words |= {"validation.answers.paths": folder / "asked.jsonl", "validation.answers.interval": 1}
+    words |= {"validation.quiz.paths": folder / "asked.jsonl", "validation.quiz.interval": 1}
     words |= {"training.mixed_precision_param": "float32", "parallelism.tp": 2, "job.dump_folder": folder / "runs"}
     argv = [word for name, value in words.items() for word in (f"--{name}", str(value))]
     return world.run(2, scored_in_a_run, argv)[0]

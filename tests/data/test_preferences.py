@@ -145,7 +145,8 @@ def test_what_does_not_fit_is_cut_or_left_out_and_counted() -> None:
     packer = PreferencePacker(documents, 20, seed=0)
     assert packer.length_P2.tolist() == [[6, 6], [14, 6], [10, 10], [0, 0], [10, 10]]
     assert packer.note == (
-        "pairs: of 5, 1 left out, whose prompt leaves no room for a completion, 3 with a truncated completion (seq_len 20)"
+        "pairs: of 5, 1 left out, whose prompt leaves no room for a completion, "
+        "3 with a truncated completion (seq_len 20)"
     )
     assert sum(len(segments.pairs_G) for segments in packer.first_epoch()) == 8
     assert PreferencePacker(pairs((4, 20, 20), alike=10), 20, seed=0).num_left_out == 1  # what is left is the same

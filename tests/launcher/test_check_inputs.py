@@ -84,7 +84,7 @@ DATA: dict[str, Case] = {
         "'none.jsonl' does not exist",
     ),
     "questions": (
-        lambda: ["--validation.answers.interval=1", f"--validation.answers.paths={jsonl('q.jsonl', [{}])}"],
+        lambda: ["--validation.quiz.interval=1", f"--validation.quiz.paths={jsonl('q.jsonl', [{}])}"],
         'q.jsonl:1: has no text as its "question"',
     ),
 }

@@ -330,8 +330,17 @@ def test_a_rank_correlation_is_spearmans():
     assert rank_correlation(np.array([1, 1]), np.array([1, 2])) is None
 
 
+def test_a_quiz_of_an_earlier_version_is_read(tmp_path):
+    run = make_run(tmp_path / "asked", 3, **{"answers.trivia.margin": 0.5, "answers_s": 2.0})
+    line = {key: [1, 2] for key in ("bits_per_byte", "margin", "accuracy", "accuracy_norm")}
+    (run / "quiz.jsonl").write_text(json.dumps({"step": 1, "task": "trivia"} | line) + "\n")
+    (read,) = read_runs([run])
+    assert read.series("quiz.trivia.margin")[1] == [0.5] * 3 and read.series("quiz_s")[1] == [2.0] * 3
+    assert read.quiz["trivia"][1]["margin"].tolist() == [1, 2]
+
+
 def test_answers_are_drawn_with_how_early_they_rank_questions_as_in_the_end(tmp_path, capsys):
-    means = {f"answers.trivia.{name}": 0.5 for name in ("bits_per_byte", "margin", "accuracy", "accuracy_norm")}
+    means = {f"quiz.trivia.{name}": 0.5 for name in ("bits_per_byte", "margin", "accuracy", "accuracy_norm")}
     run = make_run(tmp_path / "asked", 3, **means)
     rows = [([3, 2, 1], [1, 0, 0]), ([1, 3, 2], [0, 0, 0]), ([1, 2, 3], [0, 1, 1])]
     lines = [
@@ -339,12 +348,12 @@ def test_answers_are_drawn_with_how_early_they_rank_questions_as_in_the_end(tmp_
         for step, (x, right) in enumerate(rows, 1)
     ]
     odd = [{"step": 2, "task": "trivia", "margin": [1]}, lines[0] | {"step": 0, "margin": [1, 2]}]
-    (run / "answers.jsonl").write_text("\n".join(json.dumps(x) for x in [*lines, *odd]) + "\n")
+    (run / "quiz.jsonl").write_text("\n".join(json.dumps(x) for x in [*lines, *odd]) + "\n")
     (read,) = read_runs([run])
     assert correlations(read, "trivia", "margin") == ([1, 2, 3], [-1, 0.5, 1])
     assert correlations(read, "trivia", "accuracy") == ([1, 3], [-1, 1])  # all wrong at step 2
     assert "2 lines are not what titanmoe writes there" in read.warnings[0]
     assert main(["report", str(run)]) == 0
     html = (run / "report" / "report.html").read_text()
-    for part in ("Answers: trivia", "Bits per byte", "Margin: early signal", "rank correlation with the last step"):
+    for part in ("Quiz: trivia", "Bits per byte", "Margin: early signal", "rank correlation with the last step"):
         assert part in html

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.test_answers import few_texts
 
 from tests import parity, reference, world
-from tests.train.test_answers import few_texts
 from tests.train.test_validation import recipe, trained
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config

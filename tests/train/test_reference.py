@@ -147,7 +147,10 @@ def test_a_run_does_not_learn_from_scores_that_have_changed(run: dict[str, Any])
         ),
         ({"data.source": "stdlib", "data.paths": []}, "'stdlib' has none: set data.format = \"preference\""),
         ({"training.objective": "cross_entropy"}, 'would learn both alike: set objective = "dpo"'),
-        ({"data.packing": "documents"}, 'needs both answers of a pair in one sequence, and data.packing = "documents"'),
+        (
+            {"data.packing": "documents"},
+            'needs both completions of a pair in one sequence, and data.packing = "documents"',
+        ),
         ({"model.mtp_depth": 1}, "says nothing of the token after next"),
     ],
 )

@@ -13,7 +13,7 @@ from titanmoe.checkpoint.choose_checkpoint import continues
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import run_folder
-from titanmoe.train.run_folder import ANSWERS, COMMAND, EVENTS, EXPERTS, METRICS, rewind, typed_command
+from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, QUIZ, rewind, typed_command
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
@@ -107,8 +107,8 @@ def test_loads_are_rewound_like_metrics_and_of_events_only_spikes(tmp_path):
 
 
 def test_they_are_moved_aside_together(tmp_path):
-    for name in (METRICS, EXPERTS, ANSWERS, EVENTS):
+    for name in (METRICS, EXPERTS, QUIZ, EVENTS):
         (tmp_path / name).write_text('{"step": 7, "kind": "start"}\n')
     rewind(tmp_path, 0)
-    names = ["answers-1.jsonl", "events-1.jsonl", "experts-1.jsonl", "metrics-1.jsonl"]
+    names = ["events-1.jsonl", "experts-1.jsonl", "metrics-1.jsonl", "quiz-1.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names

@@ -214,7 +214,7 @@ class Data:
 
 
 @dataclass
-class Answers:
+class Quiz:
     """Multiple-choice quizzes, scored during training under the run's own mapping, as lm-evaluation-harness scores them (docs/generate.md). They do not affect training."""
 
     paths: list[str] = field(default_factory=list)
@@ -237,7 +237,7 @@ class Validation:
     """Validation data, in the form of data.paths. `steps` are divided evenly among the entries."""
     held_out: Annotated[int, NOT_NEGATIVE] = 0
     """Every n-th document of the training data, such as every 100th, is held out of training and validated on. It is held out even while interval = 0. Of a source with fewer than n documents, such as a single text file, the last 1/n of its tokens is held out. 0: none; give `paths`."""
-    answers: Answers = field(default_factory=Answers)
+    quiz: Quiz = field(default_factory=Quiz)
 
 
 @dataclass

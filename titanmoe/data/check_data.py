@@ -39,7 +39,7 @@ def check_data(config: Config, state: Mapping[str, Any] | None = None) -> None:
                 check_first_records(plan)
         except ConfigError as error:
             problems += error.problems
-    for path in validation.answers.paths:
+    for path in validation.quiz.paths:
         try:
             read_task(path)
         except ConfigError as error:

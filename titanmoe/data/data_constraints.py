@@ -35,7 +35,7 @@ def contradictions(config: Config) -> Iterator[Violation]:
     yield from _packing(config)
     yield from _shared_prefixes(config)
     yield from _validation(config)
-    yield from _answers(config)
+    yield from _quiz(config)
 
 
 def _sources(data: Data) -> Iterator[Violation]:
@@ -114,8 +114,8 @@ def _shared_prefixes(config: Config) -> Iterator[Violation]:
     if data.source != "files" or not all(completions_in(path, config) > 1 for path in data.paths):
         yield Violation(
             ("data.share_prefixes", "data.format"),
-            "data.share_prefixes = true is for preference pairs, whose completions share a prompt, and the data has none: "
-            'set it to false, or data.format = "preference"',
+            "data.share_prefixes = true is for preference pairs, whose completions share a prompt, and the data has "
+            'none: set it to false, or data.format = "preference"',
         )
     if data.balance_work:
         yield Violation(
@@ -163,30 +163,30 @@ def _validation(config: Config) -> Iterator[Violation]:
         )
 
 
-def _answers(config: Config) -> Iterator[Violation]:
-    answers, fields = config.validation.answers, ("validation.answers.paths", "validation.answers.interval")
-    if answers.paths and not answers.interval:
+def _quiz(config: Config) -> Iterator[Violation]:
+    quiz, fields = config.validation.quiz, ("validation.quiz.paths", "validation.quiz.interval")
+    if quiz.paths and not quiz.interval:
         yield Violation(
             fields,
-            "validation.answers.paths is set, but validation.answers.interval = 0 never reads it: set interval, such "
+            "validation.quiz.paths is set, but validation.quiz.interval = 0 never reads it: set interval, such "
             "as 100, or paths = []",
         )
-    if answers.interval and not answers.paths:
+    if quiz.interval and not quiz.paths:
         yield Violation(
             fields,
-            f"validation.answers.interval = {answers.interval} has no questions: name validation.answers.paths, or set "
+            f"validation.quiz.interval = {quiz.interval} has no questions: name validation.quiz.paths, or set "
             "interval = 0",
         )
-    names = [Path(path).stem for path in answers.paths]
+    names = [Path(path).stem for path in quiz.paths]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         yield Violation(
             fields[:1],
-            f"validation.answers.paths has several files called {', '.join(twice)}, and results are reported by that "
+            f"validation.quiz.paths has several files called {', '.join(twice)}, and results are reported by that "
             "name: rename all but one",
         )
-    if answers.paths and config.data.source == "synthetic":
+    if quiz.paths and config.data.source == "synthetic":
         yield Violation(
-            ("validation.answers.paths", "data.source"),
-            'validation.answers.paths has questions, but data.source = "synthetic" has no tokenizer to read them with: '
+            ("validation.quiz.paths", "data.source"),
+            'validation.quiz.paths has questions, but data.source = "synthetic" has no tokenizer to read them with: '
             "use another source, or paths = []",
         )

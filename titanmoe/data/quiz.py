@@ -1,4 +1,4 @@
-"""Multiple-choice questions as sequences in which only the choices are labels (validation.answers).
+"""Multiple-choice questions as sequences in which only the choices are labels (validation.quiz).
 
 Question and choice become tokens as in lm-evaluation-harness (0.4.13, TemplateLM._encode_pair): spaces at the end of
 the context belong to the choice, both are encoded as one text, and the choice's tokens are those beyond the number that
@@ -68,7 +68,7 @@ def read_task(path: str) -> Task:
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError([f"validation.answers.paths: {file.absolute()}: {error.strerror}"]) from None
+        raise ConfigError([f"validation.quiz.paths: {file.absolute()}: {error.strerror}"]) from None
     questions, problems = [], []
     for number, line in enumerate(lines, 1):
         try:
@@ -79,7 +79,7 @@ def read_task(path: str) -> Task:
     if len(problems) > SHOWN:
         problems[SHOWN:] = [f"{path}: {len(problems) - SHOWN} more lines like these"]
     if not questions and not problems:
-        problems = [f"{path} has no questions: give it lines of JSON, or leave it out of validation.answers.paths"]
+        problems = [f"{path} has no questions: give it lines of JSON, or leave it out of validation.quiz.paths"]
     if problems:
         raise ConfigError(problems)
     return Task(file.stem, questions)
@@ -134,7 +134,7 @@ class QuizSet:
     """
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int, stored: StoredTokenizer | None):
-        options, self.layout, self.tasks = config.validation.answers, BatchLayout(config, data_rank, data_ranks), []
+        options, self.layout, self.tasks = config.validation.quiz, BatchLayout(config, data_rank, data_ranks), []
         tokenizer, problems = open_run_tokenizer(config, stored), []
         self.encoded: list[EncodedChoice] = []
         for path in options.paths:

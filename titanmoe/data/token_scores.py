@@ -200,8 +200,8 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
         problems.append(f"{folder} has scores of another model than its name says: give it back its name")
     else:
         problems += [
-            f"{folder} was made with {what} = {value}, and the recipe has {field} = {wanted}: set it to that, or compute "
-            "others with titanmoe score"
+            f"{folder} was made with {what} = {value}, and the recipe has {field} = {wanted}: set it to that, or "
+            "compute others with titanmoe score"
             for what, field, value, wanted in zip(
                 ("--top", "--temperature", "a vocabulary"),
                 ("distillation.top", "distillation.temperature", "model.vocab_size"),
@@ -213,8 +213,8 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
         ]
     if scores.seq_len < seq_len:
         problems.append(
-            f"{folder} has scores of sequences of {scores.seq_len} tokens, and training.seq_len = {seq_len}: compute others with "
-            "titanmoe score, or lower seq_len"
+            f"{folder} has scores of sequences of {scores.seq_len} tokens, and training.seq_len = {seq_len}: "
+            "compute others with titanmoe score, or lower seq_len"
         )
     if problems:
         raise ConfigError(problems)

@@ -86,7 +86,7 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     if options.attention_backend != "torch":
         return
     device, float64 = "cpu" if training.device == "cpu" else "cuda", training.mixed_precision_param == "float64"
-    apart = config.data.packing != "stream" or bool(config.validation.answers.paths)
+    apart = config.data.packing != "stream" or bool(config.validation.quiz.paths)
     masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
     narrow = min(head_widths(model)) < FLEX_NARROWEST
     picked = [

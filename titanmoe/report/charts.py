@@ -12,7 +12,7 @@ import numpy as np
 from titanmoe.load_colours import colour_share_clear
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read_run import Run
-from titanmoe.train.run_folder import ANSWER_METRICS
+from titanmoe.train.run_folder import QUIZ_METRICS
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
@@ -314,7 +314,7 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
     Near 1, the questions that are easy or hard for the last model already were for this one: the quantity is a signal
     by then, whether or not its mean still moves. It is not defined where all questions have the same value.
     """
-    lines = run.answers.get(task, {})
+    lines = run.quiz.get(task, {})
     last = lines[max(lines)][quantity] if lines else None
     pairs = [(step, rank_correlation(line[quantity], last)) for step, line in lines.items()]
     return [float(step) for step, r in pairs if r is not None], [r for _, r in pairs if r is not None]
@@ -323,10 +323,10 @@ def correlations(run: Run, task: str, quantity: str) -> tuple[list[float], list[
 def answer_sheets(runs: list[Run], task: str) -> list[Sheet]:
     """Draw a row of means, and below each its rank correlations."""
     means, signals = [], []
-    for quantity in ANSWER_METRICS:
+    for quantity in QUIZ_METRICS:
         name, unit = TITLES[quantity]
         form = {"form": percent} if quantity.startswith("accuracy") else {}
-        curves = [Curve(run.name, *run.series(f"answers.{task}.{quantity}"), f"c{i}") for i, run in enumerate(runs)]
+        curves = [Curve(run.name, *run.series(f"quiz.{task}.{quantity}"), f"c{i}") for i, run in enumerate(runs)]
         means.append(curves_chart(name, unit, curves, **form))
         curves = [Curve(run.name, *correlations(run, task, quantity), f"c{i}") for i, run in enumerate(runs)]
         signals.append(curves_chart(f"{name}: early signal", "rank correlation with the last step", curves))

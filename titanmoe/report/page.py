@@ -52,9 +52,9 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "loss_narrow": curves_chart(**loss),
         "val_loss": curves_chart("Validation loss", unit, curves("val_loss")),
         "accuracy": curves_chart("Preferences", "share of pairs won", curves("preference.accuracy"), percent),
-        "chosen": curves_chart("Reward of chosen answers", "nats times beta", curves("preference.chosen")),
-        "rejected": curves_chart("Reward of rejected answers", "nats times beta", curves("preference.rejected")),
-        "kl": curves_chart("KL to the reference", "nats per answer, estimated", curves("preference.kl")),
+        "chosen": curves_chart("Reward of chosen completions", "nats times beta", curves("preference.chosen")),
+        "rejected": curves_chart("Reward of rejected completions", "nats times beta", curves("preference.rejected")),
+        "kl": curves_chart("KL to the reference", "nats per completion, estimated", curves("preference.kl")),
         "grad_norm": curves_chart("Gradient norm", "before clipping", curves("grad_norm")),
         "max_logit": curves_chart("Largest attention logit", "worst layer", curves("max_logit")),
         "lr": curves_chart("Learning rate", "", curves("lr")),
@@ -101,7 +101,7 @@ def page(runs: list[Run], charts: dict[str, Sheet]) -> str:
     parts = [
         *_header(runs, title),
         *_charts(charts),
-        *_answers(runs),
+        *_quizzes(runs),
         *_loads(runs),
         *_ranks(runs),
         *_events(runs),
@@ -183,10 +183,10 @@ def _charts(charts: dict[str, Sheet]) -> Iterator[str]:
     yield "</div>"
 
 
-def _answers(runs: list[Run]) -> Iterator[str]:
-    tasks = list(dict.fromkeys(task for run in runs for task in run.answers))
+def _quizzes(runs: list[Run]) -> Iterator[str]:
+    tasks = list(dict.fromkeys(task for run in runs for task in run.quiz))
     for task in tasks:
-        yield f"<h2>Answers: {escape(task)}</h2>"
+        yield f"<h2>Quiz: {escape(task)}</h2>"
         yield (
             '<p class="note">Below, the rank correlation (Spearman) of the questions at each step with the same '
             "questions at the last one: what is near 1 early on is a signal by then.</p>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from titanmoe.config.parse_json import MAX_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import MAX_BYTES, Recipe, RecipeError, parse_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.train.run_folder import ANSWER_METRICS, ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, OLD_QUIZ, QUIZ, QUIZ_METRICS, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -41,7 +42,7 @@ class Run:
     busy_steps: list[int] = field(default_factory=list)
     busy_RC: np.ndarray | None = None
     """Seconds that rank r did not wait in, at busy_steps[c]."""
-    answers: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
+    quiz: dict[str, dict[int, dict[str, np.ndarray]]] = field(default_factory=dict)
     """By task and step: each quantity of every question, (Q,)."""
     config_text: str = ""
     config: Config | None = None
@@ -67,7 +68,7 @@ class Run:
         total, last_step = 0.0, None
         for line in self.lines:
             steps = 1 if last_step is None else max(1, line["step"] - last_step)
-            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0) + line.get("answers_s", 0.0)
+            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0) + line.get("quiz_s", 0.0)
             last_step = line["step"]
         return total or None
 
@@ -126,14 +127,15 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
     shapes: dict[str, int] = {}
     loads, load_warnings = _lines_if_any(folder, EXPERTS, lambda line: _load(line, shapes))
     times, time_warnings = _lines_if_any(folder, RANKS, _times)
-    answers, answer_warnings = _lines_if_any(folder, ANSWERS, _answers)
-    warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *answer_warnings]
+    old_quiz, old_warnings = _lines_if_any(folder, OLD_QUIZ, _quiz_line)
+    quiz, quiz_warnings = _lines_if_any(folder, QUIZ, _quiz_line)
+    warnings = [*warnings, *event_warnings, *load_warnings, *time_warnings, *old_warnings, *quiz_warnings]
     run = Run(folder.resolve().name, folder, lines, events, warnings=warnings)
-    for line in answers:
-        run.answers.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in ANSWER_METRICS}
-    for by_step in run.answers.values():  # the questions may have changed when it resumed
-        last = len(by_step[max(by_step)][ANSWER_METRICS[0]])
-        for step in [step for step, line in by_step.items() if len(line[ANSWER_METRICS[0]]) != last]:
+    for line in [*old_quiz, *quiz]:
+        run.quiz.setdefault(line["task"], {})[line["step"]] = {name: np.array(line[name]) for name in QUIZ_METRICS}
+    for by_step in run.quiz.values():  # the questions may have changed when it resumed
+        last = len(by_step[max(by_step)][QUIZ_METRICS[0]])
+        for step in [step for step, line in by_step.items() if len(line[QUIZ_METRICS[0]]) != last]:
             del by_step[step]
     if times:
         busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
@@ -220,7 +222,9 @@ def _step(value: Any) -> bool:
 def _figures(line: dict[str, Any]) -> dict[str, Any] | None:
     if "loss" not in line or not (line["loss"] is None or _number(line["loss"])):
         return None
-    return {"loss": line["loss"]} | {name: value for name, value in line.items() if _number(value)}
+    figures = {name: value for name, value in line.items() if _number(value)}
+    # Metrics of a quiz begin with "answers" in the folders of earlier versions.
+    return {"loss": line["loss"]} | {re.sub(r"^answers(?=[._])", "quiz", name): x for name, x in figures.items()}
 
 
 def _event(line: dict[str, Any]) -> dict[str, Any] | None:
@@ -251,7 +255,7 @@ def _times(line: dict[str, Any]) -> dict[str, Any] | None:
     return line if fits and len(columns[0]) == len(columns[1]) else None
 
 
-def _answers(line: dict[str, Any]) -> dict[str, Any] | None:
-    columns = [line.get(name) for name in ANSWER_METRICS]
+def _quiz_line(line: dict[str, Any]) -> dict[str, Any] | None:
+    columns = [line.get(name) for name in QUIZ_METRICS]
     fits = all(isinstance(x, list) and x and all(map(_number, x)) for x in columns)
     return line if fits and isinstance(line.get("task"), str) and len({len(x) for x in columns}) == 1 else None

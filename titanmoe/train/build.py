@@ -38,7 +38,7 @@ from titanmoe.train.alarms import ExpectedLoss
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks
 from titanmoe.train.console import ConsoleSettings
-from titanmoe.train.evaluation import Answers, ChoiceSums, Validation
+from titanmoe.train.evaluation import ChoiceSums, QuizEvaluation, Validation
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.guard import Guard
 from titanmoe.train.header import make_header, setup_rows
@@ -119,7 +119,7 @@ def build_training(
 
         slicer = SlicerWithTeacher(config, slicer, batches, model.state, build)
         rows["teacher"] = slicer.note
-    validation, answers = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
+    validation, quiz = make_evaluations(config, model, partial(slicer_for, with_mtp=False))
     if validation:
         rows |= {f"validation, {row}": line for row, line in validation.samples.mix.truncation_notes().items()}
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
@@ -166,7 +166,7 @@ def build_training(
             lora=config.lora,
         ),
         validation=validation,
-        answers=answers,
+        quiz=quiz,
         setup_rows=rows | model.optimizer.notes | notes,
         metrics=build_metrics(config, runtime, fold, clock),
         clock=clock,
@@ -259,7 +259,7 @@ def no_notes(training: Training) -> dict[str, str]:
 
 def make_evaluations(
     config: Config, model: RankModel, slicer_for: Callable[..., Slicer]
-) -> tuple[Validation | None, Answers | None]:
+) -> tuple[Validation | None, QuizEvaluation | None]:
     """Build the evaluations that the recipe asks for, with None for each of the others.
 
     Args:
@@ -268,7 +268,7 @@ def make_evaluations(
         slicer_for: makes the Slicer of an objective.
     """
     data, loader, last = model.meshes.data, model.loader, config.training.steps
-    validation = answers = None
+    validation = quiz = None
     if every := config.validation.interval:
         documents = loader.held_out if config.validation.held_out else ()
         pairs = OBJECTIVES.look_up(config.training.objective).completions_per_prompt > 1
@@ -281,8 +281,8 @@ def make_evaluations(
             gradients=model.gradients,
             state=model.state,
         )
-    if every := config.validation.answers.interval:
-        answers = Answers(
+    if every := config.validation.quiz.interval:
+        quiz = QuizEvaluation(
             interval=every,
             questions=QuizSet(config, data.rank, data.size, loader.mix.tokenizer),
             slicer=slicer_for(objective=ChoiceSums(model.meshes)),
@@ -290,7 +290,7 @@ def make_evaluations(
             gradients=model.gradients,
             state=model.state,
         )
-    return validation, answers
+    return validation, quiz
 
 
 def build_metrics(config: Config, runtime: Runtime, fold: Fold, clock: Clock) -> Metrics:

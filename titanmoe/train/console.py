@@ -81,7 +81,7 @@ def format_metrics(record: dict[str, float]) -> dict[str, str]:
     if "preference.val_accuracy" in record:
         shown["val accuracy"] = f"{record['preference.val_accuracy']:.1%}"
     for name, value in record.items():
-        if name.startswith("answers.") and name.endswith(".accuracy"):
+        if name.startswith("quiz.") and name.endswith(".accuracy"):
             shown[name.split(".", 1)[1].removesuffix(".accuracy")] = f"{value:.1%} right"
     return shown
 

@@ -28,7 +28,7 @@ from titanmoe.models.vocabulary import Scores
 from titanmoe.parallel.batch_slice import Slice
 from titanmoe.train.gradients import Gradients, Slicer
 from titanmoe.train.objectives.cross_entropy import CrossEntropy
-from titanmoe.train.run_folder import ANSWER_METRICS
+from titanmoe.train.run_folder import QUIZ_METRICS
 from titanmoe.train.run_state import RunState
 
 
@@ -138,13 +138,13 @@ def score_question(question: Question, log_p: np.ndarray) -> dict[str, float]:
 
 
 @dataclass(eq=False, kw_only=True)
-class Answers(Evaluation):
+class QuizEvaluation(Evaluation):
     """Multiple-choice questions, by task. The slicer's objective is ChoiceSums."""
 
     questions: QuizSet
 
     def after_step(self) -> dict[str, Any]:
-        """Return the mean of each metric by task, and the lines for answers.jsonl, if due; else {}.
+        """Return the mean of each metric by task, and the lines for quiz.jsonl, if due; else {}.
 
         Collective over the world.
         """
@@ -157,10 +157,10 @@ class Answers(Evaluation):
             for question in task.questions:
                 judged.append(score_question(question, log_p_C[at : at + len(question.choices)]))
                 at += len(question.choices)
-            by_quantity = {name: [one[name] for one in judged] for name in ANSWER_METRICS}
-            report |= {f"answers.{task.name}.{name}": float(np.mean(x)) for name, x in by_quantity.items()}
+            by_quantity = {name: [one[name] for one in judged] for name in QUIZ_METRICS}
+            report |= {f"quiz.{task.name}.{name}": float(np.mean(x)) for name, x in by_quantity.items()}
             lines.append({"step": self.state.step, "task": task.name, **by_quantity})
-        return report | {"answers": lines, "answers_s": time.monotonic() - begin}
+        return report | {"quiz": lines, "quiz_s": time.monotonic() - begin}
 
     def log_probabilities(self) -> np.ndarray:
         """Return the log-probability of every choice, summed over its tokens. Collective over the world."""

@@ -32,7 +32,7 @@ from titanmoe.train.alarms import DivergenceAlarm, ExpectedLoss, LoadAlarm, Spik
 from titanmoe.train.header import Header
 from titanmoe.train.launch_messages import show_status
 from titanmoe.train.report_targets import LineFile, Report, ReportTarget, RetriedWriter, TensorBoardWriter, WandbWriter
-from titanmoe.train.run_folder import ANSWERS, CONFIG, EVENTS, EXPERTS, METRICS, RANKS, typed_command
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, QUIZ, RANKS, typed_command
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.timing import Clock
 
@@ -126,7 +126,7 @@ class Metrics(Observer):
         for writer in (self._events, self._file, self._experts):
             writer.open()
         # Opened when their first line is written: not every run has one.
-        self._ranks, self._answers = self._line_file(folder / RANKS), self._line_file(folder / ANSWERS)
+        self._ranks, self._quiz = self._line_file(folder / RANKS), self._line_file(folder / QUIZ)
         self._times: list[dict[str, np.ndarray]] = []
         self._spikes, self._collapse = SpikeAlarm(), LoadAlarm(self.model.num_experts, self.model.top_k)
         self._first_loss: tuple[int, float] | None = None
@@ -207,12 +207,12 @@ class Metrics(Observer):
         Args:
             step: the number of the step just made.
             values: metrics of the step by name: loss, grad_norm, lr, tokens (over all ranks), flops, and any others. A
-                list is the load of a layer's experts, or under "answers" the lines for answers.jsonl.
+                list is the load of a layer's experts, or under "quiz" the lines for quiz.jsonl.
         """
         if not self.writes:
             return
         self._step = step
-        answers = values.pop("answers", ())
+        quiz = values.pop("quiz", ())
         loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
         if spike := self._spikes.check(values["loss"]):
@@ -224,13 +224,13 @@ class Metrics(Observer):
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._log_experts(step, loads)
         self._tokens, self._flops = self._tokens + values["tokens"], self._flops + values["flops"]
-        for line in answers:
-            self._answers.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
-        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "answers_s"))
-        if not (self._due(step, self.options.log_every) or values.keys() & {"val_loss", "answers_s"}):
+        for line in quiz:
+            self._quiz.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
+        evaluation_s = sum(values.get(name, 0.0) for name in ("val_s", "quiz_s"))
+        if not (self._due(step, self.options.log_every) or values.keys() & {"val_loss", "quiz_s"}):
             return
         now, first = time.monotonic(), self._last_step is None
-        # The times of validation and answers are reported as val_s and answers_s, and are not part of the step's.
+        # The times of validation and quiz are reported as val_s and quiz_s, and are not part of the step's.
         seconds, steps = max(now - self._since - evaluation_s, 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
@@ -317,7 +317,7 @@ class Metrics(Observer):
         """Close all files and targets and print the closing line."""
         if not self.writes:
             return
-        for writer in (self._file, self._experts, self._ranks, self._answers, self._events, *self._targets):
+        for writer in (self._file, self._experts, self._ranks, self._quiz, self._events, *self._targets):
             writer.close()
         if self._first_loss:
             with contextlib.suppress(OSError):

@@ -135,7 +135,7 @@ GROUPS = {
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
     "validation": ("val_loss", "val_perplexity", "val_best"),
-    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "answers_s"),
+    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s", "quiz_s"),
     "experts": ("imbalance", "router_entropy", "dropped_fraction"),
 }
 """Metrics of each group of charts in TensorBoard and W&B."""
@@ -150,7 +150,7 @@ def chart_name(name: str, balance_losses: Sequence[str]) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
-    if name.startswith(("time.", "data.", "straggler.", "answers.", "preference.")):
+    if name.startswith(("time.", "data.", "straggler.", "quiz.", "preference.")):
         return name.replace(".", "/", 1)
     if name in balance_losses:
         return f"experts/{name}"

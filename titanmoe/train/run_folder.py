@@ -23,10 +23,14 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint, Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
-EXPERTS, RANKS, ANSWERS = "experts.jsonl", "ranks.jsonl", "answers.jsonl"
+EXPERTS, RANKS, QUIZ = "experts.jsonl", "ranks.jsonl", "quiz.jsonl"
 EVENTS, CONFIG = "events.jsonl", "config.toml"
-ANSWER_METRICS = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
-"""Metrics of each question in answers.jsonl; metrics.jsonl has their means."""
+OLD_QUIZ = "answers.jsonl"
+"""Name of quiz.jsonl in the folders of earlier versions."""
+FILES = METRICS, EXPERTS, RANKS, QUIZ, OLD_QUIZ, EVENTS
+"""JSONL files of a run, of whose lines each has a step."""
+QUIZ_METRICS = "bits_per_byte", "margin", "accuracy", "accuracy_norm"
+"""Metrics of each question in quiz.jsonl; metrics.jsonl has their means."""
 COMMAND = "TITANMOE_COMMAND"
 """Environment variable in which `titanmoe train` stores the command that the user typed."""
 
@@ -185,10 +189,10 @@ def rewind(folder: Path, step: int) -> None:
         n = 1
         while (folder / f"metrics-{n}.jsonl").exists():
             n += 1
-        for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
+        for name in FILES:
             if (file := folder / name).exists():
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
-    for name in (METRICS, EXPERTS, RANKS, ANSWERS, EVENTS):
+    for name in FILES:
         file = folder / name
         lines = _read_lines(folder, name) if file.exists() else []
         remaining = [line for line in lines if _is_until(line, step)]

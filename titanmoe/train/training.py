@@ -17,7 +17,7 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.moe.layer import MoE
 from titanmoe.moe.layer_statistics import step_metrics
 from titanmoe.train.checkpoints import Checkpoints
-from titanmoe.train.evaluation import Answers, Validation
+from titanmoe.train.evaluation import QuizEvaluation, Validation
 from titanmoe.train.gradients import FirstPass, Gradients, Slicer, StepScalars
 from titanmoe.train.guard import Guard
 from titanmoe.train.learning_rate import LearningRate
@@ -107,7 +107,7 @@ class Training(RankModel):
     folder: RunFolder
     checkpoints: Checkpoints
     validation: Validation | None
-    answers: Answers | None
+    quiz: QuizEvaluation | None
     setup_rows: dict[str, str]
     """Rows of the header that are known once the model is built."""
     metrics: Metrics
@@ -118,6 +118,6 @@ class Training(RankModel):
     """Function called once the weights are loaded, before the first step. Returns rows of the header."""
 
     @property
-    def evaluations(self) -> list[Validation | Answers]:
+    def evaluations(self) -> list[Validation | QuizEvaluation]:
         """The evaluations that the recipe asks for."""
-        return [evaluation for evaluation in (self.validation, self.answers) if evaluation]
+        return [evaluation for evaluation in (self.validation, self.quiz) if evaluation]

@@ -22,7 +22,7 @@ KEYS = frozenset(field.name for field in fields(MoE))
 OTHER_METRICS = {"step", "loss", "mtp_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_time_s", "mfu"}
 OTHER_METRICS |= {"memory_gib", "imbalance", "overflow_reruns", "skipped_steps", "dropped_fraction", "router_entropy"}
 OTHER_METRICS |= {"data_wait_s", "val_loss", "val_perplexity", "val_best", "val_s", "checkpoint_blocked_s", "nonfinite"}
-OTHER_METRICS |= {"answers", "answers_s", "flops"}
+OTHER_METRICS |= {"quiz", "quiz_s", "flops"}
 OTHER_METRICS |= {"max_logit", "tokens_min", "tokens_mean", "tokens_max", "load", "entropy", "dropped"}
 """Names of reported numbers, and of the counts behind them, that no balance loss may have."""
 

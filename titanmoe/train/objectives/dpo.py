@@ -1,10 +1,10 @@
-"""Direct preference optimization (arXiv 2305.18290): of two answers the chosen one gains on the rejected one.
+"""Direct preference optimization (arXiv 2305.18290): train the chosen completion to gain on the rejected one.
 
-D = beta * ((log p - log p_ref) of the chosen answer - the same of the rejected one), each summed over labels. The loss
-is -log sigmoid(D), summed over pairs and divided by their number. It is counted as ln 2 plus the difference to that: of
-a model that is its reference D is 0, and the loss ln 2 to the bit.
+D = beta * (log p - log p_ref of the chosen completion - the same difference of the rejected one), each summed over
+labels. The loss is -log sigmoid(D), summed over pairs and divided by their number. It is computed as ln 2 plus the
+difference to ln 2: for a model that equals its reference, D is 0 and the loss ln 2 to the bit.
 
-Shapes: B samples, S positions of the attention slice, L of the whole sequence, which has fewer answers than positions.
+Shapes: B samples, S positions of the attention slice, L of the full sequence, which bounds the number of completions.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DPO(Objective):
         return cls(meshes, config.dpo.beta)
 
     def sum(self, scores: Scores, piece: Slice) -> Tensor:
-        answer_BS, cp = piece.extra_fields[COMPLETION], self.meshes.cp
+        completion_BS, cp = piece.extra_fields[COMPLETION], self.meshes.cp
         gain_BS = (-scores.loss_BS - piece.extra_fields[REFERENCE]).double().where(piece.labels_BS != IGNORE, 0)
-        samples, length = answer_BS.shape[0], answer_BS.shape[1] * cp.size
+        samples, length = completion_BS.shape[0], completion_BS.shape[1] * cp.size
         length += length % 2
-        place_BS = answer_BS + length * torch.arange(samples, device=answer_BS.device).unsqueeze(1)
+        place_BS = completion_BS + length * torch.arange(samples, device=completion_BS.device).unsqueeze(1)
         gain_BL = gain_BS.new_zeros(samples * length).index_add(0, place_BS.flatten(), gain_BS.flatten())
         reward_BP2 = self.beta * sum_over(gain_BL, cp).view(samples, -1, 2)
         chosen_BP, rejected_BP = reward_BP2.unbind(2)
@@ -52,7 +52,7 @@ class DPO(Objective):
         # Where there is no pair, the margin is 0 and so is this.
         excess_BP = F.logsigmoid(torch.zeros_like(margin_BP)) - F.logsigmoid(margin_BP)
         sums = (margin_BP > 0).sum(), chosen_BP.sum(), rejected_BP.sum()
-        # KL(reference | model) of an answer, by the second-order estimate that is never negative.
+        # KL(reference | model) of a completion, by the second-order estimate that is never negative.
         kl = gain_BS.square().sum() / 4
         self.report(piece, *(total / cp.size for total in sums), kl)
         return excess_BP.sum() / cp.size

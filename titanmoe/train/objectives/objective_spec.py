@@ -82,7 +82,7 @@ class ObjectiveSpec(Spec):
 
 
 class DPOSpec(ObjectiveSpec):
-    help = "dpo is direct preference optimization on pairs of answers, with dpo.beta."
+    help = "dpo is direct preference optimization on preference pairs, with dpo.beta."
     implementation = "titanmoe.train.objectives.dpo:DPO"
     reads_reference = True
     completions_per_prompt = 2
@@ -92,7 +92,7 @@ class DPOSpec(ObjectiveSpec):
         if config.data.packing != "best_fit":
             yield Violation(
                 ("training.objective", "data.packing"),
-                f'training.objective = "dpo" needs both answers of a pair in one sequence, and data.packing = '
+                f'training.objective = "dpo" needs both completions of a pair in one sequence, and data.packing = '
                 f'"{config.data.packing}" cuts documents anywhere: use "best_fit"',
             )
 

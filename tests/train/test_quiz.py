@@ -39,7 +39,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     file = tmp_path_factory.mktemp("questions") / "few.jsonl"
     file.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n")
     texts = few_texts(tmp_path_factory.mktemp("texts"))
-    return recipe(texts, **{"validation.answers.paths": [str(file)], "validation.answers.interval": 2})
+    return recipe(texts, **{"validation.quiz.paths": [str(file)], "validation.quiz.interval": 2})
 
 
 def by_plain_model(config: Any) -> list[np.ndarray]:
@@ -63,13 +63,13 @@ def by_plain_model(config: Any) -> list[np.ndarray]:
 
 def answered(changes: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
     trainer = parity.make_trainer(changes)
-    answers = trainer.training.answers
-    assert answers.after_step().keys() >= {"answers.few.margin"}  # before the first step, too
+    quiz = trainer.training.quiz
+    assert quiz.after_step().keys() >= {"quiz.few.margin"}  # before the first step, too
     trainer.train_step()
-    assert answers.after_step() == {}
+    assert quiz.after_step() == {}
     trainer.train_step()
     trainer.training.loader.close()
-    return answers.after_step(), answers.log_probabilities().tolist()
+    return quiz.after_step(), quiz.log_probabilities().tolist()
 
 
 @pytest.mark.parametrize("mapping", ["dp2 tp2", "cp2 pp2"])
@@ -85,14 +85,14 @@ def test_answers_are_those_of_the_plain_model_under_every_mapping(asked: dict[st
     assert log_p == pytest.approx(np.concatenate(want).tolist(), rel=1e-10)
     right = [question["answer"] for question in QUESTIONS]
     best = [int(x.argmax()) for x in want]
-    (line,) = report["answers"]
+    (line,) = report["quiz"]
     assert line["accuracy"] == [float(a == b) for a, b in zip(best, right, strict=True)]
-    assert report["answers.few.accuracy"] == pytest.approx(np.mean(line["accuracy"]))
+    assert report["quiz.few.accuracy"] == pytest.approx(np.mean(line["accuracy"]))
     margin = [x[a] - max(y for i, y in enumerate(x) if i != a) for x, a in zip(want, right, strict=True)]
     assert line["margin"] == pytest.approx(margin, rel=1e-9)
     sizes = [len(question["choices"][a].encode()) for question, a in zip(QUESTIONS, right, strict=True)]
     bits = [-x[a] / n * math.log2(math.e) for x, a, n in zip(want, right, sizes, strict=True)]
-    assert report["answers.few.bits_per_byte"] == pytest.approx(np.mean(bits), rel=1e-10)
+    assert report["quiz.few.bits_per_byte"] == pytest.approx(np.mean(bits), rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_run_with_answers_is_one_without(asked: dict[str, Any], mapping: dict[
     """Bit-equal, including everything that a forward might leave behind."""
     changes = asked | mapping | {"moe.bias_update_rate": 0.05, "moe.jitter": 0.1, "training.seq_len": 32}
     changes |= {"model.mtp_depth": 1, "training.deterministic": True, "training.global_batch_size": 4}
-    without = {"validation.answers.paths": [], "validation.answers.interval": 0}
+    without = {"validation.quiz.paths": [], "validation.quiz.interval": 0}
     plain = world.run(2, trained, changes | without, 3)[0]
     beside = world.run(2, trained_with_answers, changes, 3)[0]
     for name in ("loss", "norm"):
@@ -117,7 +117,7 @@ def trained_with_answers(changes: dict[str, Any], steps: int) -> dict[str, Any]:
 
     def answering(*args: Any, **kwargs: Any) -> Any:
         trainer = make_trainer(*args, **kwargs)
-        trainer.training.validation = trainer.training.answers
+        trainer.training.validation = trainer.training.quiz
         return trainer
 
     with pytest.MonkeyPatch.context() as patch:
@@ -132,10 +132,10 @@ def test_a_run_writes_what_its_report_reads(asked: dict[str, Any], tmp_path: Pat
     changes |= {"training.seq_len": 32, "training.global_batch_size": 4, "training.steps": 3}
     world.run(1, parity.train, parity.arguments(changes))
     (run,) = read_runs([tmp_path / "run"])
-    steps, means = run.series("answers.few.margin")
-    assert steps == list(run.answers["few"]) == [2, 3] and not run.warnings
-    assert means == pytest.approx([line["margin"].mean() for line in run.answers["few"].values()])
-    assert len(run.answers["few"][2]["accuracy"]) == len(QUESTIONS)
+    steps, means = run.series("quiz.few.margin")
+    assert steps == list(run.quiz["few"]) == [2, 3] and not run.warnings
+    assert means == pytest.approx([line["margin"].mean() for line in run.quiz["few"].values()])
+    assert len(run.quiz["few"][2]["accuracy"]) == len(QUESTIONS)
 
 
 def test_length_decides_between_choices_where_the_harness_says_so() -> None:
@@ -161,7 +161,7 @@ def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: 
     (tmp_path / "long.jsonl").write_text(json.dumps({"question": "q" * 99, "choices": ["a", "b"], "answer": 0}))
     (tmp_path / "none.jsonl").write_text("")
     paths = [str(tmp_path / name) for name in ("bad.jsonl", "missing.jsonl", "long.jsonl", "none.jsonl")]
-    config = parity.read(asked | {"validation.answers.paths": paths}, 1)
+    config = parity.read(asked | {"validation.quiz.paths": paths}, 1)
     with pytest.raises(ConfigError) as refused:
         QuizSet(config, 0, 1, None)
     ends = [
@@ -182,14 +182,14 @@ def test_bad_questions_are_refused_all_at_once(asked: dict[str, Any], tmp_path: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"validation.answers.paths": ["a.jsonl"]}, r"interval = 0 never reads it: set interval, such as 100"),
-        ({"validation.answers.interval": 3}, r"interval = 3 has no questions: name validation\.answers\.paths"),
+        ({"validation.quiz.paths": ["a.jsonl"]}, r"interval = 0 never reads it: set interval, such as 100"),
+        ({"validation.quiz.interval": 3}, r"interval = 3 has no questions: name validation\.quiz\.paths"),
         (
-            {"validation.answers.paths": ["x/a.jsonl", "y/a.jsonl"], "validation.answers.interval": 3},
+            {"validation.quiz.paths": ["x/a.jsonl", "y/a.jsonl"], "validation.quiz.interval": 3},
             r"several files called a, and results are reported by that name: rename all but one",
         ),
         (
-            {"validation.answers.paths": ["a"], "validation.answers.interval": 3, "data.source": "synthetic"},
+            {"validation.quiz.paths": ["a"], "validation.quiz.interval": 3, "data.source": "synthetic"},
             r'data\.source = "synthetic" has no tokenizer to read them with',
         ),
     ],
