@@ -255,7 +255,7 @@ def test_a_document_that_ends_with_a_window_is_not_followed_by_the_next_ones_fir
     """Windows of 32 over documents of 32: each begins at a multiple of 32, its last label is the next document's."""
     tokens = np.arange(32 * 50 + 1)
     documents = MemoryDocuments("even", tokens, np.append(np.arange(0, 32 * 50, 32), len(tokens)))
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [documents])
+    monkeypatch.setattr("titanmoe.data.sources._open_sources", lambda config, paths, fields: [documents])
     config.data.packing = packing
     (batch, *_) = Loader(config, 0, 1).next_step()
     assert (batch.tokens_BS[:, 0] % 32 == 0).all() and (batch.tokens_BS.diff()[:, :30] == 1).all()
@@ -284,7 +284,7 @@ def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
     """As in a chat, where only answers count. Here even tokens count."""
     tokens = np.arange(3000) % 250
     documents = MemoryDocuments("chat", tokens, np.arange(0, 3001, 20), tokens % 2 == 0)
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [documents])
+    monkeypatch.setattr("titanmoe.data.sources._open_sources", lambda config, paths, fields: [documents])
     config.data.packing = packing
     for batch in Loader(config, 0, 1).next_step():
         scored = batch.labels_BS[batch.labels_BS != IGNORE]
@@ -502,7 +502,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
 
     none = MemoryDocuments("none", np.zeros(0, np.int64), np.zeros(1, np.int64))
     marks = MemoryDocuments("marks", np.full(9, 257), np.arange(10))
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [none, marks])
+    monkeypatch.setattr("titanmoe.data.sources._open_sources", lambda config, paths, fields: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
     assert "none (data.source) has no documents" in first and "two tokens are the least" in second

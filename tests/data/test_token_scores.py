@@ -42,7 +42,7 @@ def documents(tmp_path: Path) -> ShardDocuments:
 def written(documents: ShardDocuments, seq_len: int = 8) -> Path:
     writer = ScoreWriter(documents, MODEL, seq_len, "float64")
     assert find_scores(documents, MODEL, seq_len) is None  # until it is complete
-    writer.put(3, np.arange(3, 7) / 3)
+    writer.write(3, np.arange(3, 7) / 3)
     writer.close()
     assert [file.name for file in (documents.folder / SCORES).iterdir()] == [MODEL]
     return documents.folder / SCORES / MODEL
@@ -197,7 +197,7 @@ def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocu
     """The file has NaN as log-probabilities of such labels, and a batch gives no class of them any probability."""
     classes = TopK(2, 1.0, 16)
     writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
-    writer.put(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))
+    writer.write(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))
     writer.close()
     documents.stored_teacher_scores = open_teacher_scores(documents, classes.name(MODEL), classes, 8)
     assert np.isnan(documents.teacher_scores(3, 9)["log_p"]).all()

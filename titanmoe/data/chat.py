@@ -98,11 +98,12 @@ class ChatEncoder:
         _check_messages(messages)
         self._tools = self._read_tools(tools)
         try:
-            return self._encode(messages)
+            return self._encode_checked(messages)
         finally:
             self._tools = None
 
     def _read_tools(self, tools: Any) -> list[dict[str, Any]] | None:
+        """Return a record's tools as a list, or None; a ChatError if they are malformed or the template lacks them."""
         if isinstance(tools, str):
             try:
                 tools = parse_json(tools.encode()) if tools.strip() else None
@@ -119,7 +120,7 @@ class ChatEncoder:
             )
         return tools
 
-    def _encode(self, messages: list[Any]) -> tuple[np.ndarray, np.ndarray]:
+    def _encode_checked(self, messages: list[Any]) -> tuple[np.ndarray, np.ndarray]:
         text, spans = (
             self._render_with_marks(messages) if self.has_generation_tags else self._render_by_prefixes(messages)
         )
@@ -156,7 +157,7 @@ class ChatEncoder:
             text = self._render_without_marks(
                 [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
             )
-        except ChatError:  # it takes no such conversation
+        except ChatError:  # the template refuses the probe
             return None
         tail = text[text.rfind(PROBE) + len(PROBE) :].lstrip() if PROBE in text else ""
         return self.tokenizer.leading_special_token(tail)
@@ -213,7 +214,7 @@ class ChatEncoder:
                 try:
                     if self._render_unchecked([(changed, prompt)])[0].count("None") >= times:
                         continue
-                except ChatError:  # it takes no text there, so it tests for the null
+                except ChatError:  # the template refuses text there, so it tests for null
                     continue
                 return f"message {n + 1}'s {key}" if message[key] is None else f"a value in message {n + 1}'s {key}"
         return ""
@@ -335,7 +336,7 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
     if template:
         file = Path(template).expanduser()
         try:
-            return ChatEncoder(_read(file), str(file), tokenizer)
+            return ChatEncoder(_read_template(file), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
@@ -346,7 +347,7 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
         raise ConfigError([f"the byte tokenizer has no chat template of its own: {NAME_ONE}"])
     own, settings = folder.parent / CHAT_TEMPLATE, folder.parent / SETTINGS
     if own.is_file():
-        return ChatEncoder(_read(own), str(own), tokenizer)
+        return ChatEncoder(_read_template(own), str(own), tokenizer)
     template_text = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
     if isinstance(template_text, list):  # several, by name
         template_text = next((entry["template"] for entry in template_text if entry.get("name") == "default"), None)
@@ -356,7 +357,7 @@ def open_chat_encoder(template: str, tokenizer: Tokenizer) -> ChatEncoder:
     return ChatEncoder(template_text, str(settings), tokenizer)
 
 
-def _read(file: Path) -> str:
+def _read_template(file: Path) -> str:
     with file.open(encoding="utf-8") as stream:
         return stream.read(MAX_TEMPLATE + 1)
 
@@ -367,6 +368,7 @@ def _shorten(text: str) -> str:
 
 
 def _check_messages(messages: Any) -> None:
+    """Raise a ChatError if messages are malformed, or the assistant says nothing to learn from."""
     if not isinstance(messages, list) or not messages:
         raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
@@ -395,4 +397,5 @@ def _check_messages(messages: Any) -> None:
 
 
 def _split_at_marks(text: str) -> list[str]:
+    """Split a text into the marks OPEN and CLOSE and what is between them."""
     return [part for part in re.split(f"([{OPEN}{CLOSE}])", text) if part]

@@ -55,7 +55,7 @@ class ChatTemplate:
     def __init__(self, text: str, opening: str, closing: str):
         self._template = text, opening, closing
         self.has_generation_tags = False
-        self._idle = [self._begin()]
+        self._idle = [self._start_process()]
 
     def render(self, *variables: dict[str, Any]) -> list[str]:
         """Render the template once per dict of variables. The limits are for all of them together.
@@ -70,12 +70,12 @@ class ChatTemplate:
         except IndexError:
             worker = None
         if worker is None or worker.parent != os.getpid():
-            worker = self._begin()
+            worker = self._start_process()
         response = _ask_worker(worker, variables, "this conversation")
-        self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
+        self._idle.append(worker)  # not before: after an interruption its response would belong to another request
         return _result_or_raise(response)
 
-    def _begin(self) -> _RenderProcess:
+    def _start_process(self) -> _RenderProcess:
         worker = _RenderProcess()
         self.has_generation_tags = _result_or_raise(_ask_worker(worker, self._template, "a template"))
         return worker
@@ -113,7 +113,7 @@ def _result_or_raise(response: dict[str, Any]) -> Any:
     text = response["text"]
     if "TemplateSyntaxError" in response["error"]:
         raise jinja2.TemplateSyntaxError(text, response["line"])
-    for name in response["error"]:  # some cannot be made from a text: then the next more general one
+    for name in response["error"]:  # if it cannot be made from a text, its base class
         kind = NotText if name == "NotText" else getattr(jinja2, name, None) or getattr(builtins, name, None)
         with contextlib.suppress(TypeError):
             error = kind(text)
@@ -130,7 +130,7 @@ class _RenderProcess:
         home = str(Path(titanmoe.__file__).parent.parent)
         paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         self.parent = os.getpid()
-        # Not multiprocessing: whoever reads data may be a daemon, which may have no such children.
+        # Not multiprocessing: a data worker may be a daemon, which may not have children.
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from titanmoe.data.chat_template import serve; serve()"],
             stdin=subprocess.PIPE,
@@ -151,11 +151,12 @@ class _RenderProcess:
 
 
 def _end_process(process: subprocess.Popen[bytes], parent: int) -> int | None:
+    """Kill the process if it still runs and return its exit code; None in a fork, which does not own it."""
     if os.getpid() != parent:  # in a fork
         return None
     if process.poll() is None:
         process.kill()
-    with contextlib.suppress(BrokenPipeError):  # what it did not read
+    with contextlib.suppress(BrokenPipeError):  # it has unread input
         process.stdin.close()
     process.stdout.close()
     return process.wait()
@@ -176,7 +177,7 @@ def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
     return (data, seconds, memory) if len(data) == size else None
 
 
-# ---- in the process
+# ---- inside the rendering process
 
 
 def serve() -> None:

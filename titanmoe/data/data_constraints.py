@@ -25,20 +25,20 @@ def parse_skip_steps(texts: list[str]) -> list[range]:
 
 def contradictions(config: Config) -> Iterator[Violation]:
     """Yield all contradictions of a recipe's [data] and [validation]."""
-    yield from _sources(config.data)
+    yield from _check_sources(config.data)
     try:
         parse_skip_steps(config.data.skip_steps)
     except ValueError as error:
         yield Violation(("data.skip_steps",), str(error))
-    yield from _mix(config)
-    yield from _epochs(config)
-    yield from _packing(config)
-    yield from _shared_prefixes(config)
-    yield from _validation(config)
-    yield from _quiz(config)
+    yield from _check_mix(config)
+    yield from _check_epochs(config)
+    yield from _check_packing(config)
+    yield from _check_shared_prefixes(config)
+    yield from _check_validation(config)
+    yield from _check_quiz(config)
 
 
-def _sources(data: Data) -> Iterator[Violation]:
+def _check_sources(data: Data) -> Iterator[Violation]:
     if data.source == "files" and not data.paths:
         yield Violation(
             ("data.source", "data.paths"),
@@ -51,7 +51,7 @@ def _sources(data: Data) -> Iterator[Violation]:
         )
 
 
-def _mix(config: Config) -> Iterator[Violation]:
+def _check_mix(config: Config) -> Iterator[Violation]:
     weights, paths = config.data.weights, config.data.paths
     if (names := config.data.fields) and len(names) != len(paths):
         yield Violation(
@@ -75,7 +75,7 @@ def _mix(config: Config) -> Iterator[Violation]:
                 yield Violation(fields, text)
 
 
-def _epochs(config: Config) -> Iterator[Violation]:
+def _check_epochs(config: Config) -> Iterator[Violation]:
     data, epochs = config.data, config.training.epochs
     if epochs and data.source == "synthetic":
         yield Violation(
@@ -91,7 +91,7 @@ def _epochs(config: Config) -> Iterator[Violation]:
         )
 
 
-def _packing(config: Config) -> Iterator[Violation]:
+def _check_packing(config: Config) -> Iterator[Violation]:
     data = config.data
     if data.source == "synthetic" and data.packing != "stream":
         yield Violation(
@@ -107,7 +107,7 @@ def _packing(config: Config) -> Iterator[Violation]:
         )
 
 
-def _shared_prefixes(config: Config) -> Iterator[Violation]:
+def _check_shared_prefixes(config: Config) -> Iterator[Violation]:
     data = config.data
     if not data.share_prefixes:
         return
@@ -131,7 +131,7 @@ def _shared_prefixes(config: Config) -> Iterator[Violation]:
         )
 
 
-def _validation(config: Config) -> Iterator[Violation]:
+def _check_validation(config: Config) -> Iterator[Violation]:
     validation, source = config.validation, config.data.source
     if validation.interval and source != "synthetic" and not validation.paths and not validation.held_out:
         yield Violation(
@@ -163,7 +163,7 @@ def _validation(config: Config) -> Iterator[Violation]:
         )
 
 
-def _quiz(config: Config) -> Iterator[Violation]:
+def _check_quiz(config: Config) -> Iterator[Violation]:
     quiz, fields = config.validation.quiz, ("validation.quiz.paths", "validation.quiz.interval")
     if quiz.paths and not quiz.interval:
         yield Violation(

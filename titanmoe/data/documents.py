@@ -122,7 +122,7 @@ def find_documents(documents: Documents, token_N: np.ndarray) -> np.ndarray:
     """Return the number of the document that contains each of these tokens. Empty documents contain none."""
     starts = documents.starts
     if isinstance(starts, np.ndarray):
-        # Of the array's own type, or numpy would first convert all of it.
+        # Of the array's dtype: numpy would otherwise convert the whole array first.
         return np.searchsorted(starts, token_N.astype(starts.dtype), side="right") - 1
     low_N, high_N = np.zeros_like(token_N), np.full_like(token_N, len(documents))
     while (high_N - low_N > 1).any():  # starts[low] <= token < starts[high]

@@ -62,24 +62,24 @@ def count_sequences(packer: StreamPacker | BestFitPacker, epochs: int) -> list[i
     """Return the number of sequences of each epoch, from `sequences.json` or by packing; writes the file if it can."""
     if isinstance(packer, StreamPacker):
         return packer.count(epochs)
-    file = _file(packer.documents)
+    file = _counts_file(packer.documents)
     packing = f"{packer.name} {ORDER} of {BUFFER}, seq_len {packer.seq_len}, seed {packer.seed}"
     name = f"{packer.documents.fingerprint}, {packing}"
-    stored = _read(file)
+    stored = _read_counts(file)
     counts = packer.count(epochs, stored.get(name, ()))
     if file is not None and len(counts) > len(stored.get(name, ())):
-        with suppress(OSError):  # a folder that cannot be written to: counted again the next time
-            write_json(file, _read(file) | {name: counts})
+        with suppress(OSError):  # the folder is read-only: the next run counts again
+            write_json(file, _read_counts(file) | {name: counts})
     return counts
 
 
-def _file(documents: Any) -> Path | None:
+def _counts_file(documents: Any) -> Path | None:
     """Return the path of `sequences.json` beside the shards; None if the documents are not token shards."""
     source = stored_documents(documents)
     return source.folder / FILE if hasattr(source, "folder") else None
 
 
-def _read(file: Path | None) -> dict[str, list[int]]:
+def _read_counts(file: Path | None) -> dict[str, list[int]]:
     """Return the stored numbers by packing and shards. Anything malformed is dropped, and so counted again."""
     try:
         stored = parse_json(file.read_bytes()) if file else {}

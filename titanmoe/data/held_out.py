@@ -87,9 +87,9 @@ class DocumentSubset:
         self.parent, self.name, self.vocab_size = parent, parent.name, parent.vocab_size
         self.completions_per_prompt, self.first_R = parent.completions_per_prompt, first_R
         self.fingerprint, self.description = f"{parent.fingerprint} {which}", f"{parent.description}, {which}"
-        self.document_R = _cumulative(end_R - first_R)
+        self.document_R = _cumulative_counts(end_R - first_R)
         self.start_R = np.asarray(parent.starts[first_R]).astype(np.int64)
-        self.token_R = _cumulative(np.asarray(parent.starts[end_R]).astype(np.int64) - self.start_R)
+        self.token_R = _cumulative_counts(np.asarray(parent.starts[end_R]).astype(np.int64) - self.start_R)
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -99,29 +99,30 @@ class DocumentSubset:
         return _Starts(self)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self.parent.read(a, b) for a, b in self._ranges(start, stop)]
+        parts = [self.parent.read(a, b) for a, b in self._parent_ranges(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def label_mask(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.parent.label_mask, start, stop)
+        return self._concatenate(self.parent.label_mask, start, stop)
 
     def label_weights(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.parent.label_weights, start, stop)
+        return self._concatenate(self.parent.label_weights, start, stop)
 
     def reference_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.parent.reference_scores, start, stop)
+        return self._concatenate(self.parent.reference_scores, start, stop)
 
     def teacher_scores(self, start: int, stop: int) -> np.ndarray | None:
-        return self._joined(self.parent.teacher_scores, start, stop)
+        return self._concatenate(self.parent.teacher_scores, start, stop)
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        return [ends for a, b in self._ranges(start, stop) for ends in self.parent.ranges(a, b)]
+        return [ends for a, b in self._parent_ranges(start, stop) for ends in self.parent.ranges(a, b)]
 
-    def _joined(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
-        parts = [read(a, b) for a, b in self._ranges(start, stop)]
+    def _concatenate(self, read: Callable[[int, int], np.ndarray | None], start: int, stop: int) -> np.ndarray | None:
+        """Read each of the parent's ranges and concatenate them; None if the parent returns None."""
+        parts = [read(a, b) for a, b in self._parent_ranges(start, stop)]
         return None if parts[0] is None else np.concatenate(parts)
 
-    def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _parent_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the token ranges of the parent that tokens [start, stop) of this subset consist of."""
         r = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
@@ -158,5 +159,5 @@ class _Starts:
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
 
 
-def _cumulative(count_R: np.ndarray) -> np.ndarray:
+def _cumulative_counts(count_R: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(count_R))

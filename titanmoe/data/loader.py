@@ -47,7 +47,7 @@ class BatchLayout:
         self.microbatches = self.global_batch_size // per_round
         self.seq_len, self.separate_documents = training.seq_len, separates_documents(config)
         self.with_weights = config.data.label_weights
-        # Random tokens are of the whole vocabulary.
+        # Random tokens cover the full vocabulary.
         self.media_tokens = [] if config.data.source == "synthetic" else config.model.media_tokens
         every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.local_batch_size)
         self.round_robin_N = every_MRB[:, data_rank].ravel()
@@ -282,6 +282,7 @@ class Loader:
 
     @property
     def _packing(self) -> str:
+        """The packing options that samples depend on, as text in the state and the run's header."""
         long_chats = f', long_chats = "{self.options.long_chats}"'
         has_long_chats = any(isinstance(s.packer, ChatPacker) and len(s.packer.long_L) for s in self.mix.sources)
         return self.options.packing + ", prefixes shared" * self.options.share_prefixes + long_chats * has_long_chats
@@ -314,6 +315,7 @@ class ValidationSet:
             yield [*samples, *[None] * (size - len(samples))]
 
     def _interleave_sources(self) -> Iterator[Sample]:
+        """Yield a sample of each source in turn, leaving out sources that have ended."""
         unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]
         while unfinished:
             for k, sequences in tuple(unfinished):

@@ -33,7 +33,7 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
     Raises:
         ConfigError: the entry cannot be read, or does not fit the recipe's vocabulary or tokenizer.
     """
-    path = _existing(config, entry)
+    path = _find_path(config, entry)
     name = path.name or entry
     if _is_tokenized(config, path):
         documents = ShardDocuments(path, name)
@@ -61,13 +61,13 @@ def plan_to_tokenize(config: Config, entry: str, field: str = "") -> ShardPlan |
     Raises:
         ConfigError: the entry's files, the tokenizer or the chat template cannot be used.
     """
-    if _is_tokenized(config, _existing(config, entry)):
+    if _is_tokenized(config, _find_path(config, entry)):
         return None
-    plan, out = _plan(config, entry, field or config.data.field)
+    plan, out = _plan_shards(config, entry, field or config.data.field)
     return None if is_shards(out) else plan
 
 
-def _existing(config: Config, entry: str) -> Path:
+def _find_path(config: Config, entry: str) -> Path:
     """Return the path of an entry of data.paths, which may be a glob or a URL; a ConfigError if there is none."""
     path = Path(entry).expanduser()
     if is_url(entry) and FORMATS.look_up(config.data.format).tokenized:
@@ -86,7 +86,7 @@ def _is_tokenized(config: Config, path: Path) -> bool:
     return FORMATS.look_up(config.data.format).tokenized or is_shards(path) or is_unfinished(path)
 
 
-def _plan(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
+def _plan_shards(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
     """Return the plan by which an entry becomes token shards, and their folder in the cache."""
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
@@ -97,7 +97,7 @@ def _plan(config: Config, entry: str, field: str) -> tuple[ShardPlan, Path]:
 
 
 def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> Path:
-    plan, out = _plan(config, entry, field)
+    plan, out = _plan_shards(config, entry, field)
 
     def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)

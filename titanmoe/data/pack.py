@@ -176,6 +176,7 @@ class StreamPacker:
 
     @property
     def state(self) -> list[int]:
+        """State to save: the number of sequences taken."""
         return [self.sequences_taken]
 
     @state.setter
@@ -305,7 +306,7 @@ class BestFitPacker:
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
-        pairs = self._pairs_of(document, start)
+        pairs = self._count_pairs(document, start)
         start, pairs = start[pairs > 0], pairs[pairs > 0]
         full, rest = pairs // self.seq_len, pairs % self.seq_len
         number = np.arange(full.sum()) - np.repeat(np.cumsum(full) - full, full)
@@ -318,7 +319,7 @@ class BestFitPacker:
         order = key("sequences", self.seed, self.epoch, self.buffer)
         return PackedBuffer(begin, np.array([self.seq_len]), packed, permute(order, np.arange(count), count))
 
-    def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
+    def _count_pairs(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
         """Return how many positions each of these documents fills; 0 leaves it out."""
         return np.asarray(self.documents.starts[document_D + 1]).astype(np.int64) - start_D - 1
 
@@ -347,7 +348,7 @@ def pack_best_fit(sizes: list[int], room: int) -> list[list[int]]:
         The indices of the items of each bin.
     """
     bins: list[list[int]] = []
-    bins_with_room: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
+    bins_with_room: list[tuple[int, int]] = []  # room and index of each bin that is not full
     for i, size in enumerate(sizes):
         at = bisect_left(bins_with_room, (size, -1))
         if at < len(bins_with_room):

@@ -73,8 +73,8 @@ class ChatPacker(BestFitPacker):
             )
         return ""
 
-    def _pairs_of(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
-        pairs_D = super()._pairs_of(document_D, start_D)
+    def _count_pairs(self, document_D: np.ndarray, start_D: np.ndarray) -> np.ndarray:
+        pairs_D = super()._count_pairs(document_D, start_D)
         long_D = pairs_D > self.seq_len
         pairs_D[long_D] = self.keep_L[np.searchsorted(self.long_L, document_D[long_D])]
         return pairs_D

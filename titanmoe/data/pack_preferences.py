@@ -56,10 +56,11 @@ class PreferencePacker(BestFitPacker):
         )
 
     def _positions(self, prompt: np.ndarray | slice) -> np.ndarray:
+        """Return how many positions each of these pairs fills."""
         return self.length_P2[prompt].sum(1) - self.shared_P[prompt]
 
     def _shared_length(self, prompt: int) -> int:
-        """How many positions both answers begin with alike, and without a label."""
+        """Return how many first positions both completions of a pair share, none of which has a label."""
         both = [(start, start + length + 1) for start, length in zip(*self._starts_and_lengths(prompt), strict=True)]
         shortest = int(self.length_P2[prompt].min())
         first, second = (self.documents.read(*one)[:shortest] for one in both)
@@ -67,9 +68,11 @@ class PreferencePacker(BestFitPacker):
         return int(np.append((first == second) & ~labelled[0] & ~labelled[1], False).argmin())
 
     def _starts_and_lengths(self, prompt: int) -> tuple[list[int], list[int]]:
+        """Return the first token, and the number of positions, of both completions of a pair."""
         return self.start_P2[prompt].tolist(), self.length_P2[prompt].tolist()
 
     def _truncate(self, prompt: int) -> None:
+        """Truncate the longer completion of a pair, or both; set both lengths to 0 if nothing usable remains."""
         length_2, room = self.length_P2[prompt], self.seq_len + int(self.shared_P[prompt])
         shorter = int(length_2.argmin())
         length_2[shorter] = min(length_2[shorter], room // 2)

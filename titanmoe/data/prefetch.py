@@ -34,7 +34,7 @@ class Prefetcher:
         self._peeked: list[Any] = []
         items = _worker_items(reader, plans, workers, depth) if workers else (reader[plan] for plan in plans)
         self._thread = threading.Thread(
-            target=_feed, args=([items], self._items, self._room, self._stop), name="titanmoe-data", daemon=True
+            target=_feed_queue, args=([items], self._items, self._room, self._stop), name="titanmoe-data", daemon=True
         )
         self._thread.start()
 
@@ -63,6 +63,7 @@ class Prefetcher:
 
 
 def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
+    """Return an iterator over items that worker processes make."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     with warnings.catch_warnings():
@@ -74,7 +75,7 @@ def _worker_items(reader: Any, plans: Any, workers: int, depth: int) -> Iterator
             sampler=plans,
             num_workers=workers,
             prefetch_factor=depth,
-            collate_fn=_unchanged,
+            collate_fn=_identity,
             worker_init_fn=_ignore_rank_signals,
             multiprocessing_context="fork",
         )
@@ -104,14 +105,14 @@ def _ignore_rank_signals(_: int) -> None:
     """
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # instead of the rank's handler, which it inherits
 
 
-def _unchanged(item: Any) -> Any:
+def _identity(item: Any) -> Any:
     return item
 
 
-def _feed(
+def _feed_queue(
     holder: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event
 ) -> None:
     """Put items into the queue as there is room; put the error if making one raises. Runs in the thread."""
@@ -126,5 +127,5 @@ def _feed(
                 raise item
             items.put(item)
     except BaseException as error:
-        # A worker's error carries its traceback as text; this one's frames would keep the workers alive.
+        # A worker's error has its traceback as text; the frames of this one would keep the workers alive.
         items.put(error if isinstance(source, Generator) else error.with_traceback(None))

@@ -171,6 +171,7 @@ class QuizSet:
             yield self._batch(sequences).chunk(layout.microbatches)
 
     def _batch(self, sequences: list[list[int]]) -> Batch:
+        """Return the batch of these sequences, each a list of choices."""
         out = empty_arrays(len(sequences), self.layout.seq_len, separate_documents=True)
         choice_NS = np.full(out.tokens_NS.shape, -1, np.int64)
         for n, numbers in enumerate(sequences):

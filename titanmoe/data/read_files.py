@@ -13,7 +13,7 @@ from titanmoe.data.formats import FORMATS
 from titanmoe.data.record_reader import BadRecord, InputFile, Record, RecordReader, Span, file_errors
 from titanmoe.data.remote import find_remote_files, is_url
 
-# ---- which files
+# ---- paths to files
 
 
 def find_files(paths: list[str], format: str) -> list[InputFile]:
@@ -27,23 +27,23 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     problems: list[str] = []
     for name in paths:
         if is_url(name):
-            inputs += _remote(name, format, problems)
+            inputs += _find_remote_inputs(name, format, problems)
             continue
         path = Path(name).expanduser()
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if spec.accepts(_extension(file))]
+            files = [file for file in _walk(path) if spec.accepts(_uncompressed_extension(file))]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in matches or spec.accepts(_extension(file))]
+            files = [file for file in files if file in matches or spec.accepts(_uncompressed_extension(file))]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
-            stat, kind = file.stat(), spec.file_format(_extension(file)) or format
+            stat, kind = file.stat(), spec.file_format(_uncompressed_extension(file)) or format
             inputs.append(InputFile(str(file), kind, stat.st_size, stat.st_mtime_ns))
     shards = sorted({source.file.rpartition("/")[0] for source in inputs if Path(source.file).suffix == ".tokens"})
     problems += [
@@ -57,10 +57,11 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
     return inputs
 
 
-def _remote(url: str, format: str, problems: list[str]) -> list[InputFile]:
+def _find_remote_inputs(url: str, format: str, problems: list[str]) -> list[InputFile]:
+    """Return the input files at a URL; append to `problems` if there are none."""
     spec = FORMATS.look_up(format)
     try:
-        by_extension = [(file, _extension(Path(file.url))) for file in find_remote_files(url)]
+        by_extension = [(file, _uncompressed_extension(Path(file.url))) for file in find_remote_files(url)]
     except ConfigError as error:
         problems += error.problems
         return []
@@ -79,11 +80,12 @@ def _walk(root: Path) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
-def _extension(file: Path) -> str:
+def _uncompressed_extension(file: Path) -> str:
+    """Return a file's extension in lower case, without .gz or .zst."""
     return Path(file.stem).suffix.lower() if file.suffix in COMPRESSED else file.suffix.lower()
 
 
-# ---- what is in them
+# ---- files to records
 
 
 def split_spans(source: InputFile, size: int) -> Iterator[Span]:

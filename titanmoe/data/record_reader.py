@@ -78,6 +78,7 @@ class InputFile:
         return self.file.endswith(COMPRESSED)
 
     def span(self, start: int, stop: int, bytes: int) -> Span:
+        """Return a span of this file."""
         return Span(self.file, self.kind, start, stop, bytes)
 
 
@@ -134,6 +135,7 @@ class RecordReader:
         self.empty = compressed and not place
 
     def too_long(self, where: str, what: str) -> ConfigError:
+        """Return the error about a document that exceeds the limit."""
         return ConfigError(
             [
                 f"{where}: {what} has more than {self.max_mb} MiB unpacked, the limit for a document "

@@ -65,7 +65,7 @@ def open_url(url: str) -> BufferedIOBase:
 def find_remote_files(url: str) -> list[RemoteFile]:
     """Return the file at a URL, or all files below a folder or glob, sorted by path. Hidden files are left out."""
     system, root = file_system(url)
-    # A web server does not say what is a folder: fsspec reads the whole page and looks for links. And ? begins a query.
+    # A web server has no folders: fsspec would read the page and look for links. And ? begins a query.
     web = url.startswith(("http://", "https://"))
     with url_errors(url):
         if "*" in root if web else has_magic(root):

@@ -28,6 +28,7 @@ def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
 
 
 def _feistel(key: int, x_N: torch.Tensor, half: int) -> torch.Tensor:
+    """Apply the Feistel network once: a permutation of 0 ... 4^half - 1."""
     mask = (1 << half) - 1
     high_N, low_N = x_N >> half, x_N & mask
     for turn in range(ROUNDS):

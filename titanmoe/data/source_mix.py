@@ -123,6 +123,7 @@ class SourceMix:
 
     @property
     def state(self) -> list[list[int]]:
+        """State of each source's packer."""
         return [source.packer.state for source in self.sources]
 
     @state.setter

@@ -30,7 +30,7 @@ from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counter_rng import bits, key, uniform
 
 STDLIB = "stdlib"
-# Tests have little prose and much data; site-packages differ between machines.
+# Tests hold little prose, and site-packages differ between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
 
 
@@ -44,17 +44,20 @@ class SyntheticPacker:
         self._key = key("synthetic held out" if held_out else "synthetic", seed)
 
     def take(self, count: int) -> list[Segments]:
+        """Return the plans of the next `count` sequences; `start_G` of a plan is the number of the sequence."""
         number_N = np.arange(self.sequences_taken, self.sequences_taken + count)
         self.sequences_taken += count
         full_1 = np.array([self.seq_len])
         return [Segments(number_N[i : i + 1], full_1) for i in range(count)]
 
     def first_epoch(self) -> Iterator[Segments]:
+        """Yield plans of sequences without end."""
         while True:
             yield from self.take(1)
 
     @property
     def state(self) -> list[int]:
+        """State to save: the number of sequences taken."""
         return [self.sequences_taken]
 
     @state.setter
@@ -95,11 +98,11 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
         name, vocabulary = "synthetic", config.model.vocab_size
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
         return SourceMix([source], training.seed), ()
-    corpora = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
+    corpora = _open_sources(config, data.paths if data.source == "files" else [STDLIB], data.fields)
     attach_teacher_scores(config, corpora)
     where = "data.paths" if data.source == "files" else "data.source"
     shards = [corpus for corpus in corpora if isinstance(corpus, ShardDocuments)]
-    shards.sort(key=lambda corpus: not corpus.has_label_mask)  # those of chats have the chat template
+    shards.sort(key=lambda corpus: not corpus.has_label_mask)  # first those of chats, which have the chat template
     tokenizer = shards[0].stored_tokenizer if shards else StoredTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
@@ -107,7 +110,7 @@ def open_training_sources(config: Config) -> tuple[SourceMix, Sequence[Documents
             *(split_held_out(corpus, every, training.seq_len + 1) for corpus in corpora), strict=True
         )
         where = f"{where} minus validation.held_out = {every}"
-    sources = _mix(config, corpora, data.weights, where, training.global_batch_size).sources
+    sources = _pack_and_mix(config, corpora, data.weights, where, training.global_batch_size).sources
     epochs = None
     if training.epochs:
         count_KE = [count_sequences(source.packer, training.epochs) for source in sources]
@@ -130,7 +133,7 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
     """Return the validation data: validation.paths, random tokens, or the held-out documents."""
     training, validation = config.training, config.validation
     if validation.paths:
-        return _mix(config, _open(config, validation.paths, []), [], "validation.paths", 1)
+        return _pack_and_mix(config, _open_sources(config, validation.paths, []), [], "validation.paths", 1)
     if config.data.source == "synthetic":
         packer = SyntheticPacker(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
         return SourceMix([Source("synthetic", "", "", 1.0, packer)], training.seed)
@@ -143,10 +146,12 @@ def open_validation_sources(config: Config, held_out: Sequence[Documents]) -> So
                 f"{training.seq_len + 1}): lower it, or name validation.paths"
             ]
         )
-    return _mix(config, nonempty, [], f"validation.held_out = {validation.held_out}", 1)
+    return _pack_and_mix(config, nonempty, [], f"validation.held_out = {validation.held_out}", 1)
 
 
-def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int) -> SourceMix:
+def _pack_and_mix(
+    config: Config, corpora: Sequence[Documents], weights: list[float], where: str, least: int
+) -> SourceMix:
     """Choose a packer for each source and return their mix; a ConfigError if a source gives no sequence.
 
     Args:
@@ -198,7 +203,7 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
     return SourceMix(sources, seed)
 
 
-def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
+def _open_sources(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
     """Open a source per path.
 
     Args:
@@ -207,7 +212,7 @@ def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents
     opened, problems = [], []
     for path, field in zip(paths, fields or [config.data.field] * len(paths), strict=True):
         try:
-            opened.append(_documents(config, path, field))
+            opened.append(_open_source(config, path, field))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -215,7 +220,8 @@ def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents
     return opened
 
 
-def _documents(config: Config, path: str, field: str) -> Documents:
+def _open_source(config: Config, path: str, field: str) -> Documents:
+    """Open one path: the standard library as bytes, or an entry of data.paths."""
     if config.data.source != "stdlib" or path != STDLIB:
         return open_documents(config, path, field)
     tokenizer = ByteTokenizer()
@@ -235,7 +241,7 @@ def _documents(config: Config, path: str, field: str) -> Documents:
                 'use data.source = "files" with data.paths'
             ]
         )
-    tokens = [tokenizer.document(_read(file)).numpy() for file in files]
+    tokens = [tokenizer.document(_read_file(file)).numpy() for file in files]
     documents = MemoryDocuments(
         STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
     )
@@ -252,7 +258,7 @@ def _walk(root: Path, skipped: set[str]) -> list[Path]:
     return sorted((file for file in files if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
-def _read(file: Path) -> bytes:
+def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:

@@ -107,26 +107,26 @@ class StoredScores:
         parts = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
             data = self._map(shard)
-            self._check(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
+            self._check_blocks(shard, begin * self.dtype.itemsize, end * self.dtype.itemsize)
             parts.append(data[begin:end])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _check(self, shard: int, begin: int, end: int) -> None:
+    def _check_blocks(self, shard: int, begin: int, end: int) -> None:
         """Compare the blocks that bytes [begin, end) of a shard's file touch with their checksums, each once."""
         name, data = self.names[shard], self._map(shard).view(np.uint8)
         if shard not in self._checked:
             self._checked[shard] = np.zeros(count_blocks(len(data)), bool)
             if self.sums is None:
-                self._refuse_if(_crc32(self._file(name)) != self.crc32s.get(name), name, 0, len(data))
+                self._raise_if_changed(_crc32(self._file(name)) != self.crc32s.get(name), name, 0, len(data))
                 self._checked[shard][:] = True
         checked = self._checked[shard]
         touched = np.arange(begin // BLOCK, count_blocks(end))
         for block in touched[~checked[touched]].tolist():
             first, last = block * BLOCK, min((block + 1) * BLOCK, len(data))
-            self._refuse_if(zlib.crc32(data[first:last]) != int(self._sums(name)[block]), name, first, last)
+            self._raise_if_changed(zlib.crc32(data[first:last]) != int(self._read_sums(name)[block]), name, first, last)
             checked[block] = True
 
-    def _refuse_if(self, changed: bool, name: str, first: int, last: int) -> None:
+    def _raise_if_changed(self, changed: bool, name: str, first: int, last: int) -> None:
         if changed:
             raise ConfigError(
                 [
@@ -135,7 +135,7 @@ class StoredScores:
                 ]
             )
 
-    def _sums(self, name: str) -> np.ndarray:
+    def _read_sums(self, name: str) -> np.ndarray:
         """Return the stored CRC-32 of every block of a shard's file."""
         file = self.folder / f"{name}.{SUMS}"
         try:
@@ -153,10 +153,10 @@ class StoredScores:
     def _map(self, shard: int) -> np.ndarray:
         if shard not in self._maps:
             size = int(self.first_token[shard + 1] - self.first_token[shard])
-            self._maps[shard] = _mapped(self._file(self.names[shard]), size, self.dtype, writable=False)
+            self._maps[shard] = _map_file(self._file(self.names[shard]), size, self.dtype, writable=False)
         return self._maps[shard]
 
-    def changed(self) -> list[str]:
+    def find_changed_files(self) -> list[str]:
         """Read all files and return a message for each that differs from its checksum."""
         return [
             f"{file} has changed since it was written: remove {self.folder}, and the scores are computed again"
@@ -252,7 +252,7 @@ class ScoreWriter:
         name = classes.name(model) if classes else model
         self.dtype = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
         self.folder = documents.folder / SCORES / name
-        # One per process: several machines may share the folder, and each writes the same.
+        # A name per process: machines that share the folder all write the same scores.
         self.unfinished = self.folder.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}")
         self.manifest = {"format": FORMAT, "version": VERSION, "model": model, "shards": documents.fingerprint}
         self.manifest |= {"seq_len": seq_len, "dtype": dtype} | ({"classes": list(classes)} if classes else {})
@@ -261,7 +261,7 @@ class ScoreWriter:
         try:
             self._begin()
         except BaseException:
-            self.remove()
+            self.discard()
             raise
         for data in self._maps:
             (data["log_p"] if classes else data).fill(np.nan)
@@ -270,24 +270,24 @@ class ScoreWriter:
         """Lock a temporary folder and create its files, with all their space allocated on the disk."""
         self.folder.parent.mkdir(exist_ok=True)
         _remove_leftovers(self.folder.parent)
-        # Before there is a folder: one without a locked lock is a leftover.
-        self._lock = _lock_of(self.unfinished).open("wb")
-        with contextlib.suppress(OSError):  # a file system without locks
+        # Locked before the folder exists: a folder without a held lock counts as a leftover.
+        self._lock = _lock_file(self.unfinished).open("wb")
+        with contextlib.suppress(OSError):  # the file system has no locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         self.unfinished.mkdir(exist_ok=True)
         for name, tokens in zip(self.names, np.diff(self.first_token).tolist(), strict=True):
             file, size = self._file(name), tokens * self.dtype.itemsize
             try:
-                with file.open("wb") as stream:  # a full disk would kill whoever writes to a map of it
+                with file.open("wb") as stream:  # on a full disk, writing to a mapped file kills the process
                     os.posix_fallocate(stream.fileno(), 0, size)
             except OSError as error:
                 raise ConfigError([_write_error(file, error, size)]) from None
-            self._maps.append(_mapped(file, tokens, self.dtype, writable=True))
+            self._maps.append(_map_file(file, tokens, self.dtype, writable=True))
 
     def _file(self, name: str) -> Path:
         return self.unfinished / f"{name}.{EXTENSION}"
 
-    def put(self, start: int, values: np.ndarray) -> None:
+    def write(self, start: int, values: np.ndarray) -> None:
         """Write the scores of the tokens of all shards from `start` on."""
         done = 0
         for shard, begin, end in split_by_shard(self.first_token, start, start + len(values)):
@@ -302,18 +302,18 @@ class ScoreWriter:
         sums: dict[str, int] = {}
         try:
             for name in self.names:
-                crc32s[name], sums[name] = self._finish(name)
+                crc32s[name], sums[name] = self._sync_shard(name)
             write_json(manifest, self.manifest | {"crc32": crc32s, SUMS: sums})
             _sync(self.unfinished)
         except OSError as error:
             raise ConfigError([_write_error(Path(error.filename or manifest), error, BLOCK)]) from None
-        shutil.rmtree(self.folder, ignore_errors=True)  # of shorter sequences
+        shutil.rmtree(self.folder, ignore_errors=True)  # older scores, of shorter sequences
         with contextlib.suppress(OSError):  # another machine was first
             os.rename(self.unfinished, self.folder)
             _sync(self.folder.parent)
-        self.remove()
+        self.discard()
 
-    def _finish(self, name: str) -> tuple[int, int]:
+    def _sync_shard(self, name: str) -> tuple[int, int]:
         """Sync a shard's scores to disk and write their checksums; return the CRC-32 of both files."""
         crc32, block_sums, file = 0, BlockSums(), self.unfinished / f"{name}.{SUMS}"
         with self._file(name).open("rb") as stream:
@@ -328,12 +328,12 @@ class ScoreWriter:
             os.fsync(stream.fileno())
         return crc32, zlib.crc32(data)
 
-    def remove(self) -> None:
+    def discard(self) -> None:
         """Remove the temporary folder and its lock, if `close` has not moved it."""
         self._maps.clear()
         shutil.rmtree(self.unfinished, ignore_errors=True)
         if self._lock is not None:
-            _lock_of(self.unfinished).unlink(missing_ok=True)
+            _lock_file(self.unfinished).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
 
@@ -348,7 +348,7 @@ def _write_error(file: Path, error: OSError, needed: int) -> str:
     return text
 
 
-def _lock_of(unfinished: Path) -> Path:
+def _lock_file(unfinished: Path) -> Path:
     return unfinished.with_name(unfinished.name + LOCK)
 
 
@@ -357,10 +357,10 @@ def _remove_leftovers(scores: Path) -> None:
     for folder in sorted(scores.glob(".*")):
         if not folder.is_dir():
             continue
-        with contextlib.suppress(OSError), _lock_of(folder).open("ab") as lock:
+        with contextlib.suppress(OSError), _lock_file(folder).open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-            _lock_of(folder).unlink(missing_ok=True)
+            _lock_file(folder).unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:
@@ -372,10 +372,11 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _mapped(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
+def _map_file(file: Path, size: int, dtype: np.dtype, writable: bool) -> np.ndarray:
+    """Return a file of `size` items as a memory-mapped array."""
     import torch
 
-    # numpy's own maps keep a file open each, and a process may only have about a thousand.
+    # Each of numpy's maps keeps a file open, and a process may only have about a thousand.
     data = torch.from_file(str(file), shared=writable, size=size * dtype.itemsize, dtype=torch.uint8)
     return data.numpy().view(dtype)
 

@@ -230,7 +230,7 @@ class ShardDocuments:
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []
         for shard, begin, end in split_by_shard(self.first_token, start, stop):
-            part = self._items(shard, extension, dtype, slice(begin, end))
+            part = self._read_items(shard, extension, dtype, slice(begin, end))
             if extension == "tokens" and int(part.max()) >= self.vocab_size:
                 at = begin + int(part.argmax())
                 raise ConfigError(
@@ -244,7 +244,7 @@ class ShardDocuments:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, dtype)
 
-    def _items(self, shard: int, extension: str, dtype: np.dtype, where: slice | np.ndarray) -> np.ndarray:
+    def _read_items(self, shard: int, extension: str, dtype: np.dtype, where: slice | np.ndarray) -> np.ndarray:
         """Return items of a shard's file, after checking each block of them that is read for the first time."""
         mapped = self._map(shard, extension, dtype)
         if "sums" in self._sizes[shard]:
@@ -256,19 +256,19 @@ class ShardDocuments:
             size = self._sizes[shard][extension]
             checked = self._checked.setdefault((shard, extension), np.zeros(count_blocks(size), bool))
             for block in touched[~checked[touched]].tolist():
-                self._check(shard, extension, block)
+                self._check_block(shard, extension, block)
                 checked[block] = True
         return mapped[where]
 
-    def first_change(self, shard: int, extension: str) -> str:
+    def first_changed_range(self, shard: int, extension: str) -> str:
         """Return the first bytes of a shard's file that differ from their checksum, for a message; "" if none do."""
         for block in range(count_blocks(self._sizes[shard][extension])):
-            if where := self._change(shard, extension, block):
+            if where := self._changed_range(shard, extension, block):
                 return f", first {where}"
         return ""
 
-    def _check(self, shard: int, extension: str, block: int) -> None:
-        if where := self._change(shard, extension, block):
+    def _check_block(self, shard: int, extension: str, block: int) -> None:
+        if where := self._changed_range(shard, extension, block):
             raise ConfigError(
                 [
                     f"{self._file(shard, extension)} has changed since it was written, {where}: copy or make the "
@@ -276,7 +276,7 @@ class ShardDocuments:
                 ]
             )
 
-    def _change(self, shard: int, extension: str, block: int) -> str:
+    def _changed_range(self, shard: int, extension: str, block: int) -> str:
         """Return the byte range of a block that differs from its checksum, as part of a message; "" if it does not."""
         blocks_before = 0
         for name, size in self._sizes[shard].items():
@@ -293,11 +293,12 @@ class ShardDocuments:
         return self.folder / f"{self.names[shard]}.{extension}"
 
     def _map(self, shard: int, extension: str, dtype: np.dtype) -> np.ndarray:
+        """Return a shard's file as a memory-mapped array."""
         array = self._maps.get((shard, extension))
         if array is None:
             import torch
 
-            # numpy's and Python's own maps each keep a file open, and a process may only have about a thousand.
+            # Each map of numpy or Python keeps a file open, and a process may only have about a thousand.
             file = self._file(shard, extension)
             mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             array = self._maps[shard, extension] = mapped.numpy()
@@ -317,31 +318,35 @@ class Starts:
     def __getitem__(self, at: Any) -> Any:
         if isinstance(at, slice):
             begin, end, step = at.indices(len(self))
-            return self._row(begin, end) if step == 1 else self[np.arange(begin, end, step)]
+            return self._slice(begin, end) if step == 1 else self[np.arange(begin, end, step)]
         at_N = np.asarray(at, np.int64)
         at_N = np.where(at_N < 0, at_N + len(self), at_N)
         if ((at_N < 0) | (at_N >= len(self))).any():
             raise IndexError(f"there are documents up to {len(self) - 1}, and {at} was asked for")
         if at_N.ndim == 0:
-            return int(self._row(int(at_N), int(at_N) + 1)[0])
+            return int(self._slice(int(at_N), int(at_N) + 1)[0])
         shard_N = np.searchsorted(self._first[1:-1], at_N, side="right")
         start_N = np.empty(at_N.shape, np.int64)
         for shard in np.unique(shard_N):
             in_shard = shard_N == shard
-            local = self._shard(shard, at_N[in_shard] - self._first[shard])
+            local = self._read_starts(shard, at_N[in_shard] - self._first[shard])
             start_N[in_shard] = local.astype(np.int64) + self._documents.first_token[shard]
         return start_N
 
-    def _row(self, begin: int, end: int) -> np.ndarray:
+    def _slice(self, begin: int, end: int) -> np.ndarray:
+        """Return starts [begin, end) as an array."""
         parts = [np.empty(0, np.int64)]
         for shard, low, high in split_by_shard(self._first, begin, min(end, len(self) - 1)):
-            parts.append(self._shard(shard, slice(low, high)).astype(np.int64) + self._documents.first_token[shard])
+            parts.append(
+                self._read_starts(shard, slice(low, high)).astype(np.int64) + self._documents.first_token[shard]
+            )
         if begin < end == len(self):
             parts.append(self._documents.first_token[-1:])
         return np.concatenate(parts)
 
-    def _shard(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
-        return self._documents._items(int(shard), "starts", np.dtype("<u8"), where)
+    def _read_starts(self, shard: int, where: slice | np.ndarray) -> np.ndarray:
+        """Return starts of one shard, counted from its first token."""
+        return self._documents._read_items(int(shard), "starts", np.dtype("<u8"), where)
 
 
 def split_by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -382,7 +387,9 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
             if top >= documents.vocab_size:
                 problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
             if crc32 != expected_crc32:
-                where = documents.first_change(number, extension) if "sums" in shard and extension != "sums" else ""
+                where = (
+                    documents.first_changed_range(number, extension) if "sums" in shard and extension != "sums" else ""
+                )
                 problems.append(
                     f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {expected_crc32:08x}"
                 )

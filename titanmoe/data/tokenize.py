@@ -167,12 +167,12 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
     out = Path(plan.job.out)
     _check_output_outside_inputs(out, plan.job.paths)
     try:
-        # Listed once: another process may be making them.
+        # Listed once, since another process may be creating files.
         names = {path.name for path in out.iterdir()} if out.is_dir() else set()
         if names - {LOCK} and not names & {WORK, MANIFEST}:
             raise ConfigError([f"{out} has other files in it: name a folder that is new or empty"])
         out.mkdir(parents=True, exist_ok=True)
-        with _locked(out, wait):
+        with _lock_folder(out, wait):
             if is_shards(out):
                 _check_same_job(plan, out / MANIFEST, read_manifest(out)["made_from"])
                 shutil.rmtree(out / WORK, ignore_errors=True)
@@ -191,7 +191,8 @@ def _check_output_outside_inputs(out: Path, paths: list[str]) -> None:
 
 
 @contextmanager
-def _locked(out: Path, wait: bool) -> Iterator[None]:
+def _lock_folder(out: Path, wait: bool) -> Iterator[None]:
+    """Hold the lock of the output folder; raise a ConfigError if another process has it, unless `wait`."""
     with (out / LOCK).open("w") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -201,6 +202,7 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
 
 
 def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
+    """Raise a ConfigError that names the differences if a folder was made by another plan."""
     if made_from["identity"] == plan.identity:
         return
     old_job, new_job = made_from["job"], _describe_job(plan)
@@ -214,17 +216,19 @@ def _check_same_job(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> N
 
 
 def _describe_job(plan: ShardPlan) -> dict[str, Any]:
+    """Return the options of a job for the manifest, with the number of its input files and their bytes."""
     job = {key: value for key, value in asdict(plan.job).items() if key not in IGNORED_OPTIONS}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
 def _make_shards(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
+    """Write the missing shards of all units, then the manifest, which is returned."""
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _describe_job(plan)}
     if (work / PLAN).exists() and any(out.glob("*.tokens")):
         _check_same_job(plan, work / PLAN, json.loads((work / PLAN).read_bytes()))
-    else:  # new, or begun by a command that made no shard, such as one with a wrong --field
+    else:  # new, or begun by a command that wrote no shard, such as one with a wrong --field
         for file in work.iterdir():
             file.unlink(missing_ok=True)
         write_json(work / PLAN, made_from)
@@ -329,6 +333,7 @@ def _run_workers(
 
 
 def _start_worker(job: TokenizeJob) -> subprocess.Popen[str]:
+    """Start a process that tokenizes units (titanmoe.data.tokenize_unit) and send it the job."""
     # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
     home = str(Path(titanmoe.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))

@@ -131,13 +131,13 @@ def _tokenize(args: argparse.Namespace) -> int:
     )
     plan = plan_shards(job)
     size = sum(source.bytes for source in plan.sources)
-    print(f"{_count(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
+    print(f"{_count_noun(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
     for line in summarize(args.out, tokenize(plan, args.workers)):
         print(line)
     return 0
 
 
-def _count(things: Sized, name: str) -> str:
+def _count_noun(things: Sized, name: str) -> str:
     return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
 
 
@@ -148,7 +148,7 @@ def summarize(out: str, manifest: dict[str, Any]) -> list[str]:
     has_pairs = completions_in_manifest(manifest) > 1
     if has_pairs:
         documents = f"{manifest['documents'] // 2:,} preference pair{'s' * (manifest['documents'] != 2)}"
-    lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
+    lines = [f"{out}: {tokens:,} tokens in {documents} and {_count_noun(manifest['shards'], 'shard')}"]
     if assistant_tokens is not None:
         whose = "the completions'" if has_pairs else "the assistant's"
         lines.append(f"{whose}: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")

@@ -133,7 +133,7 @@ class UnitTokenizer:
             ConfigError: a record is malformed, and bad_lines is "error".
         """
         for batch, size in self._batches(spans):
-            tokens, encoded = 0, self._encoded(batch)
+            tokens, encoded = 0, self._encode_batch(batch)
             for entry, own_documents in encoded:
                 if self.job.bad_lines == "error" and _is_bad(entry, own_documents):
                     raise _refusal(
@@ -148,16 +148,16 @@ class UnitTokenizer:
 
         Tokenizes them only if they are chats or pairs.
         """
-        _, entries = self._entries(span)
+        _, entries = self._open_span(span)
         first = list(islice(entries, count))
         if self.job.has_label_mask:
-            bad = [entry for entry, own_documents in self._encoded(first) if _is_bad(entry, own_documents)]
+            bad = [entry for entry, own_documents in self._encode_batch(first) if _is_bad(entry, own_documents)]
         else:
             bad = [entry for entry in first if isinstance(entry, BadRecord)]
         if bad:
             raise _refusal(bad)
 
-    def _entries(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
+    def _open_span(self, span: Span) -> tuple[RecordReader, Iterator[Record | BadRecord]]:
         """Return a reader of the span, and an iterator over its records."""
         any_of_fields = (*FIELDS, TOOLS) if self.job.completions_per_prompt > 1 else ()
         optional_fields = FORMATS.look_up(self.job.format).optional_fields
@@ -170,7 +170,7 @@ class UnitTokenizer:
         done, batch, batch_chars, reported = 0, [], 0, 0
         to_skip = self.progress.items
         for span in spans:
-            reader, entries = self._entries(span)
+            reader, entries = self._open_span(span)
             for entry in entries:
                 if to_skip:
                     to_skip -= 1
@@ -183,7 +183,7 @@ class UnitTokenizer:
             done += span.bytes
         yield batch, done - reported
 
-    def _encoded(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
+    def _encode_batch(self, batch: list[Record | BadRecord]) -> Iterator[tuple[Record | BadRecord, list[Document]]]:
         """Yield each record with its documents; no documents if it is malformed or empty."""
         masked = self.job.has_label_mask
         texts = [] if masked else [entry.value for entry in batch if _is_text(entry)]
@@ -195,24 +195,25 @@ class UnitTokenizer:
                 yield entry, [(np.concatenate([self.bos_N, next(rows), self.eos_N]), None)]
             else:
                 try:
-                    yield entry, self._conversations(entry)
+                    yield entry, self._encode_conversation(entry)
                 except ChatError as error:
                     yield BadRecord(f"{entry.where()}: {error}"), []
                 except ConfigError as error:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
-    def _conversations(self, entry: Record) -> list[Document]:
+    def _encode_conversation(self, entry: Record) -> list[Document]:
+        """Return the document of a chat, or the two documents of a preference pair."""
         if self.job.completions_per_prompt == 1:
             messages, tools = entry.value, None
             if FORMATS.look_up(self.job.format).optional_fields:
                 messages, tools = messages.get(self.job.record_field), messages.get(TOOLS)
-            return [self._marked(*self.chat.encode(messages, tools))]
-        pair = [self._marked(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
+            return [self._add_bos_and_eos(*self.chat.encode(messages, tools))]
+        pair = [self._add_bos_and_eos(*one) for one in encode_pair(entry.value, self.tokenizer, self.chat)]
         if np.array_equal(pair[0][0], pair[1][0]):
             raise ChatError("both completions are the same tokens, so neither is better")
         return pair
 
-    def _marked(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
+    def _add_bos_and_eos(self, tokens_T: np.ndarray, weight_T: np.ndarray) -> Document:
         """Add BOS and EOS where the template did not write them; they have weight 0 as labels."""
         if not self.job.label_weights and (other := np.setdiff1d(weight_T, [0, 1])).size:
             raise ChatError(
@@ -256,6 +257,7 @@ class UnitTokenizer:
 
 
 def _is_bad(entry: Record | BadRecord, own_documents: list[Document]) -> bool:
+    """Return whether a record gave no documents for another reason than being an empty text."""
     return not own_documents and not (isinstance(entry, Record) and entry.value == "")
 
 
@@ -287,7 +289,7 @@ def texts_only(entries: Iterable[Record | BadRecord], field: str) -> Iterator[Re
 
 def serve() -> None:
     """Tokenize the units that the parent sends on stdin. Main function of the process."""
-    # Nothing else may write to what the parent reads.
+    # The parent reads stdout: anything else that is printed goes to stderr.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

@@ -108,10 +108,10 @@ class JsonTokenizer:
         # A web page that holds "<|endoftext|>" as text must not end a document.
         self._plain.encode_special_tokens = True
         self.file = file
-        self._settings = _settings(file.parent / SETTINGS)
+        self._settings = _read_settings(file.parent / SETTINGS)
         self.vocab_size = max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
         before, after = self._surrounding_tokens()
-        self.bos = self._token_of_setting("bos_token") if self._settings.get("add_bos_token") else before
+        self.bos = self._token_id_of_setting("bos_token") if self._settings.get("add_bos_token") else before
         self.eos = self._find_end_token(after)
         self.special_tokens = {
             name: text for name in ("bos_token", "eos_token") if (text := _token_text(self._settings.get(name)))
@@ -161,7 +161,8 @@ class JsonTokenizer:
         after = ids[at + len(plain) :]
         return ids[0] if at else None, after[0] if after else None
 
-    def _token_of_setting(self, name: str) -> int:
+    def _token_id_of_setting(self, name: str) -> int:
+        """Return the id of the token that a setting of tokenizer_config.json names."""
         text = _token_text(self._settings.get(name))
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
@@ -170,8 +171,13 @@ class JsonTokenizer:
         return token
 
     def _find_end_token(self, after: int | None) -> int:
+        """Return the EOS token; a ConfigError if it cannot be told.
+
+        Args:
+            after: the token that the tokenizer puts after a text, if any.
+        """
         if self._settings.get("eos_token") is not None:
-            return self._token_of_setting("eos_token")
+            return self._token_id_of_setting("eos_token")
         if after is not None:
             return after
         end_tokens = [token for text in END_TOKENS if (token := self._plain.token_to_id(text)) is not None]
@@ -202,7 +208,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     return JsonTokenizer(file)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:

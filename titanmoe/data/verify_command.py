@@ -30,7 +30,7 @@ def run_verify(args: argparse.Namespace) -> int:
     problems = []
     for folder in args.folders:
         try:
-            folder_problems = _verify(folder)
+            folder_problems = _verify_folder(folder)
         except ConfigError as error:
             folder_problems = error.problems
         except OSError as error:
@@ -41,7 +41,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _verify(folder: Path) -> list[str]:
+def _verify_folder(folder: Path) -> list[str]:
     """Return what has changed in a folder of token shards; print a line if nothing has."""
     from titanmoe.data.token_scores import iterate_scores
     from titanmoe.data.token_shards import ShardDocuments, verify
@@ -53,7 +53,7 @@ def _verify(folder: Path) -> list[str]:
             last_shown = time.monotonic()
             print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
     for scores in iterate_scores(documents):
-        problems += scores.changed()
+        problems += scores.find_changed_files()
     try:
         documents.stored_tokenizer.files()
     except ConfigError as error:

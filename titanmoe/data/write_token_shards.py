@@ -119,6 +119,7 @@ class ShardWriter:
         return entry | {"largest": self.largest, "sums": zlib.crc32(sums)}
 
     def _flush(self) -> None:
+        """Write the buffered documents to the files and update the checksums."""
         for extension, buffer in self._buffers.items():
             dtype = self._dtypes[extension]
             block = np.concatenate(buffer).astype(dtype) if buffer else np.empty(0, dtype)

@@ -199,7 +199,7 @@ def compute_scores(config: Config, training: Training, model: str, classes: TopK
         raise_on_all_ranks(group, lambda: [writer.close() for writer in writers.values()])
     finally:
         for writer in writers.values():
-            writer.remove()
+            writer.discard()
 
 
 def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.ndarray) -> None:
@@ -211,7 +211,7 @@ def _write(writers: dict[Path, ScoreWriter], step: ScoringStep, scores_GL: np.nd
         writer = writers[stored_documents(documents).folder]
         for start, pairs in zip(sample.segments.start_G.tolist(), sample.segments.pairs_G.tolist(), strict=True):
             for begin, end in documents.ranges(start + 1, start + 1 + pairs):
-                writer.put(begin, score_L[first : first + end - begin])
+                writer.write(begin, score_L[first : first + end - begin])
                 first += end - begin
 
 

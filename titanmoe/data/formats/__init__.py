@@ -59,7 +59,7 @@ def completions_in(path: str, config: Config) -> int:
         if manifest := manifest_of(path):
             return completions_in_manifest(manifest)
         return FORMATS.look_up(config.data.format).completions_per_prompt
-    except ComponentError:  # reported as such
+    except ComponentError:  # another check reports it
         return 1
 
 

@@ -29,13 +29,13 @@ class Jsonl(Format):
     def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
         for where, line in reader.lines():
             if not line.isspace():
-                yield _record(line, where, reader.field, reader.any_of_fields, reader.optional_fields)
+                yield _parse_record(line, where, reader.field, reader.any_of_fields, reader.optional_fields)
 
 
 FORMAT = Jsonl()
 
 
-def _record(
+def _parse_record(
     line: bytes, where: Callable[[], str], field: str, any_of_fields: tuple[str, ...], optional_fields: tuple[str, ...]
 ) -> Record | BadRecord:
     text = decode_line(line, where)
@@ -49,7 +49,7 @@ def _record(
         reason = getattr(error, "msg", str(error))
         return BadRecord(f"{where()}: is not JSON ({reason}): JSONL has one whole object per line")
     except RecursionError:
-        return BadRecord(_too_deep(where()))
+        return BadRecord(_depth_message(where()))
     if not isinstance(record, dict):
         return BadRecord(f"{where()}: is {json_type_name(record)}, not an object: JSONL has one object per line")
     if field not in record and not any_of_fields:
@@ -59,7 +59,7 @@ def _record(
     try:
         has_surrogate = "\\u" in text and _has_surrogate(value)
     except RecursionError:
-        return BadRecord(_too_deep(where()))
+        return BadRecord(_depth_message(where()))
     if has_surrogate:
         return BadRecord(
             f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character"
@@ -67,7 +67,7 @@ def _record(
     return Record(where, value)
 
 
-def _too_deep(where: str) -> str:
+def _depth_message(where: str) -> str:
     return f"{where}: JSON nested too deeply: no parser accepts a thousand nested lists"
 
 

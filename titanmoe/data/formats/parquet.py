@@ -24,7 +24,7 @@ class Parquet(Format):
     extensions = (".parquet",)
 
     def spans(self, source: InputFile, size: int) -> Iterator[Span]:
-        metadata = _open(source.file).metadata
+        metadata = _open_parquet(source.file).metadata
         groups = [metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)]
         scale, start = source.bytes / max(sum(groups), 1), 0
         while start < len(groups):
@@ -36,7 +36,7 @@ class Parquet(Format):
 
     def read(self, reader: RecordReader) -> Iterator[Record | BadRecord]:
         span, field = reader.span, reader.field
-        file = _open(span.file)
+        file = _open_parquet(span.file)
         names = file.schema_arrow.names
         if field not in names and not reader.any_of_fields:
             raise ConfigError([describe_missing_field(span.file, field, names)])
@@ -59,7 +59,7 @@ class Parquet(Format):
 FORMAT = Parquet()
 
 
-def _open(file: str) -> Any:
+def _open_parquet(file: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
