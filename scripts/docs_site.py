@@ -1,5 +1,8 @@
-"""Lets mkdocs show files outside docs/: README.md as a page, and every file that a page links to. Pages are linked by
-their titles, and names in code break between words only."""
+"""Hooks of mkdocs for the docs site.
+
+They add README.md and every file that a page links to, name links by the titles of their pages, and let names in code
+break only between words.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,29 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Their paths on the site."""
+"""Path on the site of pages outside docs/."""
 NAMED = re.compile(r"\[[\w/]+\.md\](?=\(([\w./]+\.md)(?:#[\w-]+)?\))")
-"""The text of a link that is the page's path."""
+"""Matches the text of a link that is the page's path."""
 LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
 def source(page: str) -> str:
-    """The file of the repository that a page of the site is made from."""
+    """Return the repository file that a page of the site is made from."""
     return next((name for name, path in PAGES.items() if path == page), f"docs/{page}")
 
 
 def site_path(name: str) -> str:
-    """The path on the site of a file of the repository."""
+    """Return the path on the site of a repository file."""
     return PAGES.get(name) or name.removeprefix("docs/")
 
 
 def target(link: str, page: str) -> str:
-    """The file of the repository that a link of a page leads to."""
+    """Return the repository file that a link on a page leads to."""
     return normpath(str(PurePosixPath(source(page)).parent / link))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add pages outside docs/ and the files that pages link to. A hook of mkdocs."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     for page in [file for file in files if file.is_documentation_page()]:
@@ -45,12 +49,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def title(name: str) -> str:
-    """The first heading of a page."""
+    """Return the first heading of a page."""
     return re.search(r"^# (.*)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 
 def on_page_markdown(markdown: str, page, **_: object) -> str:
-    """Point links to their files on the site, and call pages by their titles."""
+    """Point links to their files on the site, and name pages by their titles. A hook of mkdocs."""
     here = page.file.src_uri
     folder = str(PurePosixPath(here).parent)
     markdown = NAMED.sub(lambda m: f"[{title(target(m[1], here))}]", markdown)
@@ -61,11 +65,12 @@ OPTION = r'<span class="option">\g<0></span>'
 
 
 def breakable(code: re.Match[str]) -> str:
-    """Code in a line of text: its options stay whole at their hyphens, and a long name may break after _ and dots."""
+    """Return inline code as HTML: options do not break at their hyphens, long names may break after _ and dots."""
     text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 
 
 def on_page_content(html: str, **_: object) -> str:
+    """Make code in a page's HTML breakable between words. A hook of mkdocs."""
     html = re.sub(r"(?<=</span>)--?\w+(?:-\w+)*", OPTION, html)  # in blocks
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

@@ -1,11 +1,12 @@
-"""Fine-tuning from an empty folder, to the same answers here and in transformers: a minute or two on 2 CPU cores.
+"""Fine-tune a small model from an empty folder and compare its answers with those of transformers.
 
     mkdir new && cd new && python ../scripts/fine_tune.py [--table.field value ...]
 
-A small model that transformers makes, and chats (scripts/make_small_model.py); train_configs/sft_debug.toml, with these
-options; questions to the result with `titanmoe generate --chat`; an export with `titanmoe convert --to-hf`; the same
-questions to transformers. Then the same with adapters (LoRA) on what was exported, which learn to end answers with "!".
-It fails unless both take the same tokens. docs/fine-tuning.md explains each command.
+It takes a minute or two on 2 CPU cores: makes a small model with transformers, and chats (scripts/make_small_model.py);
+trains train_configs/sft_debug.toml with these options; asks the result questions with `titanmoe generate --chat`;
+exports it with `titanmoe convert --to-hf`; and asks transformers the same. Then it trains adapters (LoRA) on the
+export, which learn to end answers with "!". It fails unless both produce the same tokens. docs/fine-tuning.md explains
+each command.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST = 20
 
 
 def titanmoe(*words: str, shows: bool = True) -> str:
-    """What it printed, if that is not shown."""
+    """Run a titanmoe command; return its output if that is not shown. Exits if the command fails."""
     print(f"\n$ titanmoe {shlex.join(words)}", flush=True)
     command = [sys.executable, "-m", "titanmoe", *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -39,11 +40,13 @@ def titanmoe(*words: str, shows: bool = True) -> str:
 
 
 def ask_titanmoe(*model: str) -> list[dict[str, Any]]:
+    """Return the answers of `titanmoe generate` to all questions."""
     words = ["--chat", "--prompts", str(ASKED), "--temperature", "0", "--max-tokens", str(MOST), "--json"]
     return [json.loads(line) for line in titanmoe("generate", *model, *words, shows=False).splitlines()]
 
 
 def ask_transformers(folder: str) -> list[dict[str, Any]]:
+    """Return the answers of transformers to all questions, with the same keys."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -59,7 +62,12 @@ def ask_transformers(folder: str) -> list[dict[str, Any]]:
 
 
 def compare(option: str, run: str, right_answer: str) -> None:
-    """Exports the run, with adapters merged if it has any, and asks both. option: what `titanmoe generate` calls it."""
+    """Export a run with any adapters merged, ask both programs, and exit with an error if their answers differ.
+
+    Args:
+        option: option of `titanmoe generate` that names the run.
+        right_answer: format string of the right answer.
+    """
     exported = f"exported/{Path(run).name}"
     titanmoe("convert", "--to-hf", run, exported)
     here, there = ask_titanmoe(option, run), ask_transformers(exported)

@@ -1,4 +1,4 @@
-"""Makes what train_configs/sft_debug.toml fine-tunes, in the current folder: a small model and chats.
+"""Make what train_configs/sft_debug.toml fine-tunes, in the current folder: a small model and chats.
 
     python scripts/make_small_model.py
 
@@ -36,6 +36,7 @@ VOCABULARY = 400
 
 
 def conversations() -> list[list[dict[str, str]]]:
+    """Return the chats, each a list of messages."""
     said = [
         [("user", question.format(country)), ("assistant", f"{capital}.")]
         for country, capital in CAPITALS.items()
@@ -55,7 +56,7 @@ def conversations() -> list[list[dict[str, str]]]:
 
 
 def preferences() -> list[dict[str, list[dict[str, str]]]]:
-    """As TRL has them, with an explicit prompt."""
+    """Return preference pairs in TRL's form, with an explicit prompt."""
     return [
         {
             "prompt": [{"role": "user", "content": question.format(country)}],

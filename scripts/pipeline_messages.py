@@ -1,12 +1,12 @@
-"""How long a pipeline's step takes, by how its messages are divided among communicators: a table, from a simulation.
+"""Simulate how long a pipeline step takes, by how its messages are divided among communicators, and print a table.
 
     python scripts/pipeline_messages.py                      pp 8, with 7 and with 4 stages per rank
     python scripts/pipeline_messages.py --message 0.2        a message takes 0.2 of a stage's forward
 
 A rank's messages are those of torch's runtime, in its order. On one communicator NCCL runs them one after the other, in
-the order in which the host issued them, each after the computation that the host issued before it; a message takes its
-time once both sides have come to it. Forward of a stage takes 1, backward 2 (or 1 for inputs and 1 for weights). The
-host is always ahead.
+the order in which the host issued them, each after the computation that the host issued before it; a message starts
+once both sides have reached it. A stage's forward takes 1, its backward 2 (or 1 for inputs and 1 for weights). The host
+never delays a rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titanmoe.plan.schedule_cost import schedule_rows
 
 
 class Message(NamedTuple):
-    """The activations of `stage`, or the gradients of its input, of one microbatch."""
+    """A message between neighbouring stages of one microbatch: activations of `stage`, or gradients of its input."""
 
     forward: bool
     stage: int
@@ -41,19 +41,19 @@ COMMUNICATORS: dict[str, Communicator] = {
     "for each neighbour": lambda message, _: frozenset((message.source, message.target)),
     "for each direction to each neighbour": lambda message, numbers: numbers[message.source, message.target],
 }
-"""What a message's communicator depends on. Directions are those of activations and of gradients. The last is what runs
-on GPUs: numbers are those of `titanmoe.fold.pipeline_schedules.channels`."""
+"""Ways to choose a message's communicator, by name. Directions are those of activations and of gradients. The last is
+the one that runs on GPUs, with the numbers of `titanmoe.fold.pipeline_schedules.channels`."""
 
 
 class Event(NamedTuple):
-    """What a rank's host issues: a cell, or its side of a message."""
+    """An operation that a rank's host issues: a cell of the schedule, or its side of a message."""
 
     cell: Cell = ()
     message: Message | None = None
 
 
 def events(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
-    """Rows with the messages that torch puts into them."""
+    """Return the operations of each rank: the cells of its schedule and the messages that torch inserts."""
     kind = torch_schedules._ComputationType
     of = {
         kind.SEND_F: (True, 0, 1),
@@ -86,16 +86,16 @@ def events(rows: list[list[Cell]], ranks: list[int]) -> list[list[Event]]:
 def step_time(
     rows: list[list[Event]], ranks: list[int], communicator: Callable[[Message], object], message_time: float
 ) -> float:
-    """Until the last rank has computed everything."""
+    """Return when the last rank has computed everything, in units of a stage's forward."""
     computed: dict[int, list[float]] = {rank: [0.0] for rank in range(len(rows))}
-    """Of each rank, when its computations end that the host has issued so far."""
+    """When the computations that each rank's host has issued so far end."""
     arrived: dict[Message, float] = {}
     waiting = [list(reversed(row)) for row in rows]
     queues: dict[tuple[int, object], list[tuple[Message, float]]] = defaultdict(list)
     free: dict[tuple[int, object], float] = defaultdict(float)
 
     def needs(cell: Cell, rank: int) -> list[Message]:
-        """What the cell waits for that another rank sends."""
+        """Return the messages from other ranks that the cell waits for."""
         own = []
         for stage, does, m in cell:
             if does == "F" and stage and ranks[stage - 1] != rank:
@@ -137,6 +137,7 @@ def step_time(
 
 
 def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_time: float) -> dict[str, float]:
+    """Return the time of a step with each choice of communicators."""
     ranks = stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), pp)
     rows = events(schedule_rows(schedule, pp, virtual, microbatches), ranks)
     numbers = channels(ranks)
@@ -147,6 +148,7 @@ def compare(schedule: str, pp: int, virtual: int, microbatches: int, message_tim
 
 
 def cases(pp: int, stages: Iterable[int]) -> list[tuple[str, int]]:
+    """Return the schedules to compare, each with its number of stages per rank."""
     several = [(name, v) for v in stages for name in ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")]
     fixed = [(name, s.stages_per_rank) for name, s in SCHEDULES.items() if s.v_shape or s.stages_per_rank == 1]
     return several + fixed

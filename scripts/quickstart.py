@@ -1,4 +1,4 @@
-"""make train: the debug recipe on whatever this machine has, with a summary at the end.
+"""Run the debug recipe on whatever this machine has, with a summary at the end (`make train`).
 
     python scripts/quickstart.py [--table.field value ...]
 
@@ -30,8 +30,10 @@ CPU_RANKS = 4
 
 
 def overrides(config: Config, ranks: int) -> list[str]:
-    """The recipe is written for 4 ranks. For any other number: experts over as many ranks as divide them, tp 2 if that
-    leaves data ranks, and a global batch that the data ranks share evenly.
+    """Return the options that fit the recipe, which is for 4 ranks, to another number of ranks.
+
+    They set ep to as many ranks as divide the experts, tp to 2 if that leaves data ranks, and a global batch that the
+    data ranks share evenly.
     """
     tp = 2 if ranks % 4 == 0 else 1
     wanted = {"parallelism.tp": tp, "parallelism.experts.ep": math.gcd(ranks, config.model.num_experts)}
@@ -47,6 +49,7 @@ def overrides(config: Config, ranks: int) -> list[str]:
 
 
 def find_ranks(device: str) -> tuple[int, str]:
+    """Return the number of ranks for this machine, and a line about its devices."""
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         return gpus, f"{gpus} x {torch.cuda.get_device_name(0)}: one rank each"
@@ -54,7 +57,11 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
-    """The number of ranks, the mapping's overrides and the config; refuses here what the ranks would refuse."""
+    """Return the number of ranks, the options that this script adds, and the config.
+
+    Raises:
+        ConfigError: the ranks would refuse the config.
+    """
     recipe = load(["--config", RECIPE], COMPONENTS, lambda config: [])
     asked = load(["--config", RECIPE, *extra], COMPONENTS, lambda config: [])
     ranks, devices = find_ranks(asked.training.device)
@@ -75,6 +82,7 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
 
 
 def run(ranks: int, arguments: list[str]) -> int:
+    """Run `titanmoe train` and return its exit code; 130 if the user interrupted it."""
     words = ["train", RECIPE, "--ranks", str(ranks), *arguments]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py", "--config", RECIPE, *arguments]
     print(
@@ -92,12 +100,16 @@ def run(ranks: int, arguments: list[str]) -> int:
 
 
 def newest_run(config: Config, since: float) -> Path | None:
-    """The run's own folder: it claims name, name-2, ... as it starts."""
+    """Return the folder of the run that was started at `since`; None if it wrote nothing.
+
+    A run claims name, name-2, ... as it starts.
+    """
     files = (ROOT / config.job.dump_folder).glob(f"{config.job.name}*/metrics.jsonl")
     return max((f.parent for f in files if f.stat().st_mtime >= since), key=lambda f: f.stat().st_mtime, default=None)
 
 
 def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> str:
+    """Return lines about the run: loss, speed, files and what to type next."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if not steps:
         return f"no step was finished; files in {folder}"
@@ -121,14 +133,14 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
 
 
 def text(folder: Path, titanmoe: Path, shown: str) -> list[str]:
-    """The command that shows what a run learnt, if it saved a checkpoint."""
+    """Return the line with the command that shows what a run learnt; empty if it saved no checkpoint."""
     if not list(folder.glob("checkpoints/*/manifest.json")):
         return []
     return [f"its text    {titanmoe} generate --checkpoint {shlex.quote(shown)} --prompt 'def ' --stream"]
 
 
 def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
-    """The command that continues the run for the same number of steps; the default load = "auto" is left out."""
+    """Return the command that continues the run for as many steps again."""
     words = list(arguments)
     for option in ("--checkpoint.load", "--job.name", "--training.steps"):  # the others are given below
         if option in words:

@@ -176,7 +176,7 @@ def test_a_hang_that_names_another_rank_or_ends_late_has_failed(tmp_path, monkey
     def ends(text, ago=0.0):
         run.log.write_text(f"step 1\n{text}\n")
         run.struck_at = time.monotonic() - ago
-        judge.ends(run)
+        judge.expect_end_and_restart(run)
 
     ends("error: hang: rank 2 on a is late, in step 3")
     ends("error: hang: rank 2 on a cannot be reached, in step 3")
@@ -193,21 +193,21 @@ def test_a_hang_that_names_another_rank_or_ends_late_has_failed(tmp_path, monkey
 
 
 def events(run, *events):
-    run.run.mkdir(parents=True, exist_ok=True)
-    (run.run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run.run_folder.mkdir(parents=True, exist_ok=True)
+    (run.run_folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def test_what_an_event_must_name_and_a_false_alarm(tmp_path):
     run = Run(tmp_path)
     run.agent = SimpleNamespace(join=lambda s: None, exitcode=0, is_alive=lambda: True)
     events(run, {"kind": "suspect", "step": 4, "text": "the output of layers.1.moe, on rank 1"})
-    judge.names(run, "suspect", "layers.1.moe", "on rank 1")
+    judge.expect_event(run, "suspect", "layers.1.moe", "on rank 1")
     with pytest.raises(Wrong, match="on rank 2 should have been named: the output of"):
-        judge.names(run, "suspect", "layers.1.moe", "on rank 2")
-    judge.no_alarm(run)
+        judge.expect_event(run, "suspect", "layers.1.moe", "on rank 2")
+    judge.expect_no_alarm(run)
     events(run, {"kind": "hang", "step": 4, "text": "rank 1 is late"})
     with pytest.raises(Wrong, match="a false alarm: rank 1"):
-        judge.no_alarm(run)
+        judge.expect_no_alarm(run)
 
 
 def test_whom_a_slow_run_must_name(tmp_path):
@@ -217,7 +217,7 @@ def test_whom_a_slow_run_must_name(tmp_path):
     run = Run(tmp_path)
     run.agent = SimpleNamespace(is_alive=lambda: False)
     events(run)
-    (run.run / "metrics.jsonl").write_text('{"step": 70}\n{"step": 120}\n')
+    (run.run_folder / "metrics.jsonl").write_text('{"step": 70}\n{"step": 120}\n')
 
     def judged(*named, ranks=(2,)):
         def slow():
@@ -225,7 +225,7 @@ def test_whom_a_slow_run_must_name(tmp_path):
             return list(ranks), "data"
 
         events(run)
-        judge.straggles(run, slow)
+        judge.expect_straggler(run, slow)
 
     judged(first)
     assert run.figures == {"calm steps before": 120, "steps until named": -21}
@@ -238,12 +238,12 @@ def test_whom_a_slow_run_must_name(tmp_path):
             judged(*named, ranks=ranks)
     events(run, first)
     with pytest.raises(Wrong, match="named without a fault: rank 2"):
-        judge.straggles(run, lambda: ([2], "data"))
+        judge.expect_straggler(run, lambda: ([2], "data"))
 
 
 def test_a_leak_is_not_flat(tmp_path) -> None:
     def flat(memory: float = 0.0, files: float = 0.0, threads: float = 0.0) -> None:
-        judge.is_flat(
+        judge.expect_no_growth(
             Run(tmp_path),
             [[470 + memory * n, 28 + (n % 4 == 0) + int(files * n), 15 + int(threads * n)] for n in range(20)],
         )

@@ -31,7 +31,7 @@ PRELOADED = (
     "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.checkpoint_folder", "titanmoe.cli",
     "titanmoe.train.build", "titanmoe.train.trainer", "titanmoe.watch.number_checks", "titanmoe.watch.run_watch",
 )  # fmt: skip
-"""Before the first fork, so that no rank has to."""
+"""Modules imported before the first fork, so that no rank has to import them."""
 
 
 def main() -> int:

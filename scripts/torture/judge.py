@@ -1,4 +1,7 @@
-"""How a trial is judged: by what the run said, and by what it computed. And the table of all trials."""
+"""Checks of a trial, by the run's log, events, metrics and checkpoints; and the table of all trials.
+
+Each `expect_...` function raises `Wrong` unless the run did what its name says.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from scripts.torture.runs import MAPPINGS, STEPS, TIMEOUT_S, TINY, Run, Wrong, alive
+from scripts.torture.runs import MAPPINGS, STEPS, TIMEOUT_S, TINY, Run, Wrong, is_alive
 from titanmoe.checkpoint import layout
 
 CALM_STEPS, WINDOW = 64, 16
@@ -26,17 +29,18 @@ class Outcome:
     kind: str
     seed: int
     under: str = ""
-    """The launcher and the mapping."""
+    """Launcher and mapping of the run."""
     failure: str = ""
     figures: dict[str, float] = field(default_factory=dict)
 
 
 def read(results: Path) -> list[Outcome]:
+    """Return the outcomes in a file of results."""
     return [Outcome(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Figures as median and maximum."""
+    """Return a Markdown table of outcomes by kind, with median and maximum of each figure, and the failures."""
     names = list(dict.fromkeys(name for each in outcomes for name in each.figures))
     rows = [("what happened", "trials", "as it should be", *names), ("---",) * (3 + len(names))]
     for kind in [*dict.fromkeys(each.kind for each in outcomes), "all"]:
@@ -53,8 +57,8 @@ def table(outcomes: list[Outcome]) -> str:
 # ---- what the run said
 
 
-def names(run: Run, kind: str, *words: str) -> None:
-    """Wait for an event of this kind; Wrong unless all of these words are in it."""
+def expect_event(run: Run, kind: str, *words: str) -> None:
+    """Wait for the first event of this kind; raise Wrong unless its text has all of these words."""
     run.wait(lambda: run.events(kind), "a name for what has happened", Wrong)
     run.figures["seconds until named"] = time.monotonic() - run.struck_at
     text = run.events(kind)[0]["text"]
@@ -62,28 +66,28 @@ def names(run: Run, kind: str, *words: str) -> None:
         raise Wrong(f"{', '.join(missing)} should have been named: {text}")
 
 
-def ends(run: Run) -> None:
-    """Raise Wrong unless all ranks end by themselves in time, after a report that names the rank.
+def expect_end_and_restart(run: Run) -> None:
+    """Raise Wrong unless all ranks end by themselves in time, after a report that names the struck rank.
 
-    Then the run goes on: torchrun starts the ranks again by itself, `titanmoe train` is given again.
+    Then the run is started again: torchrun restarts the ranks by itself, `titanmoe train` is launched again.
     """
-    is_named(run)
+    expect_report(run)
     if run.launcher != "torchrun":
         run.start()
 
 
-def is_named(run: Run, restarted: bool | None = None) -> None:
-    """Raise Wrong unless all ranks end by themselves in time and the last message is a report that names only the rank.
+def expect_report(run: Run, restarted: bool | None = None) -> None:
+    """Raise Wrong unless all ranks end in time and the last message is a report that names only the struck rank.
 
     Args:
-        restarted: whether the launcher starts the ranks again; by default, if it is torchrun.
+        restarted: whether the launcher restarts the ranks; None: only torchrun does.
     """
     restarted = run.launcher == "torchrun" if restarted is None else restarted
-    run.wait(lambda: not any(map(alive, run.pids)), "the end of all ranks", None)
+    run.wait(lambda: not any(map(is_alive, run.pids)), "the end of all ranks", None)
     took = run.figures["seconds until all had ended"] = time.monotonic() - run.struck_at
     if not restarted:
-        run.ended()
-    said = run.said()
+        run.wait_for_end()
+    said = run.read_log()
     last = [line for line in said.splitlines() if line.startswith("error: ")][-1:]
     if not last or not re.search(rf"\brank {run.rank} (on \S+ (is late|cannot be reached), |is still )", last[0]):
         raise Wrong(f"rank {run.rank} was struck, and the last report is: {last}")
@@ -93,8 +97,12 @@ def is_named(run: Run, restarted: bool | None = None) -> None:
         raise Wrong(f"all had ended only after {took:.1f} s")
 
 
-def straggles(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:
-    """Nobody is named until somebody is slow, then the right one for the right reason, and nobody else."""
+def expect_straggler(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:
+    """Raise Wrong unless a straggler event names the slowed ranks and the cause, and none comes before or after it.
+
+    Args:
+        slow: slows ranks down; returns them and the cause that should be named.
+    """
     named = partial(run.events, "straggler")
     run.wait(lambda: run.step() >= CALM_STEPS, "calm")
     begin = run.figures["calm steps before"] = run.step()
@@ -114,33 +122,43 @@ def straggles(run: Run, slow: Callable[[], tuple[list[int], str]]) -> None:
 # ---- how it went on
 
 
-def goes_on(run: Run) -> None:
-    """The run starts again and ends, and what the failure cost is measured."""
-    run.wait(lambda: len(run.begun()) > run.starts, "another start", Wrong)
-    began = run.begun()[run.starts]
+def expect_resume(run: Run) -> None:
+    """Wait until the run has restarted and ended; raise Wrong if saved steps are lost.
+
+    Records what the failure cost: seconds to resume, and steps repeated.
+    """
+    run.wait(lambda: len(run.start_steps()) > run.starts, "another start", Wrong)
+    began = run.start_steps()[run.starts]
     run.wait(lambda: run.step() > began, "a step after the restart", Wrong)
     run.figures["seconds to resume"] = time.monotonic() - run.struck_at
-    lost = run.figures["saved steps lost"] = max(0, run.committed - began)
-    run.figures["steps repeated"] = max(0, run.made - began)
+    lost = run.figures["saved steps lost"] = max(0, run.saved_step - began)
+    run.figures["steps repeated"] = max(0, run.last_step - began)
     if lost:
         raise Wrong(f"{lost} saved steps lost")
-    run.finish()
+    run.expect_success()
 
 
-def no_alarm(run: Run) -> None:
-    run.finish()
+def expect_no_alarm(run: Run) -> None:
+    """Wait until the run has ended; raise Wrong if an event reports a hang."""
+    run.expect_success()
     if hangs := run.events("hang"):
         raise Wrong(f"a false alarm: {hangs[0]['text']}")
 
 
-def size(pid: int) -> tuple[float, int, int]:
+def process_size(pid: int) -> tuple[float, int, int]:
+    """Return the resident memory of a process in MiB, its open files and its threads."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
 
 
-def is_flat(run: Run, rows: list[list[float]]) -> None:
-    """After the first quarter, in which the heap settles, no maximum is higher in the second half than in the first,
-    memory by at most 5 %. While a checkpoint is being written there may be one more file or thread.
+def expect_no_growth(run: Run, rows: list[list[float]]) -> None:
+    """Raise Wrong if memory, open files or threads grow over a long run.
+
+    The first quarter, in which the heap settles, is left out. Of the rest, no maximum may be higher in the second half
+    than in the first, memory by at most 5 %. While a checkpoint is written there may be one more file or thread.
+
+    Args:
+        rows: MiB, open files and threads at each time.
     """
     settled = rows[len(rows) // 4 :]
     halves = settled[: len(settled) // 2], settled[len(settled) // 2 :]
@@ -150,33 +168,33 @@ def is_flat(run: Run, rows: list[list[float]]) -> None:
         raise Wrong(f"{', '.join(grown)} grew: {rows}")
 
 
-def as_if_nothing_had_happened(run: Run) -> None:
-    """Losses, norms, weights and moments are those of an undisturbed run, to the last bit."""
+def expect_bitwise_equal(run: Run) -> None:
+    """Raise Wrong unless losses, gradient norms, weights and moments equal those of an undisturbed run bit by bit."""
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
-    calm = calm_of(run)
-    if (ours := losses(run)) != (theirs := losses(calm)):
+    undisturbed = undisturbed_run(run)
+    if (ours := losses(run)) != (theirs := losses(undisturbed)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
         raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
-    ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, calm))
+    ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, undisturbed))
     if ours.tensors != theirs.tensors:
         raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
         raise Wrong(f"{len(odd)} tensors differ in bits, among them {odd[0]}")
 
 
-def calm_of(run: Run) -> Run:
-    """The undisturbed run of the same mapping, made when it is first needed."""
+def undisturbed_run(run: Run) -> Run:
+    """Return the undisturbed run of the same mapping, which is made when it is first needed."""
     calm = Run(run.folder.parent / f"calm-{run.mapping}-{run.skips}")
     calm.options = TINY | MAPPINGS[run.mapping]
     if run.skips:
         calm.options |= SKIPS | {"data.skip_steps": f'["{run.skips}"]'}
     if STEPS not in layout.steps(calm.checkpoints):
         calm.start()
-        calm.finish()
+        calm.expect_success()
     return calm
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
-    """Without those of a step that made no update."""
+    """Return step, loss and gradient norm of each step that made an update."""
     return [(x["step"], x["loss"], x["grad_norm"]) for x in run.lines("metrics.jsonl") if x["step"] != run.skips]

@@ -1,6 +1,6 @@
-"""A run of 4 CPU ranks, across all its starts: started, watched, struck and ended.
+"""A run of 4 CPU ranks over all its starts: start it, watch it, strike it, and wait for its end.
 
-The first process imports torch once; launchers and ranks are forks of it, which saves seconds. Agent, store and
+The first process imports torch once; launchers and ranks are forks of it, which saves seconds. Elastic agent, store and
 restarts are the real ones.
 """
 
@@ -30,7 +30,7 @@ from titanmoe.train.runtime import PR_SET_PDEATHSIG
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, STEPS, INTERVAL, BATCH, TIMEOUT_S = 4, 24, 3, 4, 6
 LIMIT_S = 240.0
-"""For one attempt of a trial; after that it counts as failed."""
+"""Seconds that one attempt of a trial may take; after that it counts as failed."""
 LAUNCHERS = ("torchrun", "titanmoe train")
 TINY = {
     "model.family": "mixtral", "model.size": "debug", "model.vocab_size": 64, "model.dim": 16, "model.num_layers": 2,
@@ -51,19 +51,21 @@ MAPPINGS: tuple[dict[str, int], ...] = (
 
 
 class Wrong(Exception):
-    """A trial did not end as it should."""
+    """Error of a trial in which the run did not do what it should."""
 
 
 class Missed(Exception):
-    """The run ended before the fault struck, or had not yet saved what the fault needs."""
+    """Error of a trial whose fault did not strike: the run ended before, or had not yet saved what the fault needs."""
 
 
 class Run:
+    """A run of 4 ranks, whose mapping and struck rank are drawn from a seed."""
+
     def __init__(self, folder: Path, seed: int = 0, launcher: str = LAUNCHERS[0]):
-        self.folder, self.draw, self.launcher = folder, random.Random(seed), launcher
-        self.run, self.log, self.struck_file = folder / "run", folder / "log", folder / "struck"
-        self.checkpoints = self.run / "checkpoints"
-        self.mapping, self.rank = self.draw.randrange(len(MAPPINGS)), self.draw.randrange(RANKS)  # who is struck
+        self.folder, self.rng, self.launcher = folder, random.Random(seed), launcher
+        self.run_folder, self.log, self.struck_file = folder / "run", folder / "log", folder / "struck"
+        self.checkpoints = self.run_folder / "checkpoints"
+        self.mapping, self.rank = self.rng.randrange(len(MAPPINGS)), self.rng.randrange(RANKS)  # who is struck
         self.options: dict[str, Any] = TINY | MAPPINGS[self.mapping]
         self.degrees = ", ".join(f"{name.split('.')[-1]} {n}" for name, n in MAPPINGS[self.mapping].items())
         self.skips = 0  # the step whose update is not made
@@ -71,13 +73,19 @@ class Run:
         self.agent: Any = None
         self.helpers: list[Forked] = []
         self.pids: list[int] = []
-        self.committed = self.made = self.starts = 0
+        self.saved_step = self.last_step = self.starts = 0
         self.struck_at = 0.0
         self.figures: dict[str, float] = {}
 
     # ---- starting and watching
 
     def start(self, restarts: int = 0, *faults: dict[str, Any]) -> None:
+        """Start the launcher in a fork.
+
+        Args:
+            restarts: how often the launcher may restart the ranks.
+            faults: faults inside the ranks, as scripts/torture/faults/sitecustomize.py takes them.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
         own = ["train", f"--ranks={RANKS}", f"--logs={self.folder}/logs", f"--max-restarts={restarts}"]
@@ -87,96 +95,114 @@ class Run:
         self.agent = Forked.begin(launch, [*own, *words], self.log, faults, self.network)
 
     def ranks(self) -> list[int]:
+        """Return the process ids of the ranks, in order; empty if the launcher has ended."""
         children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
         return [int(child) for child in children.read_text().split()] if children.exists() else []
 
     def lines(self, name: str) -> list[dict[str, Any]]:
-        found = []
+        """Return the complete lines of a JSONL file of the run."""
+        lines = []
         with contextlib.suppress(OSError):
-            for line in (self.run / name).read_text(encoding="utf-8").splitlines():
+            for line in (self.run_folder / name).read_text(encoding="utf-8").splitlines():
                 with contextlib.suppress(ValueError):  # being written
-                    found.append(json.loads(line))
-        return found
+                    lines.append(json.loads(line))
+        return lines
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
+        """Return the run's events of these kinds."""
         return [event for event in self.lines("events.jsonl") if event["kind"] in kinds]
 
     def step(self) -> int:
+        """Return the last step that metrics.jsonl has; 0 if it has none."""
         return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
 
-    def begun(self) -> list[int]:
-        """The step after which each start of the run began."""
+    def start_steps(self) -> list[int]:
+        """Return the step after which each start of the run began."""
         return [event["step"] for event in self.events("start", "restart")]
 
-    def said(self) -> str:
+    def read_log(self) -> str:
+        """Return what launcher and ranks have printed."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
-        """ended: what to raise if the launcher ends first; None if it may."""
+        """Wait until the condition holds; raise Wrong after LIMIT_S seconds.
+
+        Args:
+            what: description of the condition, for messages.
+            ended: error to raise if the launcher ends first; None if it may end.
+        """
         end = time.monotonic() + LIMIT_S
         while not condition():
             if ended and not self.agent.is_alive() and not condition():
-                raise ended(f"{what} did not happen, the run has ended: {self.said()[-500:]}")
+                raise ended(f"{what} did not happen, the run has ended: {self.read_log()[-500:]}")
             if time.monotonic() > end:
                 raise Wrong(f"{what} did not happen within {LIMIT_S:.0f} s")
             time.sleep(0.02)
 
-    def moment(self, first: int = INTERVAL + 1) -> None:
-        """In a random step after the first checkpoint: a run that starts over moves its events aside."""
-        step = self.draw.randint(first, STEPS - 2 * INTERVAL)
+    def wait_for_random_step(self, first: int = INTERVAL + 1) -> None:
+        """Wait until a random moment in a random step from `first` on, and until there is a checkpoint.
+
+        A run that starts from scratch renames its event files, so faults come after the first checkpoint.
+        """
+        step = self.rng.randint(first, STEPS - 2 * INTERVAL)
         self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
-        time.sleep(self.draw.uniform(0, 0.1))
+        time.sleep(self.rng.uniform(0, 0.1))
 
     # ---- striking
 
-    def struck(self) -> None:
-        """Record the state at the moment of the failure; what follows is compared with it."""
-        self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
-        self.committed, self.pids = max(layout.steps(self.checkpoints), default=0), self.ranks()
+    def record_strike(self) -> None:
+        """Record the state at the moment of the failure, with which later states are compared."""
+        self.struck_at, self.last_step, self.starts = time.monotonic(), self.step(), len(self.start_steps())
+        self.saved_step, self.pids = max(layout.steps(self.checkpoints), default=0), self.ranks()
 
-    def strike(self, number: int, *ranks: int) -> None:
-        """Send these ranks a signal."""
+    def signal_ranks(self, number: int, *ranks: int) -> None:
+        """Send these ranks a signal and record the strike; raise Missed if ranks have ended already."""
         if len(pids := self.ranks()) < RANKS:
             raise Missed("the run is ending")
-        self.struck()
+        self.record_strike()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows will show it
                 os.kill(pids[rank], number)
 
-    def strike_launcher(self) -> None:
+    def kill_launcher(self) -> None:
+        """Kill the launcher, record the strike, and wait for the ranks to end too."""
         pids = self.ranks()
         self.agent.kill()
-        self.struck()
+        self.record_strike()
         self.agent.join()
-        self.wait(lambda: not any(map(alive, pids)), "the ranks' end after their launcher's", None)
+        self.wait(lambda: not any(map(is_alive, pids)), "the ranks' end after their launcher's", None)
 
     def start_and_strike(self, restarts: int, **fault: Any) -> None:
+        """Start the run with a fault, and wait until the fault has struck once."""
         self.start(restarts, fault | {"once": str(self.struck_file)})
         self.wait(self.struck_file.exists, "the fault")
-        self.struck()
+        self.record_strike()
 
-    def ended(self) -> None:
+    def wait_for_end(self) -> None:
         """Wait for the run to end by itself, with no restarts left."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
-        self.committed = max(layout.steps(self.checkpoints), default=0)
+        self.saved_step = max(layout.steps(self.checkpoints), default=0)
 
-    def finish(self) -> None:
+    def expect_success(self) -> None:
+        """Wait for the launcher to end; raise Wrong unless its exit code is 0."""
         self.agent.join(LIMIT_S)
         if self.agent.exitcode != 0:
-            raise Wrong(f"{self.launcher} ended with {self.agent.exitcode}: {self.said()[-500:]}")
+            raise Wrong(f"{self.launcher} ended with {self.agent.exitcode}: {self.read_log()[-500:]}")
 
     def close(self) -> None:
+        """Kill all processes of the run and remove its folder; keep its log in `output`."""
         for process in (*self.helpers, self.agent):
             if process is not None:
                 process.kill()
                 process.join()
-        self.output = self.said()
+        self.output = self.read_log()
         if os.path.ismount(self.folder):
             subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -187,7 +213,7 @@ def alive(pid: int) -> bool:
 
 
 class Forked(multiprocessing.context.ForkProcess):
-    """Also as torchrun uses subprocess.Popen."""
+    """A forked process that also has the methods of subprocess.Popen that torchrun uses."""
 
     @staticmethod
     def begin(target: Callable[..., None], *args: object) -> Forked:
@@ -206,7 +232,11 @@ class Forked(multiprocessing.context.ForkProcess):
 
 
 def launch(argv: list[str], log: Path, faults: tuple[dict[str, Any], ...], spaces: str) -> None:
-    """torchrun, or `titanmoe train`."""
+    """Become torchrun or `titanmoe train` in a fork, with output to the log. Never returns.
+
+    Args:
+        spaces: prefix of the network namespaces; "" for this machine's network.
+    """
     from torch.distributed.run import main as torchrun
 
     from titanmoe.cli import main as titanmoe
@@ -222,25 +252,29 @@ def launch(argv: list[str], log: Path, faults: tuple[dict[str, Any], ...], space
     os.chdir(ROOT)
     os.environ |= {"PYTHONUNBUFFERED": "1", "FAULTS": json.dumps(faults)}
     if spaces:
-        network.enter(spaces)
+        network.enter_namespace(spaces)
         os.environ |= {network.VARIABLE: spaces, "GLOO_SOCKET_IFNAME": network.DEVICE}
     fork_ranks()
     sys.exit((titanmoe if argv[0] == "train" else torchrun)(argv))
 
 
 def fork_ranks() -> None:
-    """In a launcher: ranks that it starts from now on are forks of it."""
+    """Make the launcher in this process fork its ranks instead of starting new Python processes."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def forked(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Forked:
-        return Forked.begin(become, args, env, (self._stdout, self._stderr))
+        return Forked.begin(run_rank, args, env, (self._stdout, self._stderr))
 
     SubprocessHandler._popen = forked
 
 
-def become(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
-    """In the fork: what `python -u train.py ...` or `python -u -m titanmoe.rank ...` does. Four such ranks on two cores
-    start in one second instead of ten. output: files for stdout and stderr, or None for the launcher's own.
+def run_rank(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
+    """Do in a fork what `python -u train.py ...` or `python -u -m titanmoe.rank ...` does.
+
+    Four such ranks on two cores start in one second instead of ten.
+
+    Args:
+        output: files for stdout and stderr, or None for the launcher's.
     """
     os.setsid()
     for number, file in enumerate(output, 1):
@@ -251,7 +285,7 @@ def become(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) 
     os.environ.clear()
     os.environ.update(env)
     if network.VARIABLE in env:
-        network.enter(env[network.VARIABLE], env["RANK"])
+        network.enter_namespace(env[network.VARIABLE], env["RANK"])
     if "FAULTS" in env:
         runpy.run_path(str(Path(__file__).parent / "faults/sitecustomize.py"))
     sys.path.insert(0, str(ROOT))

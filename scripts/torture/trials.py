@@ -1,4 +1,7 @@
-"""The kinds of trials: what happens to a run, and how it is judged."""
+"""The kinds of trials: which fault strikes a run, and how the result is judged.
+
+Each fault function starts the run and strikes it at a moment that the run's seed decides.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.torture import judge
-from scripts.torture.network import carry, cut, network
+from scripts.torture.network import delay_packets, network, set_link
 from scripts.torture.runs import BATCH, INTERVAL, LAUNCHERS, RANKS, STEPS, TIMEOUT_S, Forked, Missed, Run, Wrong
 from titanmoe.checkpoint import layout
 
@@ -33,7 +36,7 @@ OUTPUTS = [(module, "") for module in ("attention_norm", "attention", "ffn_norm"
 WEIGHTS = [("attention.wq", "weight"), ("attention_norm", "weight"), ("moe.router", "weight"), ("moe.experts", "w2")]
 TO_DISK, STALE = ["write", "mkdir", "rename", "fsync"], [errno.ESTALE, errno.EIO]
 SKIPPED = ("titanmoe.train.gradients:all_reduce", "titanmoe.parallel.norm:all_reduce")
-"""The first sums counts and losses, the second the gradient norm."""
+"""Collectives that a rank skips: the first sums counts and losses, the second the gradient norm."""
 AFTER, CLOSE = "titanmoe.train.runtime:GarbageCollection.collect", "titanmoe.data.loader:Loader.close"
 READ = "titanmoe.data.loader:SampleReader.__getitem__"
 
@@ -41,109 +44,115 @@ READ = "titanmoe.data.loader:SampleReader.__getitem__"
 # ---- kills, and disks that fail
 
 
-def killed(run: Run, number: int) -> None:
+def kill_ranks(run: Run, number: int) -> None:
+    """Kill `number` random ranks with SIGKILL."""
     run.start(3)
-    run.moment()
-    run.strike(signal.SIGKILL, *run.draw.sample(range(RANKS), number))
+    run.wait_for_random_step()
+    run.signal_ranks(signal.SIGKILL, *run.rng.sample(range(RANKS), number))
 
 
-def stopped(run: Run, first: int = INTERVAL + 1) -> None:
+def start_and_kill_launcher(run: Run, first: int = INTERVAL + 1) -> None:
+    """Start the run and kill its launcher, which ends all ranks."""
     run.start()
-    run.moment(first)
-    run.strike_launcher()
+    run.wait_for_random_step(first)
+    run.kill_launcher()
 
 
-def launcher_killed(run: Run) -> None:
-    stopped(run)
+def kill_launcher_and_restart(run: Run) -> None:
+    start_and_kill_launcher(run)
     run.start()
 
 
-def killed_while_saving(run: Run) -> None:
-    step = INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)
-    rank = run.draw.choice([0, run.rank])  # rank 0 does more with the disk
-    at = run.draw.randint(1, 3 if rank else 9)
+def kill_while_saving(run: Run) -> None:
+    """Kill a rank at a disk operation of a save."""
+    step = INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)
+    rank = run.rng.choice([0, run.rank])  # rank 0 does more with the disk
+    at = run.rng.randint(1, 3 if rank else 9)
     run.start_and_strike(3, do="kill", rank=rank, path=layout.name_of(step) + layout.WRITING, at=at)
 
 
-def killed_between_renames(run: Run) -> None:
-    """The checkpoint has its name, but `latest` does not point to it yet."""
-    on, path = run.draw.choice([("write", f"{layout.LATEST}.new"), ("rename", f"/{layout.LATEST}")])
-    run.start_and_strike(3, do="kill", rank=0, on=[on], path=path, at=run.draw.randint(2, STEPS // INTERVAL - 1))
+def kill_between_renames(run: Run) -> None:
+    """Kill rank 0 when the checkpoint has its name but `latest` does not point to it yet."""
+    on, path = run.rng.choice([("write", f"{layout.LATEST}.new"), ("rename", f"/{layout.LATEST}")])
+    run.start_and_strike(3, do="kill", rank=0, on=[on], path=path, at=run.rng.randint(2, STEPS // INTERVAL - 1))
 
 
-def flipped_bit(run: Run) -> None:
-    stopped(run, 2 * INTERVAL + 1)
-    there = layout.steps(run.checkpoints)
-    if len(there) < 2:  # a save is late: there would be no earlier one to go back to
-        raise Missed(f"there are only {len(there)} checkpoints")
-    newest = there.pop(max(there))
-    run.committed = max(there)
-    file = run.draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+def flip_checkpoint_bit(run: Run) -> None:
+    """Flip a bit in a file of the newest checkpoint and restart."""
+    start_and_kill_launcher(run, 2 * INTERVAL + 1)
+    checkpoints = layout.steps(run.checkpoints)
+    if len(checkpoints) < 2:  # a save is late: there would be no earlier one to go back to
+        raise Missed(f"there are only {len(checkpoints)} checkpoints")
+    newest = checkpoints.pop(max(checkpoints))
+    run.saved_step = max(checkpoints)
+    file = run.rng.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
     data = bytearray(file.read_bytes())
-    data[run.draw.randrange(len(data))] ^= 1 << run.draw.randrange(8)
+    data[run.rng.randrange(len(data))] ^= 1 << run.rng.randrange(8)
     file.write_bytes(data)
     run.start()
 
 
-def full_disk(run: Run) -> None:
-    """A small file system, until a file that takes up all the space is removed."""
+def fill_disk(run: Run) -> None:
+    """Run on a small file system, fill it up until the run ends, free it and restart."""
     run.folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(run.folder)], check=True)
     run.start()
-    run.moment()
+    run.wait_for_random_step()
     filler = run.folder / "filler"
     with contextlib.suppress(OSError):
         filler.write_bytes(bytes(1 << 23))
-    run.struck()
-    run.ended()
+    run.record_strike()
+    run.wait_for_end()
     filler.unlink()
     run.start()
 
 
-def slow_disk(run: Run) -> None:
-    """Training goes on while a checkpoint is being written, and nobody takes that for a hang; then a rank is killed."""
-    seconds = run.draw.uniform(0.05, 0.2)
+def slow_disk_and_kill(run: Run) -> None:
+    """Slow the disk down; training must continue during a save without an alarm. Then kill a rank."""
+    seconds = run.rng.uniform(0.05, 0.2)
     run.start(3, {"do": "slow", "on": TO_DISK, "times": 10**9, "path": "/checkpoints", "seconds": seconds})
     during: dict[Path, set[int]] = {}
 
-    def goes_on() -> bool:
+    def training_continues() -> bool:
         for writing in run.checkpoints.glob(f"*{layout.WRITING}"):
             during.setdefault(writing, set()).add(run.step())
         return any(len(steps) > 1 for steps in during.values())
 
-    run.wait(goes_on, "a step while a checkpoint is being written", Wrong)
-    run.moment()
+    run.wait(training_continues, "a step while a checkpoint is being written", Wrong)
+    run.wait_for_random_step()
     if hangs := run.events("hang"):
         raise Wrong(f"a false alarm: {hangs[0]['text']}")
-    run.strike(signal.SIGKILL, run.rank)
+    run.signal_ranks(signal.SIGKILL, run.rank)
 
 
-def errors_while_reading(run: Run) -> None:
-    """A file server that does not answer at first."""
-    stopped(run)
+def fail_reads(run: Run) -> None:
+    """Restart a run while the first reads of its checkpoints fail, as on a file server that is slow to start."""
+    start_and_kill_launcher(run)
     fault = {
         "do": "fail",
-        "errno": run.draw.choice(STALE),
+        "errno": run.rng.choice(STALE),
         "on": ["read", "listdir", "scandir"],
         "path": str(run.checkpoints),
     }
-    run.start(0, fault | {"rank": run.rank, "at": run.draw.randint(1, 6), "times": run.draw.randint(1, 4)})
+    run.start(0, fault | {"rank": run.rank, "at": run.rng.randint(1, 6), "times": run.rng.randint(1, 4)})
 
 
-def errors_while_writing(run: Run) -> None:
-    fault = {"do": "fail", "errno": run.draw.choice(STALE), "on": TO_DISK, "path": "/checkpoints"}
-    run.start_and_strike(3, **fault, rank=0, at=run.draw.randint(20, 50))
+def fail_writes(run: Run) -> None:
+    """Make a disk operation of rank 0 on the checkpoints fail."""
+    fault = {"do": "fail", "errno": run.rng.choice(STALE), "on": TO_DISK, "path": "/checkpoints"}
+    run.start_and_strike(3, **fault, rank=0, at=run.rng.randint(20, 50))
 
 
-def asked_to_stop(run: Run) -> None:
+def send_sigterm(run: Run) -> None:
+    """Ask the launcher to stop with SIGTERM: the run must save its last step and end. Then restart."""
     run.start()
-    run.moment()
+    run.wait_for_random_step()
     run.agent.terminate()
-    run.struck()
-    run.ended()
-    run.made = run.step()
-    if run.made != run.committed:
-        raise Wrong(f"asked to stop, it ended at step {run.made} with step {run.committed} saved")
+    run.record_strike()
+    run.wait_for_end()
+    run.last_step = run.step()
+    if run.last_step != run.saved_step:
+        raise Wrong(f"asked to stop, it ended at step {run.last_step} with step {run.saved_step} saved")
     run.start()
 
 
@@ -151,211 +160,229 @@ def asked_to_stop(run: Run) -> None:
 
 
 def hang(run: Run, number: int, do: str) -> None:
-    fault = {"do": do, "on": ["signal"], "rank": run.rank, "path": run.draw.choice(SKIPPED)}
+    """Make a rank hang on receiving this signal; the report must name it."""
+    fault = {"do": do, "on": ["signal"], "rank": run.rank, "path": run.rng.choice(SKIPPED)}
     run.start(int(run.launcher == "torchrun"), fault)
-    run.moment()
-    run.strike(number, run.rank)
-    judge.ends(run)
+    run.wait_for_random_step()
+    run.signal_ranks(number, run.rank)
+    judge.expect_end_and_restart(run)
 
 
-def hung_disk(run: Run) -> None:
-    path = layout.name_of(INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
+def hang_disk(run: Run) -> None:
+    """Make a write of a rank hang during a save; the report must name it."""
+    path = layout.name_of(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
     run.start_and_strike(int(run.launcher == "torchrun"), **fault)
-    judge.ends(run)
+    judge.expect_end_and_restart(run)
 
 
 def slow_link(run: Run) -> None:
-    """Each packet between two ranks is late, and the first by seconds, but less than the time-out."""
+    """Delay each packet between two ranks, the first by seconds but less than the time-out."""
     run.start()
-    run.moment()
-    ends, stall = tuple(run.draw.sample(range(RANKS), 2)), run.draw.uniform(1, 0.6 * TIMEOUT_S)
-    run.helpers.append(Forked.begin(carry, run.network, ends, run.draw.uniform(0.001, 0.006), stall))
-    run.struck()
+    run.wait_for_random_step()
+    ends, stall = tuple(run.rng.sample(range(RANKS), 2)), run.rng.uniform(1, 0.6 * TIMEOUT_S)
+    run.helpers.append(Forked.begin(delay_packets, run.network, ends, run.rng.uniform(0.001, 0.006), stall))
+    run.record_strike()
     run.wait(lambda: not run.agent.is_alive(), "the end", None)
     if time.monotonic() - run.struck_at < stall:
         raise Missed("nothing was sent over the slow link")
 
 
-def waits_alone(run: Run) -> None:
-    """Between two steps, at a barrier that nobody else comes to."""
+def wait_at_barrier(run: Run) -> None:
+    """Make a rank wait between two steps at a barrier that no other rank comes to."""
     run.start(0, {"do": "barrier", "on": ["signal"], "rank": run.rank, "path": AFTER})
-    run.moment()
-    run.strike(signal.SIGUSR1, run.rank)
-    judge.is_named(run, restarted=False)
+    run.wait_for_random_step()
+    run.signal_ranks(signal.SIGUSR1, run.rank)
+    judge.expect_report(run, restarted=False)
     run.start()
-    judge.goes_on(run)
+    judge.expect_resume(run)
 
 
-def does_not_finish(run: Run) -> None:
+def hang_at_end(run: Run) -> None:
+    """Make a rank hang when it closes its loader at the end of the run."""
     run.options |= {"checkpoint.timeout_s": 3}
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
-    run.moment()
-    run.strike(signal.SIGUSR1, run.rank)
+    run.wait_for_random_step()
+    run.signal_ranks(signal.SIGUSR1, run.rank)
     run.wait(lambda: STEPS in layout.steps(run.checkpoints), "the last checkpoint", Wrong)
-    run.struck()
-    judge.is_named(run, restarted=False)
+    run.record_strike()
+    judge.expect_report(run, restarted=False)
 
 
-def loses_its_link(run: Run) -> None:
+def take_link_down(run: Run) -> None:
+    """Take a rank's network link down, and bring it up again after the report."""
     run.start()
-    run.moment()
-    cut(run.network, run.rank)
-    run.struck()
-    judge.is_named(run, restarted=False)
-    cut(run.network, run.rank, "up")
+    run.wait_for_random_step()
+    set_link(run.network, run.rank)
+    run.record_strike()
+    judge.expect_report(run, restarted=False)
+    set_link(run.network, run.rank, "up")
     run.start()
-    judge.goes_on(run)
+    judge.expect_resume(run)
 
 
 # ---- numbers
 
 
-def nan(run: Run, places: list[tuple[str, str]]) -> None:
-    """In one microbatch of a step, on one rank; the step is repeated, the culprit named, and no update made."""
-    run.skips = run.draw.choice([5, 8])
+def insert_nan(run: Run, places: list[tuple[str, str]]) -> None:
+    """Insert a NaN in one microbatch of a step on one rank.
+
+    The step must be repeated, the culprit named, and no update made.
+    """
+    run.skips = run.rng.choice([5, 8])
     run.options |= judge.SKIPS | {"debug.culprit": "name"}
     count = BATCH // data_ranks(run)
-    microbatch = run.draw.randrange(count)
-    layer = run.rank // 2 if "parallelism.pp" in run.options else run.draw.randrange(2)
-    module, parameter = run.draw.choice(places)
+    microbatch = run.rng.randrange(count)
+    layer = run.rank // 2 if "parallelism.pp" in run.options else run.rng.randrange(2)
+    module, parameter = run.rng.choice(places)
     name = f"layers.{layer}.{module}"
-    fault = {"module": name, "parameter": parameter, "place": run.draw.randrange(1 << 20), "rank": run.rank}
+    fault = {"module": name, "parameter": parameter, "place": run.rng.randrange(1 << 20), "rank": run.rank}
     run.start_and_strike(0, do="nan", at=run.skips - 1, microbatch=microbatch, of=count, **fault)
     what = f"the gradient of {name}.{parameter}" if parameter else f"the output of {name}"
-    samples = "" if parameter else f"; sample {sample(run, microbatch)} of the run"
-    judge.names(run, "suspect", f"{what}, microbatch {microbatch}, on rank {run.rank} (", samples)
+    samples = "" if parameter else f"; sample {sample_number(run, microbatch)} of the run"
+    judge.expect_event(run, "suspect", f"{what}, microbatch {microbatch}, on rank {run.rank} (", samples)
     run.wait(lambda: run.events("skip"), "a skipped step", Wrong)
 
 
 def data_ranks(run: Run) -> int:
+    """Return the number of data ranks of the run."""
     return RANKS // math.prod(run.options.get(f"parallelism.{axis}", 1) for axis in ("pp", "cp", "tp"))
 
 
-def sample(run: Run, microbatch: int) -> int:
-    """Samples go round the data ranks, and this rank's microbatch is a single one."""
+def sample_number(run: Run, microbatch: int) -> int:
+    """Return the number in the run of the only sample of the struck rank's microbatch."""
     stage, ranks = RANKS // run.options.get("parallelism.pp", 1), data_ranks(run)
     return (run.skips - 1) * BATCH + microbatch * ranks + run.rank % stage * ranks // stage
 
 
-def flipped_memory(run: Run) -> None:
-    """A bit of a weight or moment that several ranks hold; with two of them, both are named. The run goes back to its
-    last checkpoint by itself.
+def flip_memory_bit(run: Run) -> None:
+    """Flip a bit of a weight or moment that several ranks hold.
+
+    With two holders, both are named. The run must return to its last checkpoint by itself.
     """
-    every, at = 2, run.draw.randint(INTERVAL + 1, STEPS - INTERVAL)
+    every, at = 2, run.rng.randint(INTERVAL + 1, STEPS - INTERVAL)
     names = {"router.weight": [4, 16]}  # held by all ranks of a stage
     if "parallelism.dp_replicate" in run.options:
         names["attention.w"] = [16, 16]
-    what, shape = run.draw.choice(list(names.items()))
-    of = run.draw.choice(["", "exp_avg", "exp_avg_sq"])
+    what, shape = run.rng.choice(list(names.items()))
+    of = run.rng.choice(["", "exp_avg", "exp_avg_sq"])
     run.options |= {"debug.replicas_every": every, "debug.on_difference": "restore"}
-    place, bit = run.draw.randrange(math.prod(shape)), run.draw.randrange(32)
+    place, bit = run.rng.randrange(math.prod(shape)), run.rng.randrange(32)
     run.start_and_strike(0, do="flip", rank=run.rank, at=at, shape=shape, of=of, place=place, bit=bit)
     first = run.rank // 2 * 2
     who = f"rank {run.rank} differs from 3 ranks that agree"
     if "parallelism.pp" in run.options:
         who = f"ranks {first}, {first + 1} should hold the same and differ"
-    judge.names(run, "restore", who, f"{of} of " if of else "", what)
+    judge.expect_event(run, "restore", who, f"{of} of " if of else "", what)
     if not at <= (step := run.events("restore")[0]["step"]) <= at + every:
         raise Wrong(f"flipped in step {at}, found in step {step}")
-    judge.goes_on(run)
+    judge.expect_resume(run)
 
 
 # ---- stragglers
 
 
-def pulsed(run: Run) -> tuple[list[int], str]:
-    """Stopped, and going on, many times a second."""
-    seconds = run.draw.uniform(0.02, 0.06), run.draw.uniform(0.01, 0.03)
+def pulse_rank(run: Run) -> tuple[list[int], str]:
+    """Stop and continue a rank many times a second; return it with the cause "compute"."""
+    seconds = run.rng.uniform(0.02, 0.06), run.rng.uniform(0.01, 0.03)
     run.helpers.append(Forked.begin(pulse, run.ranks()[run.rank], *seconds))
     return [run.rank], "compute"
 
 
 def pulse(pid: int, stopped_s: float, runs_s: float) -> None:
+    """Stop and continue a process in turn. Never returns."""
     while True:
         for number, seconds in ((signal.SIGSTOP, stopped_s), (signal.SIGCONT, runs_s)):
             os.kill(pid, number)
             time.sleep(seconds)
 
 
-def held_back(run: Run) -> tuple[list[int], str]:
-    ends = tuple(sorted(run.draw.sample(range(RANKS), 2)))
-    run.helpers.append(Forked.begin(carry, run.network, ends, run.draw.uniform(0.003, 0.01)))
+def delay_link(run: Run) -> tuple[list[int], str]:
+    """Delay packets between two ranks; return them with the cause "link"."""
+    ends = tuple(sorted(run.rng.sample(range(RANKS), 2)))
+    run.helpers.append(Forked.begin(delay_packets, run.network, ends, run.rng.uniform(0.003, 0.01)))
     return list(ends), "link"
 
 
 def slow_data(run: Run) -> tuple[list[int], str]:
+    """Slow a rank's data loading down; return it with the cause "data"."""
     os.kill(run.ranks()[run.rank], signal.SIGUSR1)
     return [run.rank], "data"
 
 
-def straggler(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
-    seconds = run.draw.uniform(0.3, 0.6)
+def slow_rank(run: Run, slow: Callable[[Run], tuple[list[int], str]]) -> None:
+    """Run until ranks are slowed down by `slow`; they must be named as stragglers."""
+    seconds = run.rng.uniform(0.3, 0.6)
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": READ, "seconds": seconds})
-    judge.straggles(run, partial(slow, run))
+    judge.expect_straggler(run, partial(slow, run))
 
 
 # ---- one long run
 
 
 def long_run(run: Run) -> None:
+    """Run for a long time; memory, open files and threads must not grow."""
     steps, rows = run.options["training.steps"], []
     run.start()
     while run.agent.is_alive():
         time.sleep(0.05)
         if run.step() > len(rows) * steps // 20 and len(pids := run.ranks()) == RANKS:
             with contextlib.suppress(OSError):  # it is ending
-                rows.append([max(column) for column in zip(*map(judge.size, pids), strict=True)])
-    run.finish()
-    judge.is_flat(run, rows)
+                rows.append([max(column) for column in zip(*map(judge.process_size, pids), strict=True)])
+    run.expect_success()
+    judge.expect_no_growth(run, rows)
 
 
 class Group(NamedTuple):
+    """Kinds of trials that are judged alike."""
+
     kinds: dict[str, Callable[[Run], None]]
+    """The fault function of each kind."""
     then: tuple[Callable[[Run], None], ...] = ()
-    """How the end is judged."""
+    """Checks of the end of the run."""
     options: dict[str, Any] = {}
     network: bool = False
+    """Whether the ranks have a network of their own, on which links can fail."""
 
 
-EQUAL = judge.as_if_nothing_had_happened
+EQUAL = judge.expect_bitwise_equal
 GROUPS = {
     "kills": Group({
-        "one rank killed": partial(killed, number=1),
-        "all ranks killed": partial(killed, number=RANKS),
-        "torchrun killed": launcher_killed,
-        "a rank killed while saving": killed_while_saving,
-        "rank 0 killed between two renames": killed_between_renames,
-        "a bit flipped in the newest checkpoint": flipped_bit,
-        "full disk": full_disk,
-        "slow disk, one rank killed": slow_disk,
-        "errors while reading": errors_while_reading,
-        "errors while writing": errors_while_writing,
-        "asked to stop (SIGTERM)": asked_to_stop,
-    }, (judge.goes_on, EQUAL)),
+        "one rank killed": partial(kill_ranks, number=1),
+        "all ranks killed": partial(kill_ranks, number=RANKS),
+        "torchrun killed": kill_launcher_and_restart,
+        "a rank killed while saving": kill_while_saving,
+        "rank 0 killed between two renames": kill_between_renames,
+        "a bit flipped in the newest checkpoint": flip_checkpoint_bit,
+        "full disk": fill_disk,
+        "slow disk, one rank killed": slow_disk_and_kill,
+        "errors while reading": fail_reads,
+        "errors while writing": fail_writes,
+        "asked to stop (SIGTERM)": send_sigterm,
+    }, (judge.expect_resume, EQUAL)),
     "hangs": Group({
         "a rank stopped (SIGSTOP)": partial(hang, number=signal.SIGSTOP, do="deadlock"),
         "a rank deadlocked in Python": partial(hang, number=signal.SIGUSR1, do="deadlock"),
         "a rank leaves, with exit code 0": partial(hang, number=signal.SIGUSR1, do="leave"),
         "a rank skips a collective": partial(hang, number=signal.SIGUSR1, do="skip"),
-        "a disk that hangs while saving": hung_disk,
-    }, (judge.goes_on, EQUAL)),
+        "a disk that hangs while saving": hang_disk,
+    }, (judge.expect_resume, EQUAL)),
     "more hangs": Group({
-        "a rank waits at a barrier of its own": waits_alone,
-        "a rank does not finish": does_not_finish,
-        "a rank's link is down": loses_its_link,
+        "a rank waits at a barrier of its own": wait_at_barrier,
+        "a rank does not finish": hang_at_end,
+        "a rank's link is down": take_link_down,
     }, (EQUAL,), network=True),
-    "withstood": Group({"a slow link": slow_link}, (judge.no_alarm, EQUAL), network=True),
+    "withstood": Group({"a slow link": slow_link}, (judge.expect_no_alarm, EQUAL), network=True),
     "numbers": Group({
-        "NaN in what a layer returns": partial(nan, places=OUTPUTS),
-        "NaN in a weight's gradient": partial(nan, places=WEIGHTS),
-        "a bit flipped in memory": flipped_memory,
-    }, (judge.no_alarm, EQUAL)),
+        "NaN in what a layer returns": partial(insert_nan, places=OUTPUTS),
+        "NaN in a weight's gradient": partial(insert_nan, places=WEIGHTS),
+        "a bit flipped in memory": flip_memory_bit,
+    }, (judge.expect_no_alarm, EQUAL)),
     "stragglers": Group({
-        "a rank pulsed by SIGSTOP": partial(straggler, slow=pulsed),
-        "packets between two ranks held back": partial(straggler, slow=held_back),
-        "slow data on one rank": partial(straggler, slow=slow_data),
+        "a rank pulsed by SIGSTOP": partial(slow_rank, slow=pulse_rank),
+        "packets between two ranks held back": partial(slow_rank, slow=delay_link),
+        "slow data on one rank": partial(slow_rank, slow=slow_data),
     }, options=ENDLESS, network=True),
     "soak": Group({"one long run": long_run}, options=LONG),
 }  # fmt: skip
@@ -363,7 +390,11 @@ KINDS = {kind: group for group in GROUPS.values() for kind in group.kinds}
 
 
 def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outcome:
-    """launcher: by turns unless given; a network has torchrun alone, whose address can be chosen."""
+    """Make a trial, again with other seeds while its fault misses, and return its outcome.
+
+    Args:
+        launcher: "" for both in turn. Trials with a network always use torchrun, whose address can be chosen.
+    """
     group = KINDS[kind]
     launcher = LAUNCHERS[0] if group.network else launcher or LAUNCHERS[seed // len(group.kinds) % 2]
     for attempt in range(5):

@@ -82,7 +82,7 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
 BAD = [
     ({"prompt": "a", "rejected": "c"}, "has no chosen completion ('chosen' is missing or empty)"),
     ({"prompt": "a", "chosen": "b"}, "has no rejected completion ('rejected' is missing or empty)"),
-    ({"prompt": "a", "chosen": "", "rejected": "c"}, "has no chosen answer"),
+    ({"prompt": "a", "chosen": "", "rejected": "c"}, "has no chosen completion"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both completions are the same, so neither is better"),
     ({"chosen": "ab", "rejected": "abc"}, "the chosen completion is a prefix of the other one: add a prompt"),
     (

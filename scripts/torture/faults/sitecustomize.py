@@ -1,5 +1,6 @@
-"""Faults within a rank, in its disk access, its numbers or what it does, for scripts.torture and tests: with this
-folder on PYTHONPATH, Python imports it at its start. FAULTS in the environment is a JSON list of them:
+"""Faults within a rank: in its disk access, its numbers or its calls. For scripts.torture and tests.
+
+With this folder on PYTHONPATH, Python imports the file at its start. FAULTS in the environment is a JSON list of them:
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 
@@ -13,11 +14,11 @@ once    a file made when it strikes; if that exists already, from the process be
 
 With "on": ["signal"], at SIGUSR1: "deadlock" waits for ever in Python, "leave" ends the process with exit code 0,
 "skip" makes the next call of "path", MODULE:FUNCTION, return its argument. Of it, or of MODULE:CLASS.METHOD, "barrier"
-makes the next call wait for all ranks first, and "slow" makes every further call take `seconds` longer.
+makes the next call wait for all ranks first, and "slow" makes every later call take `seconds` longer.
 
 flip    a bit of a parameter of this `shape`, the first in the last of the optimizer's groups that has one, or of its
         moment `of`, after the optimizer's step number `at`: bit `bit` of its number `place`.
-nan     number `place` of what the module named `module` returns becomes NaN in the step after `at` optimizer's steps,
+nan     number `place` of the output of the module named `module` becomes NaN in the step after `at` optimizer steps,
         in the microbatch number `microbatch` of `of`, each time it is computed (once, then once more in a repeated
         step); with `parameter`, of the gradient of that parameter of the module.
 """
@@ -35,7 +36,7 @@ EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.
 
 
 def strikes(once):
-    """Whether this is the first process to have the fault."""
+    """Return whether this is the first process to have the fault; creates the file `once`."""
     try:
         os.close(os.open(once, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -47,12 +48,15 @@ def strikes(once):
 
 
 class Fault:
+    """A fault of disk access."""
+
     on, path, at, times, once, until, seen = (), "", 1, 1, "", "", 0
 
     def __init__(self, **fault):
         vars(self).update(fault)
 
     def meet(self, event, path):
+        """Strike if this disk event is one that the fault is set for."""
         if (self.on and event not in self.on) or self.path not in path:
             return
         self.seen += 1
@@ -72,6 +76,7 @@ class Fault:
 
 
 def install(faults):
+    """Apply faults of disk access to all file operations of this process, by an audit hook."""
     inside = False  # what a fault itself does to the disk
 
     def meet(event, path):
@@ -105,6 +110,8 @@ def install(faults):
 
 
 def at_signal(do, path="", seconds=0.0, **_):
+    """Set what SIGUSR1 does to this process."""
+
     def act(*_):
         if do == "leave":
             os._exit(0)
@@ -139,13 +146,15 @@ def at_signal(do, path="", seconds=0.0, **_):
 
 
 def after_steps(do):
-    """Of the optimizer, whose number is passed on."""
+    """Call `do` after each optimizer step with the optimizer and the number of the step."""
     made = itertools.count(1)
     hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
     hook(lambda optimizer, *_: do(optimizer, next(made)))
 
 
 def flip(shape, place, bit, at, once, of="", **_):
+    """Flip a bit of a parameter or moment after an optimizer step."""
+
     def after(optimizer, made):
         if made != at or not strikes(once):
             return
@@ -159,10 +168,13 @@ def flip(shape, place, bit, at, once, of="", **_):
 
 
 class Nan:
+    """The fault that makes a number of a module's output, or of a parameter's gradient, NaN."""
+
     def __init__(self, module, place, at, microbatch, of, once, parameter="", **_):
         self.module, self.place, self.parameter, self.once = module, place, parameter, once
         self.seen, self.struck = 0, {microbatch, of + microbatch}
-        """How often it has been computed in that step, and in which of these it is spoilt."""
+        """Which computations of the step get the NaN, counted from 0: the microbatch, and the same one when the step is
+        repeated."""
         self.target, self.hooked, self.due = None, False, at == 0
         after_steps(lambda optimizer, made: setattr(self, "due", made == at))
         modules = sys.modules["torch.nn.modules.module"]
@@ -195,6 +207,7 @@ WITH_TORCH = {"flip": flip, "nan": Nan}
 
 
 def later(do, **fault):
+    """Wait in a thread until torch is imported, then set a fault of numbers."""
     while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
         time.sleep(0.01)
     WITH_TORCH[do](**fault)
