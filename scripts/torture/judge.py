@@ -1,6 +1,6 @@
 """Checks of a trial, by the run's log, events, metrics and checkpoints; and the table of all trials.
 
-Each `expect_...` function raises `Wrong` unless the run did what its name says.
+The functions whose names begin with expect_ raise `Wrong` unless the run did what the name says.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ def test_explicit_and_implicit_prompts_give_the_same_two_documents(
     both = [(documents.read(*these).tolist(), documents.label_mask(*these).tolist()) for these in ends]
     made = [both[n : n + 2] for n in range(0, len(both), 2)]
     assert documents.completions_per_prompt == 2 and made == made[:1] * len(records)
+    manifest = out / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("completions_per_prompt", "answers"))  # as earlier versions
+    assert ShardDocuments(out).completions_per_prompt == 2
 
     def text(tokens: list[int]) -> str:
         return tokenizer._plain.decode(tokens, skip_special_tokens=False)

@@ -124,15 +124,15 @@ def test_zeroed_scores_are_refused(how: str, documents: ShardDocuments) -> None:
 
 
 def test_records_are_checked_too(documents: ShardDocuments) -> None:
-    classes = TopK(2, 1.0, 16)
-    writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
+    top_k = TopK(2, 1.0, 16)
+    writer = ScoreWriter(documents, MODEL, 8, "float32", top_k)
     writer.close()
-    name = classes.name(MODEL)
-    assert len(open_teacher_scores(documents, name, classes, 8).read(0, 9)) == 9
+    name = top_k.name(MODEL)
+    assert len(open_teacher_scores(documents, name, top_k, 8).read(0, 9)) == 9
     file = documents.folder / SCORES / name / f"00000-000.{EXTENSION}"
     file.write_bytes(file.read_bytes()[:-1] + b"\1")
     with pytest.raises(ConfigError, match="has changed since it was written"):
-        open_teacher_scores(documents, name, classes, 8).read(0, 9)
+        open_teacher_scores(documents, name, top_k, 8).read(0, 9)
 
 
 KILLED = """
@@ -195,11 +195,11 @@ def test_all_is_on_the_disk_before_the_folder_has_its_name(
 
 def test_labels_that_a_teacher_has_not_scored_teach_nothing(documents: ShardDocuments) -> None:
     """The file has NaN as log-probabilities of such labels, and a batch gives no class of them any probability."""
-    classes = TopK(2, 1.0, 16)
-    writer = ScoreWriter(documents, MODEL, 8, "float32", classes)
-    writer.write(1, np.array([((3, 4), (-1, -2, -3))] * 2, classes.record(np.dtype("float32"))))
+    top_k = TopK(2, 1.0, 16)
+    writer = ScoreWriter(documents, MODEL, 8, "float32", top_k)
+    writer.write(1, np.array([((3, 4), (-1, -2, -3))] * 2, top_k.record(np.dtype("float32"))))
     writer.close()
-    documents.stored_teacher_scores = open_teacher_scores(documents, classes.name(MODEL), classes, 8)
+    documents.stored_teacher_scores = open_teacher_scores(documents, top_k.name(MODEL), top_k, 8)
     assert np.isnan(documents.teacher_scores(3, 9)["log_p"]).all()
     out = pack.empty_arrays(1, 8, False, pack.extra_field_specs(documents))
     pack._fill_labels(documents, 0, 9, out, 0, slice(0, 8))

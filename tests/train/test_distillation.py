@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.test_answers import few_texts
 
 from tests import parity, reference, world
+from tests.train.test_quiz import few_texts
 from tests.train.test_validation import recipe, trained
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -140,7 +140,7 @@ def counted(changes: dict[str, Any]) -> None:
     from titanmoe.train.reference import run_scoring
 
     trainer = parity.make_trainer(changes, likeliest=True)
-    run_scoring(parity.read(changes, 2), trainer.training, likeliest=True)
+    run_scoring(parity.read(changes, 2), trainer.training, top_k=True)
     trainer.training.loader.close()
 
 

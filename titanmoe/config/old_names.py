@@ -37,9 +37,9 @@ OLD_NAMES: dict[str, NewName | Removed] = {
     "checkpoint.local_folder": Removed(_NO_COPIES),
     "moe.overlap_halves": NewName("moe.overlap", {True: "halves"}.get),
     "pipeline.overlap_pairs": NewName("moe.overlap", {True: "pairs"}.get),
-    "validation.quiz.paths": NewName("validation.quiz.paths"),
-    "validation.quiz.interval": NewName("validation.quiz.interval"),
-    "validation.quiz.delimiter": NewName("validation.quiz.delimiter"),
+    "validation.answers.paths": NewName("validation.quiz.paths"),
+    "validation.answers.interval": NewName("validation.quiz.interval"),
+    "validation.answers.delimiter": NewName("validation.quiz.delimiter"),
     "moe.overlap_chunks": NewName("moe.overlap", {-1: "auto"}.get),
 }
 """Renamed and removed options by old path. Of rows with the same new path, the first value that is not None counts."""

@@ -151,11 +151,11 @@ def _check_same_tokenizer(config: Config, entry: str, documents: ShardDocuments)
 def attach_teacher_scores(config: Config, sources: Sequence[Any]) -> None:
     """Have the sources also read the teacher's scores that distillation.scores names, if it is set."""
     options, problems = config.distillation, []
-    classes = TopK(options.top, options.temperature, config.model.vocab_size)
+    top_k = TopK(options.top, options.temperature, config.model.vocab_size)
     for documents in sources if options.scores else ():
         try:
             documents.stored_teacher_scores = open_teacher_scores(
-                documents, options.scores, classes, config.training.seq_len
+                documents, options.scores, top_k, config.training.seq_len
             )
         except ConfigError as error:
             problems += error.problems

@@ -67,12 +67,12 @@ class StoredScores:
         self.manifest = _read_manifest(folder)
         try:
             self.dtype, self.seq_len = DTYPES[self.manifest["dtype"]], int(self.manifest["seq_len"])
-            shards, classes = self.manifest["shards"], self.manifest.get("classes")
+            shards, top_k = self.manifest["shards"], self.manifest.get("classes")
             self.crc32s = dict(self.manifest["crc32"])
             self.sums = dict(self.manifest[SUMS]) if SUMS in self.manifest else None
-            self.classes = None if classes is None else TopK(*classes)
-            if self.classes:
-                self.dtype = self.classes.record(self.dtype)
+            self.top_k = None if top_k is None else TopK(*top_k)
+            if self.top_k:
+                self.dtype = self.top_k.record(self.dtype)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
         if shards != documents.fingerprint:
@@ -181,7 +181,7 @@ def find_scores(documents: ShardDocuments, model: str, seq_len: int) -> StoredSc
     return scores if scores.seq_len >= seq_len else None
 
 
-def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq_len: int) -> StoredScores:
+def open_teacher_scores(documents: ShardDocuments, name: str, top_k: TopK, seq_len: int) -> StoredScores:
     """Open the top-k scores with this name (distillation.scores).
 
     Raises:
@@ -190,12 +190,12 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
     folder = documents.folder / SCORES / name
     if not (folder / MANIFEST).is_file():
         others = ", ".join(file.parent.name for file in sorted(folder.parent.glob(f"[!.]*-top*/{MANIFEST}"))) or "none"
-        fix = f"titanmoe score TEACHERS_RECIPE --top {classes.top} --data {documents.folder}"
+        fix = f"titanmoe score TEACHERS_RECIPE --top {top_k.top} --data {documents.folder}"
         raise ConfigError(
             [f"distillation.scores = {name!r}: there are none in {folder.parent} (of other names: {others}): {fix}"]
         )
     scores, problems = StoredScores(folder, documents), []
-    settings = scores.classes
+    settings = scores.top_k
     if settings is None or settings.name(str(scores.manifest.get("model"))) != name:
         problems.append(f"{folder} has scores of another model than its name says: give it back its name")
     else:
@@ -206,7 +206,7 @@ def open_teacher_scores(documents: ShardDocuments, name: str, classes: TopK, seq
                 ("--top", "--temperature", "a vocabulary"),
                 ("distillation.top", "distillation.temperature", "model.vocab_size"),
                 settings,
-                classes,
+                top_k,
                 strict=True,
             )
             if value != wanted
@@ -244,18 +244,18 @@ class ScoreWriter:
     Args:
         model: digest of the model.
         dtype: "float32" or "float64", of log-probabilities.
-        classes: settings of top-k scores; None for the log-probabilities of labels.
+        top_k: settings of top-k scores; None for the log-probabilities of labels.
     """
 
-    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, classes: TopK | None = None):
+    def __init__(self, documents: ShardDocuments, model: str, seq_len: int, dtype: str, top_k: TopK | None = None):
         self.first_token, self.names = documents.first_token, documents.names
-        name = classes.name(model) if classes else model
-        self.dtype = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
+        name = top_k.name(model) if top_k else model
+        self.dtype = top_k.record(DTYPES[dtype]) if top_k else DTYPES[dtype]
         self.folder = documents.folder / SCORES / name
         # A name per process: machines that share the folder all write the same scores.
         self.unfinished = self.folder.with_name(f".{name}.{socket.gethostname()}.{os.getpid()}")
         self.manifest = {"format": FORMAT, "version": VERSION, "model": model, "shards": documents.fingerprint}
-        self.manifest |= {"seq_len": seq_len, "dtype": dtype} | ({"classes": list(classes)} if classes else {})
+        self.manifest |= {"seq_len": seq_len, "dtype": dtype} | ({"classes": list(top_k)} if top_k else {})
         self._maps: list[np.ndarray] = []
         self._lock: BinaryIO | None = None
         try:
@@ -264,7 +264,7 @@ class ScoreWriter:
             self.discard()
             raise
         for data in self._maps:
-            (data["log_p"] if classes else data).fill(np.nan)
+            (data["log_p"] if top_k else data).fill(np.nan)
 
     def _begin(self) -> None:
         """Lock a temporary folder and create its files, with all their space allocated on the disk."""

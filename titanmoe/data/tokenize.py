@@ -101,7 +101,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
     if not job.label_weights:  # older shards have no such setting, and keep their identity
         del settings["label_weights"]
-    if _has_optional_fields(job, sources):  # older shards were made without the records' tools
+    if _has_optional_fields(job, sources):  # older shards were made without the records' tools, and keep their identity
         settings["beside"] = FORMATS.look_up(job.format).optional_fields
     settings |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     inputs = [(s.file if is_url(s.file) else str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]

@@ -126,17 +126,17 @@ class Reference:
         return all(on_all_ranks(self.group, lambda: complete))
 
 
-def run_scoring(config: Config, training: Training, likeliest: bool) -> int:
+def run_scoring(config: Config, training: Training, top_k: bool) -> int:
     """Run `titanmoe score` on one rank and return its exit code. Collective over the world.
 
     Args:
         config: the resolved config.
         training: the model and its data.
-        likeliest: whether to store the top-k ids of each position instead of the labels' log-probabilities.
+        top_k: whether to store the top-k ids of each position instead of the labels' log-probabilities.
     """
     with training.checkpoints.in_folder(run_folder(config.job)) as checkpoints:
         begun, reference = checkpoints.begin(), Reference(config, training)
-        notes = begun | (_score_top_k(reference) if likeliest else reference.prepare())
+        notes = begun | (_score_top_k(reference) if top_k else reference.prepare())
     for name, note in notes.items():
         print_rank_0(f"{name:<10} {note}")
     return 0
@@ -146,13 +146,13 @@ def _score_top_k(reference: Reference) -> dict[str, str]:
     config, training, options = reference.config, reference.training, reference.config.distillation
     if config.lora.rank:
         raise ConfigError(["--top is of a whole model: merge its adapters (titanmoe convert), and score that one"])
-    classes, model = TopK(options.top, options.temperature, config.model.vocab_size), reference.digest()
-    name, sources = classes.name(model), reference.sources()
+    top_k, model = TopK(options.top, options.temperature, config.model.vocab_size), reference.digest()
+    name, sources = top_k.name(model), reference.sources()
     there = raise_on_all_ranks(
         reference.group, lambda: all(find_scores(one, name, config.training.seq_len) for one in sources)
     )
     if not all(on_all_ranks(reference.group, lambda: there)):
-        compute_scores(config, training, model, classes)
+        compute_scores(config, training, model, top_k)
     return {"scores": f'name them in the recipe that learns from them: distillation.scores = "{name}"'}
 
 
@@ -160,7 +160,7 @@ PROGRESS_INTERVAL_S = 30
 """Seconds between two lines on progress."""
 
 
-def compute_scores(config: Config, training: Training, model: str, classes: TopK | None = None) -> None:
+def compute_scores(config: Config, training: Training, model: str, top_k: TopK | None = None) -> None:
     """Compute the log-probabilities of all data of the run and write them beside its shards, by one rank per machine.
 
     Collective over the world.
@@ -169,13 +169,13 @@ def compute_scores(config: Config, training: Training, model: str, classes: TopK
         config: the resolved config.
         training: the model and its data.
         model: digest of the model.
-        classes: the top-k ids that the head returns; None for the log-probabilities of labels.
+        top_k: the top-k ids that the head returns; None for the log-probabilities of labels.
     """
     steps = ScoringSteps(config, training)
     writers: dict[Path, ScoreWriter] = {}
     wide = torch.promote_types(getattr(torch, config.training.mixed_precision_param), torch.float32)
     dtype = str(wide).removeprefix("torch.")
-    record = classes.record(DTYPES[dtype]) if classes else DTYPES[dtype]
+    record = top_k.record(DTYPES[dtype]) if top_k else DTYPES[dtype]
     tokens = sum(int(documents.first_token[-1]) for documents in steps.documents)
     where = ", ".join(str(documents.folder / SCORES) for documents in steps.documents)
     print_rank_0(
@@ -184,13 +184,13 @@ def compute_scores(config: Config, training: Training, model: str, classes: TopK
 
     def open_writers() -> None:
         for documents in steps.documents if training.runtime.local_rank == 0 else ():
-            writers[documents.folder] = ScoreWriter(documents, model, config.training.seq_len, dtype, classes)
+            writers[documents.folder] = ScoreWriter(documents, model, config.training.seq_len, dtype, top_k)
 
     group, shown = training.checkpoints.group, time.monotonic()
     try:
         raise_on_all_ranks(group, open_writers)
         for count, step in enumerate(steps, 1):
-            numbers_GLR = _forward(steps.slicer, training, step, classes)
+            numbers_GLR = _forward(steps.slicer, training, step, top_k)
             if writers:
                 _write(writers, step, _records(numbers_GLR, record))
             if time.monotonic() - shown > PROGRESS_INTERVAL_S:
@@ -284,11 +284,11 @@ class ScoringSteps:
         return ScoringStep(plans.mix, samples, batches, self.layout.round_robin_N if number_N is None else number_N)
 
 
-def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: TopK | None) -> np.ndarray:
+def _forward(slicer: Slicer, training: Training, step: ScoringStep, top_k: TopK | None) -> np.ndarray:
     """Run a step forward and return its numbers, of shape (G, L, R), on every rank. Collective over the world."""
     gradients, meshes, device = training.gradients, training.meshes, training.device
     slices, length = slicer.slices(step.batches), step.batches[0].tokens_BS.shape[1]
-    numbers = 2 * classes.top + 1 if classes else 1
+    numbers = 2 * top_k.top + 1 if top_k else 1
     out_GLR = torch.zeros(len(step.samples), length, numbers, dtype=torch.float64, device=device)
     place_S = slicer.placement.part(torch.arange(length, device=device).unsqueeze(0), meshes.cp.rank).squeeze(0)
     number_MB = torch.from_numpy(step.number_N).to(device).view(len(slices), -1)
@@ -296,7 +296,7 @@ def _forward(slicer: Slicer, training: Training, step: ScoringStep, classes: Top
 
     def keep(scores_NBS: Tensor, piece: Slice) -> Tensor:
         if meshes.tp.rank == 0:  # all ranks of a tp group have the same
-            numbers_RBS = scores_NBS if classes else -scores_NBS[:1]
+            numbers_RBS = scores_NBS if top_k else -scores_NBS[:1]
             out_GLR[number_B[id(piece)].unsqueeze(1), place_S] = numbers_RBS.double().movedim(0, -1)
         return scores_NBS.new_zeros(())
 
