@@ -273,11 +273,11 @@ def initial_weights(config: Config) -> dict[str, torch.Tensor]:
 
 def random_b(trainer: Any) -> None:
     """Gives a run, of seed 0, the same B."""
-    from titanmoe.parallel.materialize import fill_normal, piece
+    from titanmoe.parallel.materialize import fill_normal, local_shard
 
     for name, parameter in trainer.training.parameters.items():
         if name.endswith("lora_B"):
-            part, offset = piece(parameter.detach())
+            part, offset = local_shard(parameter.detach())
             fill_normal(part, offset, parameter.shape, counter_rng.key("weight", 0, name), B_STD)
 
 

@@ -34,7 +34,7 @@ from titanmoe.checkpoint.hf.maps import Map, our_shapes
 from titanmoe.checkpoint.hf.merge import open_weights
 from titanmoe.checkpoint.hf.quantised import BLOCKS, SCALE, SCALES
 from titanmoe.checkpoint.hf.upcycle import Upcycled  # noqa: F401
-from titanmoe.checkpoint.write_tensors import LazyTensor, Piece
+from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
 from titanmoe.cli import main as titanmoe
 from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
@@ -100,7 +100,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
 def as_one_rank_saves(path: Path, out: Path) -> None:
     """A checkpoint with a block for each tensor."""
     saved = open_checkpoint(path)
-    tensors = {n: Piece(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
+    tensors = {n: TensorShard(saved.read(n), (0,) * len(shape), shape) for n, (shape, _) in saved.tensors.items()}
     write_checkpoint(out, tensors, saved.record)
 
 

@@ -19,7 +19,7 @@ from titanmoe.components import COMPONENTS  # noqa: E402
 from titanmoe.models.families import FAMILIES  # noqa: E402
 from titanmoe.observe import Observer, listening  # noqa: E402
 from titanmoe.ops.device import Hardware, as_on  # noqa: E402
-from titanmoe.parallel.materialize import piece  # noqa: E402
+from titanmoe.parallel.materialize import local_shard  # noqa: E402
 from titanmoe.train.launch import read_config  # noqa: E402
 from titanmoe.train.runtime import Runtime  # noqa: E402
 
@@ -167,7 +167,7 @@ class Run:
 
 
 def host(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: piece(x.detach())[0].to("cpu", copy=True) for name, x in tensors.items()}
+    return {name: local_shard(x.detach())[0].to("cpu", copy=True) for name, x in tensors.items()}
 
 
 class Side(NamedTuple):
@@ -210,7 +210,7 @@ def _run(config: Any, side: Side, steps: int, documents: bool, like: Run | None)
     parity.random_b(trainer)
     with torch.no_grad():
         for name, x in like.initial.items() if like else ():
-            piece(parameters[name].detach())[0].copy_(x)
+            local_shard(parameters[name].detach())[0].copy_(x)
     out = Run(host(parameters), config)
 
     class Capture(Observer):

@@ -23,7 +23,7 @@ from titanmoe.checkpoint.manifest import Manifest
 from titanmoe.checkpoint.move_in_blocks import reader_of
 from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import LazyTensor, Piece
+from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint
 
@@ -218,7 +218,7 @@ def go_on_past(folder: str, passed: list[str]) -> list[str]:
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync", keep_last=1), lines.append)
     saver.passed_over = [Path(folder, name) for name in passed]
     for step in (30, 40):
-        saver.save(step, {"model.a": Piece(torch.zeros(64), (0,), (64,))}, {"step": step})
+        saver.save(step, {"model.a": TensorShard(torch.zeros(64), (0,), (64,))}, {"step": step})
     try:
         Path(folder, "hf").symlink_to(Path(folder).parent)
         saver.carry(lambda: {"config.json": Path(folder, "latest")})

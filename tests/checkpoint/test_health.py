@@ -24,7 +24,7 @@ from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import Piece, first_nonfinite
+from titanmoe.checkpoint.write_tensors import TensorShard, first_nonfinite
 from titanmoe.config.schema import Checkpoint
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -85,7 +85,7 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
         for tensor in copies.values():
             tensor[-1] = NAN
     try:
-        saver.save(2, {name: Piece(t, (0,), (numbers,)) for name, t in copies.items()}, {"step": 2})
+        saver.save(2, {name: TensorShard(t, (0,), (numbers,)) for name, t in copies.items()}, {"step": 2})
     except CheckpointError as error:
         message = str(error)
     finally:
@@ -114,7 +114,7 @@ def write_a_file_too_large(folder: str, tensors: int, numbers: int, name: str) -
     """The real errors: the kernel's, and what torch turns them into."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    pieces = {f"model.{name}{n}": Piece(torch.zeros(numbers), (0,), (numbers,)) for n in range(tensors)}
+    pieces = {f"model.{name}{n}": TensorShard(torch.zeros(numbers), (0,), (numbers,)) for n in range(tensors)}
     try:
         write_checkpoint(f"{folder}/step-00000002", pieces, {"step": 2})
     except CheckpointError as error:
@@ -153,7 +153,7 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
 
     monkeypatch.setattr(write_tensors._ChecksummedFile, "write", fail)
     with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as error:
-        write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
+        write_checkpoint(tmp_path / "c", {"model.a": TensorShard(torch.zeros(999), (0,), (999,))}, {})
     assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
 
 
@@ -237,7 +237,7 @@ def hang_in(folder: str, where: str) -> str:
 
     saver_module.time = SimpleNamespace(monotonic=now)
     try:
-        saver.save(2, {"model.w": Piece(torch.zeros(4), (0,), (4,))}, {"step": 2})
+        saver.save(2, {"model.w": TensorShard(torch.zeros(4), (0,), (4,))}, {"step": 2})
     except CheckpointError as error:
         return str(error)
     finally:

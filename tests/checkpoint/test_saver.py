@@ -23,7 +23,7 @@ from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import Piece
+from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.schema import Checkpoint
 
 
@@ -37,7 +37,7 @@ def save_and_go_on(folder: str) -> list[bool]:
             go.clear()
             weight.fill_(step)
             threading.Timer(0.05, go.set).start()
-            saver.save(step, {"model.w": Piece(weight, (0,), (1000,))}, {"step": step})
+            saver.save(step, {"model.w": TensorShard(weight, (0,), (1000,))}, {"step": step})
             weight.fill_(-1)
         go.set()
         saver.wait()

@@ -63,7 +63,7 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
     """
     from titanmoe.checkpoint import write_tensors
     from titanmoe.checkpoint.saver import Saver
-    from titanmoe.checkpoint.write_tensors import Piece
+    from titanmoe.checkpoint.write_tensors import TensorShard
     from titanmoe.config.schema import Checkpoint
 
     saver = Saver(Path(folder), Checkpoint(enable=True, save=mode, keep_last=1))
@@ -72,8 +72,8 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
         a, b = contents(step).values()
         # a is on both ranks, half each; b is whole on both
         pieces = {
-            "model.a": Piece(a[rank * 2 : rank * 2 + 2].clone(), (rank * 2, 0), (4, 3)),
-            "model.b": Piece(b, (0,), (5,)),
+            "model.a": TensorShard(a[rank * 2 : rank * 2 + 2].clone(), (rank * 2, 0), (4, 3)),
+            "model.b": TensorShard(b, (0,), (5,)),
         }
         saver.save(step, pieces, {"step": step})
         saver.wait()

@@ -16,7 +16,7 @@ from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
 from titanmoe.data.batch import Batch
 from titanmoe.fold.degrees import derive
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import local_shard
 
 
 class Saved:
@@ -41,7 +41,7 @@ def open_any(path: str) -> Any:
 def load(part: Any, source: Any) -> None:
     with torch.no_grad():
         for name, parameter in part.named_parameters():
-            mine, offset = piece(parameter)
+            mine, offset = local_shard(parameter)
             mine.copy_(source.read(name, offset, tuple(mine.shape)))
         for name, buffer in persistent_buffers(part).items():
             buffer.copy_(source.read(name, (0,) * buffer.dim(), tuple(buffer.shape)))

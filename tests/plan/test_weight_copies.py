@@ -52,9 +52,9 @@ def test_copies_are_those_that_a_rehearsal_counts(world: int, changes: str) -> N
     for unit, ranks, gathers in units:
         microbatch, step = copies.moved(unit, ranks, gathers)
         # A rehearsal takes all of what a piece is copied into for read and written.
-        into_place = 4 * unit.sharded_piece(ranks) * (ranks > 1) * (1 if pipelined else gathers * m)
+        into_place = 4 * unit.sharded_size(ranks) * (ranks > 1) * (1 if pipelined else gathers * m)
         # The first of several gradients is only made wider, or takes the place of the sum.
-        first = 4 * unit.trained.whole if pipelined else 3 * width * unit.sharded_piece(ranks) * (m > 1)
+        first = 4 * unit.trained.whole if pipelined else 3 * width * unit.sharded_size(ranks) * (m > 1)
         planned += m * microbatch + step - into_place - first
     counted = sum(
         (operation.read + operation.written) * count

@@ -70,11 +70,11 @@ class Held(NamedTuple):
 
 def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
     """On a rank: where its pieces are in the whole tensors."""
-    from titanmoe.parallel.materialize import piece
+    from titanmoe.parallel.materialize import local_shard
 
     found = {}
     for name, parameter in parameters.items():
-        part, offset = piece(parameter.detach())
+        part, offset = local_shard(parameter.detach())
         found[name] = Held(offset, tuple(part.shape), view(parameter), cuts(parameter))
     return found
 

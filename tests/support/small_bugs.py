@@ -370,14 +370,14 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
         (
             "targets",
             "both moments are the first",
-            "Piece(tensor, offset, shape)",
-            'Piece(moments[name]["exp_avg"], offset, shape)',
+            "TensorShard(tensor, offset, shape)",
+            'TensorShard(moments[name]["exp_avg"], offset, shape)',
         ),
         (
             "targets",
             "selection biases are saved and never restored",
-            "Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape))",
-            "Piece(buffer.clone(), (0,) * buffer.dim(), tuple(buffer.shape))",
+            "TensorShard(buffer, (0,) * buffer.dim(), tuple(buffer.shape))",
+            "TensorShard(buffer.clone(), (0,) * buffer.dim(), tuple(buffer.shape))",
         ),
     ],
     "tests/train/test_learning_rate.py": [

@@ -14,7 +14,7 @@ from titanmoe.checkpoint.move_in_blocks import COPIED, Reader, Sizes, cut, withi
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype
-from titanmoe.parallel.materialize import blocks_of, piece
+from titanmoe.parallel.materialize import blocks_of, local_shard
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +31,7 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
     """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it.
     dtype: as which they are taken, if not as they are stored."""
-    part, offset = piece(parameter.detach())
+    part, offset = local_shard(parameter.detach())
     return _sum(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
 
 

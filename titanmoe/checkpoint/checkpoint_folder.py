@@ -30,12 +30,12 @@ from titanmoe.checkpoint.tensor_index import (
     from_json,
     overlap,
 )
-from titanmoe.checkpoint.write_tensors import NotFinite, Piece, Pieces, Planner, Writer
+from titanmoe.checkpoint.write_tensors import NotFinite, Planner, TensorShard, TensorsToSave, Writer
 
 
 def save(
     target: Path,
-    pieces: Pieces,
+    shards: TensorsToSave,
     manifest: Callable[[dict[str, Sum]], Manifest],
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
@@ -48,7 +48,7 @@ def save(
     first = group is None or dist.get_rank(group) == 0
     unfinished = target.with_name(target.name + layout.WRITING)
     try:
-        _save(target, unfinished, pieces, manifest, group, carried, progress or SaveProgress(), finite)
+        _save(target, unfinished, shards, manifest, group, carried, progress or SaveProgress(), finite)
     except CheckpointError:  # raised on all ranks, so none of them is still writing
         if first:
             layout.erase_incomplete(unfinished)
@@ -58,7 +58,7 @@ def save(
 def _save(
     target: Path,
     unfinished: Path,
-    pieces: Pieces,
+    shards: TensorsToSave,
     manifest: Callable[[dict[str, Sum]], Manifest],
     group: Group,
     carried: Mapping[str, Path] | None,
@@ -71,7 +71,7 @@ def _save(
     writer = Writer(unfinished, progress, finite)
     try:
         with _without_warning(group):
-            dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
+            dcp.save(dict(shards), storage_writer=writer, planner=Planner(shards), process_group=group)
     except dcp.CheckpointException as failure:
         raise _save_error(failure, target) from None
     on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
@@ -119,29 +119,29 @@ class StoredTensors:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
         out = empty(whole if shape is None else shape, dtype)
-        self.fill({name: (name, Piece(out, (0,) * len(whole) if offset is None else offset, whole))})
+        self.fill({name: (name, TensorShard(out, (0,) * len(whole) if offset is None else offset, whole))})
         return out
 
-    def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
-        """Fill pieces, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
+    def fill(self, targets: Mapping[str, tuple[str, TensorShard]]) -> None:
+        """Fill shards, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
         another."""
-        blocks_by_file: dict[str, dict[Extent, list[tuple[str, Piece]]]] = {}
-        for name, piece in targets.values():
-            for block in self._blocks_for(name, piece):
-                blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
+        blocks_by_file: dict[str, dict[Extent, list[tuple[str, TensorShard]]]] = {}
+        for name, shard in targets.values():
+            for block in self._blocks_for(name, shard):
+                blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, shard))
         for file, blocks in blocks_by_file.items():
             try:
                 safe_files.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
             except Exception as error:
                 raise safe_files.read_error(self.path / file, error) from None
 
-    def _blocks_for(self, name: str, piece: Piece) -> list[Extent]:
+    def _blocks_for(self, name: str, shard: TensorShard) -> list[Extent]:
         try:
-            return blocks_for(self.stored.get(name), piece.shape, piece.offset, piece.sizes)
+            return blocks_for(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
-    def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, Piece]]]) -> None:
+    def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, TensorShard]]]) -> None:
         with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.stored[blocks[block][0][0]].dtype
@@ -151,9 +151,9 @@ class StoredTensors:
                 def read(at: Sizes, sizes: Sizes, block: Extent = block) -> Tensor:
                     return self._numbers[block].read(stream, tuple(map(sub, at, block.offset)), sizes)
 
-                for _, piece in blocks[block]:
-                    offset, sizes = overlap(block, piece.offset, piece.sizes)
-                    fill_in_blocks(piece.tensor.detach()[within(offset, sizes, piece.offset)], offset, read)
+                for _, shard in blocks[block]:
+                    offset, sizes = overlap(block, shard.offset, shard.sizes)
+                    fill_in_blocks(shard.tensor.detach()[within(offset, sizes, shard.offset)], offset, read)
 
 
 class Checkpoint(StoredTensors):
@@ -182,7 +182,7 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 def write_checkpoint(
     path: Path | str,
-    tensors: Pieces,
+    tensors: TensorsToSave,
     record: dict[str, Any],
     overwrite: bool = False,
     carried: Mapping[str, Path] | None = None,

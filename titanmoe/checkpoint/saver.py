@@ -26,7 +26,7 @@ from titanmoe.checkpoint.checkpoint_folder import save
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.checkpoint.safe_files import NO_ROOM, CheckpointError, SaveProgress, write_error
-from titanmoe.checkpoint.write_tensors import Piece
+from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.schema import Checkpoint as Options
 
 RANKS_SHOWN = 8
@@ -81,13 +81,13 @@ class Saver:
         for line in lines:
             self.say(f"checkpoint: {line}")
 
-    def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
+    def save(self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any]) -> float:
         """Returns the seconds for which training was paused."""
         start = time.monotonic()
         self.wait()
         if self.options.save == "async":
-            copies = self._copy_to_staging([piece.tensor for piece in pieces.values()])
-            pieces = {name: replace(piece, tensor=x) for (name, piece), x in zip(pieces.items(), copies, strict=True)}
+            copies = self._copy_to_staging([shard.tensor for shard in shards.values()])
+            shards = {name: replace(shard, tensor=x) for (name, shard), x in zip(shards.items(), copies, strict=True)}
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.synchronize()
@@ -95,7 +95,7 @@ class Saver:
         self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
-            target=self._write_in_thread, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
+            target=self._write_in_thread, args=(step, shards, record, gpu), name="checkpoint", daemon=True
         )
         self._thread.start()
         if self.options.save == "sync":
@@ -148,7 +148,9 @@ class Saver:
             copies.append(copy.copy_(x, non_blocking=True))
         return copies
 
-    def _write_in_thread(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
+    def _write_in_thread(
+        self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any], gpu: int | None
+    ) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
         # Where threads have their own priority: training first, if cores are few.
@@ -156,16 +158,16 @@ class Saver:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            self._write(step, pieces, record)
+            self._write(step, shards, record)
         except CheckpointError as error:
             self._failure = str(error)
         except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
             self._failure = f"{self._target}: {type(error).__name__} {error}"
 
-    def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
+    def _write(self, step: int, shards: Mapping[str, TensorShard], record: dict[str, Any]) -> None:
         save(
             self._target,
-            pieces,
+            shards,
             lambda sums: self._manifest(step, sums, record),
             self.group,
             layout.files(self.folder / layout.CARRIED),

@@ -1,4 +1,4 @@
-"""The state of a run as named pieces that are independent of the mapping; and which of it a resume may change.
+"""The state of a run as named shards that are independent of the mapping; and which of it a resume may change.
 
     model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
     optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have names of its own); its step is the run's
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
 from titanmoe.checkpoint.manifest import flat_record, unknown_fields
-from titanmoe.checkpoint.write_tensors import Piece
+from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.fields import to_tables, toml_value
 from titanmoe.config.schema import Config, MoE
 from titanmoe.fold.degrees import Fold
@@ -27,10 +27,10 @@ from titanmoe.models.families import family_of
 from titanmoe.models.families.family import attention
 from titanmoe.models.tensors import stored_name
 from titanmoe.moe.balance_losses.balance_spec import active_losses
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import local_shard
 
-Targets = dict[str, tuple[str, Piece]]
-"""By a name that is local to this rank: the stored tensor's name, and the piece of it that this rank holds."""
+Targets = dict[str, tuple[str, TensorShard]]
+"""By a name that is local to this rank: the stored tensor's name, and the shard of it that this rank holds."""
 
 
 def targets(
@@ -41,19 +41,19 @@ def targets(
 ) -> Targets:
     out: Targets = {}
     for name, parameter in parameters.items():
-        part, offset = piece(parameter.detach())
+        part, offset = local_shard(parameter.detach())
         stored, shape = stored_name(name, tied), tuple(parameter.shape)
-        out[f"model.{name}"] = f"model.{stored}", Piece(part, offset, shape)
+        out[f"model.{name}"] = f"model.{stored}", TensorShard(part, offset, shape)
         for moment, tensor in moments.get(name, {}).items() if moments else ():
-            out[f"optimizer.{moment}.{name}"] = f"optimizer.{moment}.{stored}", Piece(tensor, offset, shape)
+            out[f"optimizer.{moment}.{name}"] = f"optimizer.{moment}.{stored}", TensorShard(tensor, offset, shape)
     for name, buffer in buffers.items():
-        out[f"model.{name}"] = f"model.{name}", Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
+        out[f"model.{name}"] = f"model.{name}", TensorShard(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
     return out
 
 
-def pieces(named_pieces: Targets) -> dict[str, Piece]:
+def shards_to_save(named_shards: Targets) -> dict[str, TensorShard]:
     """What to save: of an embedding with copies, the first."""
-    return {stored: piece for name, (stored, piece) in named_pieces.items() if name == stored}
+    return {stored: shard for name, (stored, shard) in named_shards.items() if name == stored}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -191,7 +191,7 @@ def find_numbers(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Numbers:
 
 
 def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
-    """Offset and sizes of the part of a tensor that a block and a piece of those sizes both cover."""
+    """Offset and sizes of the part of a tensor that a block and a shard of those sizes both cover."""
     starts, common = [], []
     for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
         starts.append(max(a, b))
@@ -202,7 +202,7 @@ def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] |
 
 
 def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
-    """The blocks that a piece of a tensor of that shape is made from; ValueError if it cannot be."""
+    """The blocks that a shard of a tensor of that shape is made from; ValueError if it cannot be."""
     if stored is None:
         raise ValueError("is not in it")
     if stored.shape != whole:

@@ -73,5 +73,5 @@ def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
     if source.has_mtp:
         source = open_hf(whole.path, model, drop=("mtp",))
     source.check()
-    for name, (_, piece) in targets.items():
-        fill_in_blocks(piece.tensor, piece.offset, partial(source.read, name.removeprefix("model.")))
+    for name, (_, shard) in targets.items():
+        fill_in_blocks(shard.tensor, shard.offset, partial(source.read, name.removeprefix("model.")))

@@ -1,6 +1,6 @@
-"""Each rank writes its pieces of every logical tensor into a checkpoint, through torch.distributed.checkpoint.
+"""Each rank writes its shards of every logical tensor into a checkpoint, through torch.distributed.checkpoint.
 
-A piece knows where it starts in the whole tensor, and nothing about meshes or placements. So what was saved under one
+A shard knows where it starts in the whole tensor, and nothing about meshes or placements. So what was saved under one
 mapping can be read under any other, or whole, or block by block.
 """
 
@@ -38,7 +38,7 @@ FILE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorShard:
     """This rank's part of a logical tensor."""
 
     tensor: Tensor
@@ -86,7 +86,7 @@ class LazyTensor:
         return self.read(self.offset, self.shape)
 
 
-Pieces = Mapping[str, Piece | LazyTensor]
+TensorsToSave = Mapping[str, TensorShard | LazyTensor]
 
 
 class NotFinite(CheckpointError):
@@ -94,25 +94,25 @@ class NotFinite(CheckpointError):
 
 
 class Planner(DefaultSavePlanner):
-    """torch's planner decides which of several ranks with identical pieces writes them."""
+    """torch's planner decides which of several ranks with identical shards writes them."""
 
-    def __init__(self, pieces: Pieces):
+    def __init__(self, shards: TensorsToSave):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces = pieces
+        self.shards = shards
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([item for name, piece in self.pieces.items() for item in _items(name, piece)])
+        self.plan = SavePlan([item for name, shard in self.shards.items() for item in _items(name, shard)])
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        piece, chunk = self.pieces[write_item.index.fqn], write_item.tensor_data.chunk
-        return piece.get() if isinstance(piece, Piece) else piece.read(tuple(chunk.offsets), tuple(chunk.sizes))
+        shard, chunk = self.shards[write_item.index.fqn], write_item.tensor_data.chunk
+        return shard.get() if isinstance(shard, TensorShard) else shard.read(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _items(name: str, piece: Piece | LazyTensor) -> Iterator[WriteItem]:
-    for offset, sizes in piece.blocks:
+def _items(name: str, shard: TensorShard | LazyTensor) -> Iterator[WriteItem]:
+    for offset, sizes in shard.blocks:
         chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
-        data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
+        data = TensorWriteData(chunk, TensorProperties(dtype=shard.dtype), torch.Size(shard.shape))
         yield WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -218,8 +218,8 @@ class Writer(StorageWriter):
         """Called here because now each rank knows what it will write: so copies are checked once, without any
         message."""
         own = {item.index.fqn for item in plan.items}
-        pieces = {name: piece for name, piece in planner.pieces.items() if name in own or prod(piece.sizes) <= SMALL}
-        if nonfinite := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
+        shards = {name: shard for name, shard in planner.shards.items() if name in own or prod(shard.sizes) <= SMALL}
+        if nonfinite := first_nonfinite({name: shard.get() for name, shard in shards.items()}):
             raise NotFinite(nonfinite)
 
     def _next_file(self, full: _ChecksummedFile | None, prefix: str) -> _ChecksummedFile:

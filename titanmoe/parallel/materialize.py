@@ -17,7 +17,7 @@ from titanmoe.ops import counter_rng
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
-def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's shard of a tensor, and where it starts in the whole tensor."""
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.dim()
@@ -39,7 +39,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
         for name, values in getattr(module, "initial", {}).items()
     }
     for name, parameter in model.named_parameters():
-        part, offset = piece(parameter)
+        part, offset = local_shard(parameter)
         if name in initial:
             key = counter_rng.key("weight", seed, name)
             for rows, index in blocks_of(part, offset, parameter.shape):

@@ -242,7 +242,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
         if not pipelined:
             add_candidate(
                 "reducing gradients of the head",
-                gradients=edge.trained.whole * (w + reduced) + edge.trained.piece(data) * reduced,
+                gradients=edge.trained.whole * (w + reduced) + edge.trained.shard_size(data) * reduced,
                 other=hidden,
             )
     if pipelined:
@@ -264,7 +264,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], teacher:
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:
     """Bytes of what one of the data ranks keeps. Routers are in float32 at least: titanmoe.moe.router."""
     wide = sum(unit.replicated)
-    return (unit.piece(parts) - wide) * width + wide * max(width, 4)
+    return (unit.shard_size(parts) - wide) * width + wide * max(width, 4)
 
 
 def _frozen_stored(unit: WeightUnit, parts: int, w: int) -> int:
@@ -281,8 +281,8 @@ def _layers_gradients(s: Widths, experts: WeightUnit, reduced: int, width: int, 
             return 2 * whole * s.w // 3  # both that the first products return together
         summed = max(width, reduced) if fold.edp_replicate > 1 else width
         return whole * summed + whole * s.w // 3 * (summed != s.w)
-    outputs = experts.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-    outputs += experts.piece(fold.edp) * width * (width < reduced)
+    outputs = experts.shard_size(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+    outputs += experts.shard_size(fold.edp) * width * (width < reduced)
     return whole * reduced + max(whole * s.w, outputs + whole * s.w // 3)
 
 

@@ -229,10 +229,15 @@ class Pricer(BlockCosts):
         data = fsdp(fold)
         sharded_weights = sum(
             count
-            * (sizes.block(layer).trained.piece(data) + (sizes.experts_of(layer).trained.piece(fold.edp) * experts))
+            * (
+                sizes.block(layer).trained.shard_size(data)
+                + (sizes.experts_of(layer).trained.shard_size(fold.edp) * experts)
+            )
             for (experts, _), (count, layer) in first_rank_blocks.items()
         )
-        edges = (sizes.embedding.trained.piece(data) + sizes.head.trained.piece(data)) // (1 if fold.pp == 1 else 2)
+        edges = (sizes.embedding.trained.shard_size(data) + sizes.head.trained.shard_size(data)) // (
+            1 if fold.pp == 1 else 2
+        )
         moved = UPDATE + 8 * OPTIMIZERS.look_up(config.optimizer.name).numbers_per_weight
         optimizer = (sharded_weights + edges) * moved / (self.device.bandwidth * self.factors.memory)
         optimizer += self.matrices(config, fold)

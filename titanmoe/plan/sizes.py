@@ -61,7 +61,7 @@ class WeightUnit:
         return self._hash
 
     @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
-    def piece(self, parts: int, index: int = 0) -> int:
+    def shard_size(self, parts: int, index: int = 0) -> int:
         """What one of the data ranks keeps; the first has the most. Uneven dims are cut as torch.chunk does."""
         total = sum(self.replicated)
         for shape, dim in zip(self.shapes, self.dims, strict=True):
@@ -70,9 +70,9 @@ class WeightUnit:
             total += prod(shape) // rows * max(0, min(each, rows - index * each))
         return total
 
-    def sharded_piece(self, parts: int) -> int:
-        """`piece` without what every data rank holds whole."""
-        return self.piece(parts) - sum(self.replicated)
+    def sharded_size(self, parts: int) -> int:
+        """`shard_size` without what every data rank holds whole."""
+        return self.shard_size(parts) - sum(self.replicated)
 
     def __len__(self) -> int:
         return len(self.shapes) + len(self.replicated)
@@ -247,7 +247,7 @@ def state_bytes(
     def numbers(parts: Parts) -> int:
         """Bytes of one number for each trained weight."""
         if width < as_weights:  # routers' too, which are stored wider
-            return sum(unit.trained.piece(n) for unit, n in parts) * width
+            return sum(unit.trained.shard_size(n) for unit, n in parts) * width
         return sum(stored(unit.trained, n, width) for unit, n in parts)
 
     matrices, out = optimizer.matrices(config), 0

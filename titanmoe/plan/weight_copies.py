@@ -51,11 +51,11 @@ class WeightCopies:
     def gather(self, unit: WeightUnit, ranks: int) -> int:
         """Once, of a unit that so many ranks share. A cast; then, alone, a copy to where it is computed with, else one
         to its place among the other ranks' and one from there, or two where a dim other than the first is cut."""
-        piece, trained = unit.sharded_piece(ranks), unit.trained.sharded_piece(ranks)
+        shard, trained = unit.sharded_size(ranks), unit.trained.sharded_size(ranks)
         cast = trained * (self.stored + self.computed) * (self.stored != self.computed)
         if ranks == 1:
             return cast + 2 * self.computed * unit.whole
-        return cast + 2 * self.computed * (piece + unit.whole + inner(unit))
+        return cast + 2 * self.computed * (shard + unit.whole + inner(unit))
 
     def add_up(self, unit: WeightUnit) -> int:
         """A microbatch's gradients, to the sum of those before it."""
@@ -64,11 +64,11 @@ class WeightCopies:
     def reduce(self, unit: WeightUnit, ranks: int) -> int:
         """Once: to the message and, alone, from there; to the stored dtype; to the sum of the microbatches before."""
         trained = unit.trained
-        piece, width = trained.sharded_piece(ranks), self.reduced if self.pipelined else self.computed
-        moved = trained.whole * (width + self.reduced) + piece * (self.reduced + self.stored) * (
+        shard, width = trained.sharded_size(ranks), self.reduced if self.pipelined else self.computed
+        moved = trained.whole * (width + self.reduced) + shard * (self.reduced + self.stored) * (
             self.reduced != self.stored
         )
-        moved += 3 * self.stored * piece * (self.microbatches > 1 and not self.pipelined)
+        moved += 3 * self.stored * shard * (self.microbatches > 1 and not self.pipelined)
         return moved + (2 * self.reduced * trained.whole if ranks == 1 else 2 * width * inner(trained))
 
 

@@ -337,7 +337,7 @@ class Checkpoints:
         record["skips"] = self.state.skips.state_dict()
         if self.validation:
             record["validation"] = self.validation.state_dict()
-        blocked = self.saver.save(step, state.pieces(self._targets(with_moments=True)), record)
+        blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), record)
         name = layout.name_of(step)
         observe.active.event(step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked

@@ -22,7 +22,7 @@ from titanmoe.checkpoint.write_tensors import first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import local_shard
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.gradients import Gradients, StepScalars, StepSums, StepWork
@@ -108,7 +108,7 @@ class Guard:
             return
         step = self.state.step
         grads = first_nonfinite({name: local_grad(p) for name, p in self.gradients.trained.items()})
-        shards = {name: piece(p.detach())[0] for name, p in self.gradients.parameters.items()}
+        shards = {name: local_shard(p.detach())[0] for name, p in self.gradients.parameters.items()}
         weights = first_nonfinite(shards | self.buffers)
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, (grads, weights))

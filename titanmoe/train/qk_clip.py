@@ -18,7 +18,7 @@ from titanmoe.config.schema import Model
 from titanmoe.models import tensors
 from titanmoe.models.families import mixers
 from titanmoe.models.mixers.mixer_spec import ClippedRows
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import local_shard
 
 
 class Target(NamedTuple):
@@ -50,6 +50,6 @@ class QKClip:
             eta = (self.limit / largest).where(largest > self.limit, 1.0)
             eta = eta.repeat_interleave(rows.heads // rows.key_heads)
             factors = [(eta**power).unsqueeze(1).expand(-1, count) for count, power in rows.parts]
-            part, offset = piece(parameter.detach())
+            part, offset = local_shard(parameter.detach())
             own = torch.cat(factors, 1).flatten()[offset[0] : offset[0] + part.shape[0]]
             part.mul_(own.to(part.dtype).view(-1, *[1] * (part.dim() - 1)))

@@ -13,7 +13,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.tensors import stored_name
 from titanmoe.ops import counter_rng
-from titanmoe.parallel.materialize import blocks_of, piece
+from titanmoe.parallel.materialize import blocks_of, local_shard
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.optimizers.offload import Offload
 from titanmoe.train.optimizers.optimizer import Optimizer
@@ -54,7 +54,7 @@ class Rounding:
         """
         self.seed, self.update = seed, 0
         self.names = {name: stored_name(name, tied) for name in parameters}
-        self.places = {name: (piece(p.detach())[1], p.shape) for name, p in parameters.items()}
+        self.places = {name: (local_shard(p.detach())[1], p.shape) for name, p in parameters.items()}
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], config: Config) -> Rounding:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.fold.meshes import Meshes
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import local_shard
 
 
 class Optimizer:
@@ -28,7 +28,7 @@ class Optimizer:
             options: the recipe's [optimizer].
         """
         self.parameters = parameters
-        self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
+        self.local_shards = {name: nn.Parameter(local_shard(p.detach())[0]) for name, p in parameters.items()}
         """This rank's shard of every weight, in the weight's memory, as plain tensors: the dispatch of DTensors on a
         four-dim mesh costs seconds per step."""
 
