@@ -28,7 +28,7 @@ def alone(ranks: int) -> list[float]:
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
         config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1, COMPONENTS)
-    return check_cluster.numbers(config, runtime_here())[0]
+    return check_cluster.run_steps(config, runtime_here())[0]
 
 
 def checked(expected: list[float], only: list[str], fault: str) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_on_a_gpu_messages_are_over_when_the_clock_is_read() -> None:
         runtime = Runtime(0, 0, 2, GPU)
         mesh = build_meshes(derive(2, Parallelism()), "cuda")
         group = check_cluster._data(mesh.dense_data)
-        send = check_cluster.senders(group, 1 << 12, GPU)["all-gather"]
+        send = check_cluster.build_collectives(group, 1 << 12, GPU)["all-gather"]
         assert check_cluster.seconds_per_call(runtime, lambda: sent.append(gpu.host_waits) or send(), 3) > 0
         # Two to warm up, three that are timed. The host waits before and after these, and then for the slowest group.
         assert sent == [0, 0, 1, 1, 1] and gpu.host_waits == 3

@@ -76,8 +76,8 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES
     }
     quiet, checks = [], []
-    look, looks = writing.first_nonfinite, []
-    writing.first_nonfinite = lambda tensors: looks.append(timed(lambda: look(tensors)))
+    look, looks = writing.describe_first_nonfinite, []
+    writing.describe_first_nonfinite = lambda tensors: looks.append(timed(lambda: look(tensors)))
     for _ in range(2):
         trainer.train_step()
     for _ in range(rounds):
@@ -93,7 +93,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
             taken["written after"].append(time.monotonic() - began)
             if mode == "sync":  # next to training, it would measure the share of a core that it gets
                 checks.append(slowest(looks[-1]))
-    folder = layout.candidates(saver.folder)[0]
+    folder = layout.newest_first(saver.folder)[0]
     size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
     out = {
         mode: {name: statistics.median(times) if times else 0.0 for name, times in taken.items()}

@@ -24,16 +24,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint import base, move_in_blocks
+from titanmoe.checkpoint import move_in_blocks, weight_digest
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf import convert_command  # noqa: F401 (what a conversion imports is not its growth)
 from titanmoe.checkpoint.hf.convert import to_hf  # noqa: F401
-from titanmoe.checkpoint.hf.files import Shape, Tensors, write_file
-from titanmoe.checkpoint.hf.maps import Map, our_shapes
-from titanmoe.checkpoint.hf.merge import open_weights
 from titanmoe.checkpoint.hf.quantised import BLOCKS, SCALE, SCALES
-from titanmoe.checkpoint.hf.upcycle import Upcycled  # noqa: F401
+from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, Shape, write_file
+from titanmoe.checkpoint.hf.tensor_map import TensorMap, our_shapes
+from titanmoe.checkpoint.hf.upcycle import UpcycledWeights  # noqa: F401
+from titanmoe.checkpoint.hf.weight_sources import open_weights
 from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
 from titanmoe.cli import main as titanmoe
 from titanmoe.config.fields import to_tables
@@ -60,7 +60,7 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
     mxfp4 = model.family == "gpt_oss"
     config = configs.to_config_json(model, None, "bfloat16", 4096)
     sizes: dict[str, tuple[Shape, torch.dtype]] = {}
-    for name, shape in Map(model, configs.written_as(model.family)).hf_shapes.items():
+    for name, shape in TensorMap(model, configs.hf_format_of(model.family)).hf_shapes.items():
         if not low_precision or ".experts." not in name or name.endswith("_bias"):
             sizes[name] = shape, BF16
         elif mxfp4:
@@ -72,7 +72,7 @@ def make_folder(folder: Path, model: Model, low_precision: bool = False) -> Path
             sizes[name + SCALE] = tuple(-(-n // 128) for n in shape), torch.float32
     if low_precision:
         config["quantization_config"] = {"quant_method": "mxfp4"} if mxfp4 else FP8
-    write_file(folder / "model.safetensors", Tensors(sizes), lambda n, at, shape: random(n, at, shape, sizes[n][1]))
+    write_file(folder / "model.safetensors", FilePlan(sizes), lambda n, at, shape: random(n, at, shape, sizes[n][1]))
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -83,7 +83,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
     config = Config(model=under.model, lora=lora, checkpoint=begin, training=Training(seq_len=32))
     dtype_of = partial(held_dtype, compute=BF16)
     total = sum(
-        base.number_of(name, shape, partial(under.read, name), dtype_of(name))
+        weight_digest.digest_in_blocks(name, shape, partial(under.read, name), dtype_of(name))
         for name, (shape, _) in under.tensors.items()
         if not name.endswith("expert_bias")
     )
@@ -93,7 +93,7 @@ def make_adapters(path: Path, folder: Path, rank: int = 8) -> None:
         for name, shape in shapes.items()
         if is_adapter(name)
     }
-    digest = base.together(None, lambda: total)
+    digest = weight_digest.combine_digests(None, lambda: total)
     write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": digest})
 
 
@@ -155,7 +155,7 @@ def main() -> None:
     if args.experts:
         model = replace(model, num_experts=args.experts, num_groups=1, top_groups=1)
     expert, stack = one_expert(model), one_expert(model) // 3 * model.num_experts
-    limit = 1.5 * expert + move_in_blocks.WRITTEN
+    limit = 1.5 * expert + move_in_blocks.WRITE_BLOCK_BYTES
     print(f"{args.family} {args.size}, {model.num_experts} experts: one has {expert / 1e6:.1f} MB, ", end="")
     print(f"one matrix of each {stack / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

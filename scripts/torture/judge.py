@@ -176,7 +176,7 @@ def expect_bitwise_equal(run: Run) -> None:
     if (ours := losses(run)) != (theirs := losses(undisturbed)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
         raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
-    ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, undisturbed))
+    ours, theirs = (open_checkpoint(each.checkpoints / layout.folder_name(STEPS)) for each in (run, undisturbed))
     if ours.tensors != theirs.tensors:
         raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
@@ -189,7 +189,7 @@ def undisturbed_run(run: Run) -> Run:
     calm.options = TINY | MAPPINGS[run.mapping]
     if run.skips:
         calm.options |= SKIPS | {"data.skip_steps": f'["{run.skips}"]'}
-    if STEPS not in layout.steps(calm.checkpoints):
+    if STEPS not in layout.checkpoints_by_step(calm.checkpoints):
         calm.start()
         calm.expect_success()
     return calm

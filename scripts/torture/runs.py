@@ -145,7 +145,7 @@ class Run:
         A run that starts from scratch renames its event files, so faults come after the first checkpoint.
         """
         step = self.rng.randint(first, STEPS - 2 * INTERVAL)
-        self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
+        self.wait(lambda: self.step() >= step and layout.read_latest(self.checkpoints), f"step {step}")
         time.sleep(self.rng.uniform(0, 0.1))
 
     # ---- striking
@@ -153,7 +153,7 @@ class Run:
     def record_strike(self) -> None:
         """Record the state at the moment of the failure, with which later states are compared."""
         self.struck_at, self.last_step, self.starts = time.monotonic(), self.step(), len(self.start_steps())
-        self.saved_step, self.pids = max(layout.steps(self.checkpoints), default=0), self.ranks()
+        self.saved_step, self.pids = max(layout.checkpoints_by_step(self.checkpoints), default=0), self.ranks()
 
     def signal_ranks(self, number: int, *ranks: int) -> None:
         """Send these ranks a signal and record the strike; raise Missed if ranks have ended already."""
@@ -181,7 +181,7 @@ class Run:
     def wait_for_end(self) -> None:
         """Wait for the run to end by itself, with no restarts left."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
-        self.saved_step = max(layout.steps(self.checkpoints), default=0)
+        self.saved_step = max(layout.checkpoints_by_step(self.checkpoints), default=0)
 
     def expect_success(self) -> None:
         """Wait for the launcher to end; raise Wrong unless its exit code is 0."""

@@ -68,7 +68,7 @@ def kill_while_saving(run: Run) -> None:
     step = INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)
     rank = run.rng.choice([0, run.rank])  # rank 0 does more with the disk
     at = run.rng.randint(1, 3 if rank else 9)
-    run.start_and_strike(3, do="kill", rank=rank, path=layout.name_of(step) + layout.WRITING, at=at)
+    run.start_and_strike(3, do="kill", rank=rank, path=layout.folder_name(step) + layout.WRITING, at=at)
 
 
 def kill_between_renames(run: Run) -> None:
@@ -80,7 +80,7 @@ def kill_between_renames(run: Run) -> None:
 def flip_checkpoint_bit(run: Run) -> None:
     """Flip a bit in a file of the newest checkpoint and restart."""
     start_and_kill_launcher(run, 2 * INTERVAL + 1)
-    checkpoints = layout.steps(run.checkpoints)
+    checkpoints = layout.checkpoints_by_step(run.checkpoints)
     if len(checkpoints) < 2:  # a save is late: there would be no earlier one to go back to
         raise Missed(f"there are only {len(checkpoints)} checkpoints")
     newest = checkpoints.pop(max(checkpoints))
@@ -170,7 +170,7 @@ def hang(run: Run, number: int, do: str) -> None:
 
 def hang_disk(run: Run) -> None:
     """Make a write of a rank hang during a save; the report must name it."""
-    path = layout.name_of(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
+    path = layout.folder_name(INTERVAL * run.rng.randint(2, STEPS // INTERVAL - 1)) + layout.WRITING
     fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.options |= {"checkpoint.timeout_s": TIMEOUT_S // 2}  # before any rank has waited for the next step too long
     run.start_and_strike(int(run.launcher == "torchrun"), **fault)
@@ -205,7 +205,7 @@ def hang_at_end(run: Run) -> None:
     run.start(0, {"do": "slow", "on": ["signal"], "rank": run.rank, "path": CLOSE, "seconds": 1000})
     run.wait_for_random_step()
     run.signal_ranks(signal.SIGUSR1, run.rank)
-    run.wait(lambda: STEPS in layout.steps(run.checkpoints), "the last checkpoint", Wrong)
+    run.wait(lambda: STEPS in layout.checkpoints_by_step(run.checkpoints), "the last checkpoint", Wrong)
     run.record_strike()
     judge.expect_report(run, restarted=False)
 

@@ -12,14 +12,14 @@ import torch
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.manifest import with_checksum
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.write_tensors import LazyTensor
 
 
 def make(folder: Path, step: int, number: int | None = None) -> Path:
-    path = folder / layout.name_of(step)
+    path = folder / layout.folder_name(step)
     tensor = torch.full((64,), float(step))
-    write_checkpoint(path, {"model.a": LazyTensor((64,), torch.float32, reader_of(lambda: tensor))}, {"step": step})
+    write_checkpoint(path, {"model.a": LazyTensor((64,), torch.float32, slice_of_full(lambda: tensor))}, {"step": step})
     if number is not None:
         rewrite(path, number=number)
     layout.write_latest(folder, path.name)

@@ -10,8 +10,8 @@ import pytest
 from tests import world
 from tests.checkpoint import runs
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.hf.merge import SavedWeights
-from titanmoe.checkpoint.layout import name_of
+from titanmoe.checkpoint.hf.weight_sources import CheckpointWeights
+from titanmoe.checkpoint.layout import folder_name
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.generate.model import find_model
 
@@ -38,7 +38,7 @@ def test_frozen_weights_are_saved_and_another_list_is_refused(tmp_path: Path) ->
     resumed = go(1, tmp_path, FROZEN, 2)
     assert resumed.loss[2] == through.loss[2]
     assert all(tensor.equal(resumed.state[name]) for name, tensor in through.state.items())
-    saved = Checkpoint(tmp_path / "run/checkpoints" / name_of(1)).tensors
+    saved = Checkpoint(tmp_path / "run/checkpoints" / folder_name(1)).tensors
     assert "model.embed.weight" in saved and "optimizer.exp_avg.embed.weight" not in saved
     assert "trains other parameters than the checkpoint has moments of" in refusal(1, tmp_path, {})
 
@@ -56,16 +56,16 @@ def test_runs_resume_under_another_mapping(case: str, tuning: dict[str, Any], tm
 def test_a_base_of_its_own_is_found_again_and_another_refused(tmp_path: Path) -> None:
     """The run that makes the base trains whole weights; what adapters it is given later must be those trained on it."""
     go(1, tmp_path / "base", {}, 1)
-    base = {"checkpoint.load": str(tmp_path / "base/run/checkpoints" / name_of(1)), "checkpoint.model_only": True}
+    base = {"checkpoint.load": str(tmp_path / "base/run/checkpoints" / folder_name(1)), "checkpoint.model_only": True}
     through = go(1, tmp_path / "a", LORA | base, 2)
     assert go(1, tmp_path / "a", LORA | base, 2).loss[2] == through.loss[2]
     assert "trained on other weights" in refusal(1, tmp_path / "a", LORA)
     text = refusal(1, tmp_path / "a", LORA | base | {"lora.rank": 8, "lora.targets": ["*.attention.*"]})
     assert "lora.rank is 8 and was 4" in text and "lora.targets is" in text
     assert "it has only adapters" in refusal(1, tmp_path / "a", {})
-    for use in (SavedWeights, find_model):
+    for use in (CheckpointWeights, find_model):
         with pytest.raises(CheckpointError, match="has only adapters"):
-            use(tmp_path / "a/run/checkpoints" / name_of(1))
+            use(tmp_path / "a/run/checkpoints" / folder_name(1))
     assert "no adapters to go on with" in refusal(1, tmp_path / "base", LORA)
 
 
@@ -75,7 +75,7 @@ def test_its_bytes_are_those_of_the_adapters_and_their_moments(tmp_path: Path) -
     model |= {"model.num_layers": 1, "model.num_experts": 2, "model.expert_hidden": 512, "training.seq_len": 8}
     rank, experts_rank = 64, 32
     go(1, tmp_path, model | {"lora.rank": rank, "lora.experts_rank": experts_rank}, 1)
-    checkpoint = Checkpoint(tmp_path / "run/checkpoints" / name_of(1))
+    checkpoint = Checkpoint(tmp_path / "run/checkpoints" / folder_name(1))
     adapters = 4 * rank * (512 + 512) + 2 * 3 * experts_rank * (512 + 512)
     assert all(".lora_" in name or "_lora_" in name for name in checkpoint.tensors)
     size = sum(file.stat().st_size for file in checkpoint.path.glob("*.distcp"))

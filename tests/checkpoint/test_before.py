@@ -16,7 +16,7 @@ import pytest
 
 from tests import parity, world
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.manifest import flatten_record
 from titanmoe.config import old_names
 from titanmoe.config.fields import fields, toml_value
 from titanmoe.config.recipe import read_recipe
@@ -37,7 +37,7 @@ def recipe() -> dict[str, Any]:
     """Return the recipe with the names that its keys have now, by path."""
     data = read_recipe(str(BEFORE / "recipe.toml")).data
     old_names.rename(data)
-    return flat_record(data)
+    return flatten_record(data)
 
 
 def test_every_key_of_the_recipe_is_a_field() -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 
@@ -27,12 +27,12 @@ def run(tmp_path: Path) -> Path:
     for step in (2, 10):
         tensors = {
             f"model.layers.{i}.x": LazyTensor(
-                (2, 3), torch.float32, reader_of(lambda i=i, step=step: torch.full((2, 3), i * float(step)))
+                (2, 3), torch.float32, slice_of_full(lambda i=i, step=step: torch.full((2, 3), i * float(step)))
             )
             for i in (0, 1, 10)
         }
-        write_checkpoint(folder / layout.name_of(step), tensors, RECORD | {"step": step})
-    layout.write_latest(folder, layout.name_of(10))
+        write_checkpoint(folder / layout.folder_name(step), tensors, RECORD | {"step": step})
+    layout.write_latest(folder, layout.folder_name(10))
     return tmp_path / "run"
 
 
@@ -72,7 +72,7 @@ def test_verify_reads_every_file(run, capsys):
 
 
 def test_diff(run, capsys):
-    a, b = (run / "checkpoints" / layout.name_of(step) for step in (2, 10))
+    a, b = (run / "checkpoints" / layout.folder_name(step) for step in (2, 10))
     code, out, _ = ask(capsys, "diff", a, b)
     assert code == 1 and out[0] == "step: 2 -> 10"
     assert out[2:] == ["model.layers.1.x 8 4", "model.layers.10.x 80 4", "1 of 3 tensors are equal"]

@@ -39,7 +39,7 @@ FOLDED = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts
 def test_tools_of_pytorch_read_what_we_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     world.run(4, runs.go, str(tmp_path), FOLDED, runs.SAVED, timeout=120)
     assert main(["checkpoint", "dcp", str(tmp_path / "run")]) == 0
-    path = tmp_path / "run/checkpoints" / layout.name_of(runs.SAVED)
+    path = tmp_path / "run/checkpoints" / layout.folder_name(runs.SAVED)
     assert capsys.readouterr().out.startswith(f"{path}/.metadata: ")
     assert len(list(path.glob("*.distcp"))) == 4
     outputs = tmp_path / "loaded.pt", tmp_path / "unsharded.pt"

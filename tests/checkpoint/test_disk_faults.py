@@ -20,7 +20,7 @@ from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import choose_start
 from titanmoe.checkpoint.manifest import Manifest
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import LazyTensor, TensorShard
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 def start_of(folder: Path) -> choose_checkpoint.StartPoint:
     run = folder.parent
-    return choose_start(config(run).checkpoint, run, layout.damage)
+    return choose_start(config(run).checkpoint, run, layout.find_damage)
 
 
 # ---- disks that do not answer
@@ -77,14 +77,16 @@ def test_transient_errors_are_retried(folder, monkeypatch, waits, number):
     faults = Faults(monkeypatch, folder, times=4, number=number)
     start = start_of(folder)
     assert (start.path, start.notes) == (folder / "step-00000030", [])
-    assert {name for name, _ in faults.calls} == {"open", "listdir", "lstat"} and set(waits) == set(safe_files.WAITS)
+    assert {name for name, _ in faults.calls} == {"open", "listdir", "lstat"} and set(waits) == set(
+        safe_files.RETRY_DELAYS_S
+    )
 
 
 def test_retrying_has_an_end(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "latest", times=1e9)
     with pytest.raises(Unreadable, match="latest: Stale file handle"):
         safe_files.read(folder, "latest", 100)
-    assert waits == list(safe_files.WAITS)
+    assert waits == list(safe_files.RETRY_DELAYS_S)
     waits.clear()
     Faults(monkeypatch, folder / "latest", times=1e9, number=errno.EACCES)
     with pytest.raises(Unreadable, match="latest: Permission denied"):
@@ -110,7 +112,7 @@ def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits,
     assert "--checkpoint.load=none" in str(refused.value)
     if not what:
         with pytest.raises(Unreadable):
-            layout.steps(folder)
+            layout.checkpoints_by_step(folder)
 
 
 def test_a_rank_that_gets_no_answer_derives_no_batch_or_mapping_of_its_own(folder, monkeypatch, waits):
@@ -151,13 +153,15 @@ def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
 def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         kill_before_rename(patch, at)
-        again = {"model.a": LazyTensor((64,), torch.float32, reader_of(lambda: torch.full((64,), -1.0)))}
-        save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
-        layout.write_latest(folder, layout.name_of(step))
-    ahead = choose_start(config(folder.parent).checkpoint, folder.parent, layout.damage).path
-    message = layout.sweep(folder)
+        again = {"model.a": LazyTensor((64,), torch.float32, slice_of_full(lambda: torch.full((64,), -1.0)))}
+        save(
+            folder / layout.folder_name(step), again, lambda sums: Manifest(step, layout.next_save_number(folder), sums)
+        )
+        layout.write_latest(folder, layout.folder_name(step))
+    ahead = choose_start(config(folder.parent).checkpoint, folder.parent, layout.find_damage).path
+    message = layout.clean_up_interrupted(folder)
     best = start_of(folder).path
-    assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []
+    assert best == folder / layout.folder_name(step if whole else 30) and layout.find_damage(best) == []
     assert bool((open_checkpoint(best).read("model.a") == -1).all()) == whole
     assert ahead == best or ahead == best.with_name(best.name + layout.WRITING), "read ahead as it will be loaded"
     assert not any(path.suffix for path in folder.iterdir())
@@ -169,7 +173,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
 def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):
     os.rename(folder / "step-00000030", folder / "step-00000030.writing")
     os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
-    (message,) = layout.sweep(folder)
+    (message,) = layout.clean_up_interrupted(folder)
     assert "is damaged" in message and "has 5 bytes" in message and "kept as step-00000030.passed-over" in message
     assert (folder / "step-00000030.passed-over").is_dir() and start_of(folder).path == folder / "step-00000020"
 
@@ -183,24 +187,24 @@ def names(folder: Path) -> list[str]:
 
 def test_retention_leaves_what_it_cannot_read_and_what_is_newer(folder):
     (folder / "step-00000010" / layout.MANIFEST).write_text("{")
-    assert layout.retain(folder, folder / "step-00000020", 1, 0) == []
-    assert list(layout.steps(folder)) == [10, 20, 30]
-    assert layout.retain(folder, folder / "step-00000010", 1, 0) == [], "the newest itself says nothing"
-    assert layout.retain(folder, folder / "step-00000030", 1, 0) == []
-    assert list(layout.steps(folder)) == [10, 30]
+    assert layout.remove_old(folder, folder / "step-00000020", 1, 0) == []
+    assert list(layout.checkpoints_by_step(folder)) == [10, 20, 30]
+    assert layout.remove_old(folder, folder / "step-00000010", 1, 0) == [], "the newest itself says nothing"
+    assert layout.remove_old(folder, folder / "step-00000030", 1, 0) == []
+    assert list(layout.checkpoints_by_step(folder)) == [10, 30]
 
 
 def test_a_link_is_removed_and_its_target_is_not(folder, tmp_path):
     archived = tmp_path / "archive"
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
-    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    (message,) = layout.remove_old(folder, folder / "step-00000030", 2, 0)
     assert message == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
-    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
+    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.find_damage(archived) == []
     for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
         (folder / left).symlink_to(archived)
-    assert len(layout.sweep(folder)) == 2
-    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
+    assert len(layout.clean_up_interrupted(folder)) == 2
+    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.find_damage(archived) == []
 
 
 def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch):
@@ -208,9 +212,9 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     monkeypatch.setattr(layout.shutil, "rmtree", busy)
-    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    (message,) = layout.remove_old(folder, folder / "step-00000030", 2, 0)
     assert "cannot remove" in message and "step-00000010.removing: Device or resource busy" in message
-    assert len(layout.sweep(folder)) == 1 and start_of(folder).path == folder / "step-00000030"
+    assert len(layout.clean_up_interrupted(folder)) == 1 and start_of(folder).path == folder / "step-00000030"
 
 
 def go_on_past(folder: str, passed: list[str]) -> list[str]:

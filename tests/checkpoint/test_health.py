@@ -24,7 +24,7 @@ from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.write_tensors import TensorShard, first_nonfinite
+from titanmoe.checkpoint.write_tensors import TensorShard, describe_first_nonfinite
 from titanmoe.config.schema import Checkpoint
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -38,10 +38,10 @@ NAN = float("nan")
 
 def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_fault():
     sound = {"a": torch.full((3,), 1e30), "half": torch.full((3,), 6e4).half(), "n": torch.ones(2, dtype=torch.long)}
-    assert first_nonfinite(sound | {"empty": torch.empty(0)}) == "" == first_nonfinite({})
+    assert describe_first_nonfinite(sound | {"empty": torch.empty(0)}) == "" == describe_first_nonfinite({})
     for bad in (NAN, float("inf"), -float("inf")):
         broken = {"b": torch.tensor([0.0, bad, bad]), "c": torch.tensor([bad])}
-        assert first_nonfinite(sound | broken) == "b (2 of 3 numbers are NaN or infinite)"
+        assert describe_first_nonfinite(sound | broken) == "b (2 of 3 numbers are NaN or infinite)"
 
 
 def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
@@ -71,14 +71,14 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
     assert message in ends[0][0]
     folder = tmp_path / "run/checkpoints"
     assert sorted(os.listdir(folder)) == ["latest", "step-00000001"]
-    assert layout.damage(folder / "step-00000001") == []
+    assert layout.find_damage(folder / "step-00000001") == []
 
 
 def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
     """Two tensors of which both ranks have equal copies, except for a NaN in each on the broken ranks."""
     message, looked_at = "", []
-    look = write_tensors.first_nonfinite
-    write_tensors.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
+    look = write_tensors.describe_first_nonfinite
+    write_tensors.describe_first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
     copies = {name: torch.zeros(numbers) for name in ("model.a", "model.b")}
     if dist.get_rank() in broken:
@@ -89,17 +89,17 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
     except CheckpointError as error:
         message = str(error)
     finally:
-        write_tensors.first_nonfinite = look
+        write_tensors.describe_first_nonfinite = look
     return message, len(looked_at)
 
 
 @pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and on 1 more rank")])
 def test_each_rank_checks_the_copies_that_it_writes(tmp_path, broken, others):
-    size = write_tensors.SMALL + 1
+    size = write_tensors.SMALL_NUMEL + 1
     ends = world.run(2, save_copies, str(tmp_path), broken, size)
     assert ends[0] == ends[1] and ends[0][1] == 1, "each rank writes one of two tensors, and looks at that"
     assert f"is not saved: on rank {broken[0]} model." in ends[0][0] and f"infinite){others}. Earlier" in ends[0][0]
-    assert layout.steps(tmp_path) == {}
+    assert layout.checkpoints_by_step(tmp_path) == {}
 
 
 def test_small_copies_are_checked_everywhere(tmp_path):
@@ -218,7 +218,7 @@ PHASES = {
     "make_empty": "making ",
     "check_files": "reading back ",
     "publish": "publishing ",
-    "retain": "removing old checkpoints",
+    "remove_old": "removing old checkpoints",
 }
 
 

@@ -36,17 +36,17 @@ def attempt(tmp: Path, mode: str, victim: int = NOBODY, at: int = 0) -> Path:
 
 def check(folder: Path) -> int:
     """What the next start would take: complete, and all from one step."""
-    best = layout.candidates(folder)[0]
-    assert layout.damage(best) == []
+    best = layout.newest_first(folder)[0]
+    assert layout.find_damage(best) == []
     checkpoint = open_checkpoint(best)
     step = checkpoint.record["step"]
     for name, tensor in victims.contents(step).items():
         assert torch.equal(checkpoint.read(name), tensor), (best, name)
-    layout.sweep(folder)
+    layout.clean_up_interrupted(folder)
     left = (
         {path.name for path in folder.iterdir()}
         - {layout.LATEST}
-        - {path.name for path in layout.steps(folder).values()}
+        - {path.name for path in layout.checkpoints_by_step(folder).values()}
     )
     assert not left
     return step
@@ -101,7 +101,7 @@ def test_killed_between_a_checkpoint_and_the_line_of_its_step(tmp_path: Path, wh
     with victims.pair(victims.train_until_killed, str(tmp_path), changes, 2, when, log=log) as ranks:
         ranks[0].join(60)
         assert ranks[0].exitcode == -9, log.read_text()[-3000:]
-    assert layout.read_manifest(layout.candidates(run / "checkpoints")[0]).step == saved
+    assert layout.read_manifest(layout.newest_first(run / "checkpoints")[0]).step == saved
     with victims.pair(victims.train, str(tmp_path), changes, log=log) as ranks:
         for process in ranks:
             process.join(60)
@@ -130,18 +130,18 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
         with victims.pair(victims.train, str(tmp_path), changes, log=tmp_path / "log") as ranks:
             fresh = time.monotonic()
             # Until this start has saved. `latest` may name a step before the last if a kill came between two renames.
-            while layout.latest(folder) <= layout.name_of(last) and time.monotonic() - fresh < 60:
+            while layout.read_latest(folder) <= layout.folder_name(last) and time.monotonic() - fresh < 60:
                 time.sleep(0.02)
             time.sleep(draw.uniform(0, 0.5))
             victims.kill(ranks, draw.sample([0, 1], 2), draw.choice([0, 0.05, 0.3]))
         left = [path.name for path in folder.iterdir()]
         tally["while writing"] += any(name.endswith(layout.WRITING) for name in left)
         tally["while removing"] += any(name.endswith(layout.REMOVING) for name in left)
-        best = layout.candidates(folder)[0]
-        assert layout.damage(best) == [], best
+        best = layout.newest_first(folder)[0]
+        assert layout.find_damage(best) == [], best
         step = layout.read_manifest(best).step
         assert step > last, "a start went back, or got nowhere"
-        tally["lost a save that was not yet whole"] += layout.name_of(step + 1) + layout.WRITING in left
+        tally["lost a save that was not yet whole"] += layout.folder_name(step + 1) + layout.WRITING in left
         last = step
     end = last + 3
     final = changes | {"training.steps": end}
@@ -152,7 +152,7 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
                 process.join(600)
                 assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
     stormy, calm = (
-        open_checkpoint(path / "run/checkpoints" / layout.name_of(end)) for path in (tmp_path, tmp_path / "calm")
+        open_checkpoint(path / "run/checkpoints" / layout.folder_name(end)) for path in (tmp_path, tmp_path / "calm")
     )
     assert stormy.tensors == calm.tensors
     for name in calm.tensors:

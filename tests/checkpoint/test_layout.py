@@ -14,8 +14,8 @@ import torch
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose_start
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder, choose_start
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor, _ChecksummedFile
 from titanmoe.config.schema import Config
@@ -36,12 +36,12 @@ def config(run: Path, load: str = "auto") -> Config:
 
 
 def start_of(run: Path, load: str = "auto") -> tuple[str, list[str]]:
-    beginning = choose_start(config(run, load).checkpoint, run, layout.damage)
+    beginning = choose_start(config(run, load).checkpoint, run, layout.find_damage)
     return beginning.path.name if beginning.path else "", beginning.notes
 
 
 def shard(run: Path, step: int) -> Path:
-    return run / "checkpoints" / layout.name_of(step) / "rank-00000-000.distcp"
+    return run / "checkpoints" / layout.folder_name(step) / "rank-00000-000.distcp"
 
 
 def test_auto_takes_the_last_one_made(run):
@@ -58,7 +58,7 @@ def test_runs_do_not_share_an_absolute_folder(tmp_path):
     for name in ("a", "b"):
         settings = config(tmp_path / name)
         settings.checkpoint.folder = str(tmp_path / "all")
-        assert checkpoints_of(tmp_path / name, settings.checkpoint) == tmp_path / "all" / name
+        assert checkpoints_folder(tmp_path / name, settings.checkpoint) == tmp_path / "all" / name
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
@@ -102,11 +102,11 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
         and "--checkpoint.load=none starts from scratch on purpose" in text
         and "\n" not in text
     )
-    assert choose_start(config(run, "none").checkpoint, run, layout.damage).path is None
+    assert choose_start(config(run, "none").checkpoint, run, layout.find_damage).path is None
 
 
 def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):
-    for path in layout.steps(run / "checkpoints").values():
+    for path in layout.checkpoints_by_step(run / "checkpoints").values():
         shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="latest names step-00000030, but there is no checkpoint"):
         start_of(run)
@@ -169,15 +169,15 @@ def test_a_damaged_manifest_is_one_line_that_names_it(run, text):
     [(0, 0, [10, 20, 30]), (1, 0, [30]), (2, 0, [20, 30]), (1, 10, [10, 20, 30]), (1, 20, [20, 30])],
 )
 def test_retention(run, last, every, left):
-    assert layout.retain(run / "checkpoints", run / "checkpoints/step-00000030", last, every) == []
-    assert list(layout.steps(run / "checkpoints")) == left
+    assert layout.remove_old(run / "checkpoints", run / "checkpoints/step-00000030", last, every) == []
+    assert list(layout.checkpoints_by_step(run / "checkpoints")) == left
 
 
 def test_retention_goes_by_when_they_were_made(run):
     """A run that went back to step 10 keeps what it makes now, not the steps of the future it left."""
-    make(run / "checkpoints", 15, number=layout.next_number(run / "checkpoints"))
-    layout.retain(run / "checkpoints", run / "checkpoints/step-00000015", 2, 0)
-    assert list(layout.steps(run / "checkpoints")) == [15, 30]
+    make(run / "checkpoints", 15, number=layout.next_save_number(run / "checkpoints"))
+    layout.remove_old(run / "checkpoints", run / "checkpoints/step-00000015", 2, 0)
+    assert list(layout.checkpoints_by_step(run / "checkpoints")) == [15, 30]
 
 
 def test_leftovers_are_swept_and_nothing_else(run):
@@ -186,7 +186,7 @@ def test_leftovers_are_swept_and_nothing_else(run):
         (folder / name).mkdir()
         (folder / name / "file").touch()
     (folder / "latest.new").touch()
-    assert layout.sweep(folder) == []
+    assert layout.clean_up_interrupted(folder) == []
     assert sorted(path.name for path in folder.iterdir()) == [
         "latest", "mine", "step-00000010", "step-00000020", "step-00000030",
     ]  # fmt: skip
@@ -223,7 +223,7 @@ def test_leftovers_are_what_the_next_start_removes(run):
         (folder / name / "file").write_bytes(b"x" * size)
     (folder / "step-00000050.writing").symlink_to(folder / "mine")
     assert layout.leftover_bytes(folder) == 12 and layout.leftover_bytes(run / "none") == 0
-    layout.sweep(folder)
+    layout.clean_up_interrupted(folder)
     assert layout.leftover_bytes(folder) == 0 and (folder / "mine/file").exists()
 
 
@@ -257,7 +257,7 @@ def test_an_existing_checkpoint_is_not_overwritten(run):
 
 def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
     tensor = torch.arange(60.0).view(5, 12)
-    write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, reader_of(lambda: tensor))}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((5, 12), torch.float32, slice_of_full(lambda: tensor))}, {})
     checkpoint = open_checkpoint(tmp_path / "c")
     assert torch.equal(checkpoint.read("x"), tensor)
     assert torch.equal(checkpoint.read("x", (1, 2), (3, 4)), tensor[1:4, 2:6])
@@ -268,7 +268,7 @@ def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
 
 def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
     big = torch.zeros(1_000_000)
-    write_checkpoint(tmp_path / "c", {"x": LazyTensor((10,), torch.float32, reader_of(lambda: big[5:15]))}, {})
+    write_checkpoint(tmp_path / "c", {"x": LazyTensor((10,), torch.float32, slice_of_full(lambda: big[5:15]))}, {})
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
 
 
@@ -285,4 +285,4 @@ def test_a_record_that_is_nested_deep_is_one_line(run, deep):
 def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
     monkeypatch.setattr(layout, "_BLOCK", 8)
     (tmp_path / "file").write_bytes(bytes(range(size)))
-    assert layout.crc32(tmp_path, "file", size) == zlib.crc32(bytes(range(size)))
+    assert layout.compute_crc32(tmp_path, "file", size) == zlib.crc32(bytes(range(size)))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint import folders
 from titanmoe.checkpoint import layout, manifest
-from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.manifest import Checksum, Manifest
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.state import refused_record
 from titanmoe.cli import main
@@ -22,7 +22,7 @@ RECORD = {"step": 3, "tokens": 96.0, "loader": {"consumed": 12, "sources": [[0, 
 
 
 def test_every_flip_of_every_bit_is_noticed() -> None:
-    data = Manifest(3, 1, {"a.distcp": Sum(10, 77), "hf/config.json": Sum(2, 5)}, RECORD).text().encode()
+    data = Manifest(3, 1, {"a.distcp": Checksum(10, 77), "hf/config.json": Checksum(2, 5)}, RECORD).text().encode()
     assert manifest.parse(data, HERE).record == RECORD
     unnoticed = []
     for at in range(8 * len(data)):
@@ -102,14 +102,14 @@ def test_a_manifest_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.
 def test_a_config_of_wrong_types_is_not_built(tmp_path: Path) -> None:
     words = r'm: model.dim = "big" is not an integer; moe.dispatcher = 3 is not a string'
     with pytest.raises(CheckpointError, match=words):
-        manifest.config_of({"config": {"model": {"dim": "big"}, "moe": {"dispatcher": 3}}}, Path("m"))
-    assert manifest.config_of({"config": {"model": {"dim": 64}}}, Path("m")) == {"model.dim": 64}
+        manifest.recorded_fields({"config": {"model": {"dim": "big"}, "moe": {"dispatcher": 3}}}, Path("m"))
+    assert manifest.recorded_fields({"config": {"model": {"dim": 64}}}, Path("m")) == {"model.dim": 64}
 
 
 def test_an_unknown_field_of_a_config_is_refused_by_name(tmp_path: Path) -> None:
     words = r'm: this titanmoe does not know model.later = \[2\], news.is = "good": use the version that wrote it'
     with pytest.raises(CheckpointError, match=words):
-        manifest.config_of({"config": {"model": {"dim": 64, "later": [2]}, "news": {"is": "good"}}}, Path("m"))
+        manifest.recorded_fields({"config": {"model": {"dim": 64, "later": [2]}, "news": {"is": "good"}}}, Path("m"))
     path, now = folders.make(tmp_path, 3), flatten(Config())
     folders.rewrite(path, record={"config": {"optimizer": {"later": 3.0}}})
     problems = refused_record(layout.read_manifest(path).record, now, path, False, True, "")

@@ -185,4 +185,4 @@ def test_a_block_that_is_code_does_not_run(folder: Path, monkeypatch: pytest.Mon
 def test_names_that_are_allowed_are_no_functions_that_run_anything() -> None:
     assert not {name.split(" ")[0] for name in NAMES} & {"builtins", "os", "posix", "nt", "subprocess", "sys"}
     called = follow(pickle.dumps(torch.Size((1, 2))), VALUES | OBJECTS, "a size", NAMES)
-    assert type(called).__name__ == "Called"  # and not a Size
+    assert type(called).__name__ == "PickledCall"  # and not a Size

@@ -12,7 +12,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint.runs import LAST, SAVED
 from tests.support.case_features import MODELS
-from titanmoe.checkpoint.layout import name_of, read_manifest
+from titanmoe.checkpoint.layout import folder_name, read_manifest
 
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}
@@ -149,7 +149,7 @@ def test_whole_experts_are_in_the_files_as_fsdp_would_put_them(tmp_path: Path) -
         mixed = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
         mixed |= {"parallelism.dp_replicate": 2, "parallelism.reshard_after_forward": choice}
         go(4, tmp_path / choice, mapping(ep=2) | ONE | mixed | {"training.steps": 1}, until=1)
-        files = read_manifest(tmp_path / choice / f"run/checkpoints/{name_of(1)}").files
+        files = read_manifest(tmp_path / choice / f"run/checkpoints/{folder_name(1)}").files
         sums.append({name: (file.bytes, name == "tensors.json" and file.crc32) for name, file in files.items()})
     assert sums[0] == sums[1]
 

@@ -43,7 +43,10 @@ def save_and_go_on(folder: str) -> list[bool]:
         saver.wait()
     finally:
         write_tensors._ChecksummedFile.write = write
-    return [bool((open_checkpoint(p).read("model.w") == s).all()) for s, p in layout.steps(Path(folder)).items()]
+    return [
+        bool((open_checkpoint(p).read("model.w") == s).all())
+        for s, p in layout.checkpoints_by_step(Path(folder)).items()
+    ]
 
 
 def test_what_is_saved_is_what_it_was_at_that_step(tmp_path):
@@ -90,7 +93,9 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
         assert "step-00000004.writing/rank-00001-000.distcp: No space left on device" in ends[0][0]
         assert ends[0][1] < 10, "it does not train on unsaved"
         folder = tmp_path / save / "run/checkpoints"
-        assert list(layout.steps(folder)) == [2] and layout.damage(layout.candidates(folder)[0]) == []
+        assert (
+            list(layout.checkpoints_by_step(folder)) == [2] and layout.find_damage(layout.newest_first(folder)[0]) == []
+        )
         assert not list(folder.glob("*.writing")), "a full disk does not stay full"
 
 
@@ -106,7 +111,7 @@ def test_the_pause_of_training_is_a_metric(tmp_path):
 
 def test_an_interval_of_0_saves_only_at_the_end(tmp_path):
     world.run(1, train, str(tmp_path), {"checkpoint.interval": 0})
-    assert list(layout.steps(tmp_path / "run/checkpoints")) == [4]
+    assert list(layout.checkpoints_by_step(tmp_path / "run/checkpoints")) == [4]
 
 
 def _copies(folder: str) -> list[str]:

@@ -20,7 +20,7 @@ STEPS = 400  # more than it is given time for
 
 def latest(folder: Path) -> int:
     """A kill may come between the rename of a checkpoint and that of `latest`, which is what counts."""
-    return int(layout.latest(folder / "debug/checkpoints").removeprefix("step-") or 0)
+    return int(layout.read_latest(folder / "debug/checkpoints").removeprefix("step-") or 0)
 
 
 def wait_for_step(folder: Path, step: int) -> None:

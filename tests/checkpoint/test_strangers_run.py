@@ -18,7 +18,7 @@ from tests.report.test_report import make_run
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import choose_start
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
@@ -54,9 +54,9 @@ def value_of(field: str, name: str) -> Any:
 def checkpoint_that_names(run: Path, field: str, name: str) -> Path:
     """A checkpoint of a model that could be used, whose record names code."""
     config = parity.read({"model.vocab_size": 320}, 1)
-    path = run / "checkpoints" / layout.name_of(7)
+    path = run / "checkpoints" / layout.folder_name(7)
     tensors = {
-        f"model.{key}": LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x))
+        f"model.{key}": LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x))
         for key, x in (reference.initial_weights(config.model, 0) | reference.initial_bias(config.model)).items()
     }
     record = to_tables(config)
@@ -273,9 +273,9 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_is_a_link(stranger, home, s
     folder.mkdir()
     link(folder / f"step-00000009{suffix}", home / "checkpoints/step-00000007")
     with pytest.raises(CheckpointError, match=rf"step-00000009{suffix}: .*{suffix} is a link to"):
-        choose_start(Checkpoint(enable=True), stranger, layout.damage)
+        choose_start(Checkpoint(enable=True), stranger, layout.find_damage)
     own = checkpoint_that_names(stranger, "model.family", "mixtral")
-    start = choose_start(Checkpoint(enable=True), stranger, layout.damage)
+    start = choose_start(Checkpoint(enable=True), stranger, layout.find_damage)
     assert start.path == own and [path.name for path in start.passed_over] in ([], [f"step-00000009{suffix}"])
 
 
@@ -299,6 +299,6 @@ def test_what_is_exchanged_for_a_link_while_it_is_opened_is_not_followed(tmp_pat
         assert stream.read() == b"own" and opened
     with pytest.raises(CheckpointError, match="is a link to"):
         safe_files.open_file(tmp_path / "run", "hf/x")
-    with pytest.raises(safe_files.NotItsOwn, match="is a link to"):
+    with pytest.raises(safe_files.NotRegularFile, match="is a link to"):
         safe_files.write(tmp_path / "run", "hf/x", b"mine")
     assert (tmp_path / "home/x").read_text() == "secret"

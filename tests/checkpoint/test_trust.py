@@ -18,7 +18,7 @@ from tests.checkpoint import folders
 from tests.checkpoint.folders import Calls
 from titanmoe.checkpoint import layout, safe_files, tensor_index
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.manifest import Checksum
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saved_tensor import read_saved_tensor
 
@@ -56,7 +56,7 @@ def test_no_module_unpickles() -> None:
 
 # ---- tensors.json and what it describes
 
-FILES = {"a.distcp": Sum(1000, 0)}
+FILES = {"a.distcp": Checksum(1000, 0)}
 
 
 def described(**changes: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_an_honest_description_is_accepted() -> None:
 def test_a_description_that_lies_is_one_line(tmp_path: Path, name: str) -> None:
     path = folders.make(tmp_path, 1)
     folders.spoil(path, "a.distcp", b"\0" * 1000)
-    folders.spoil(path, tensor_index.TENSORS, json.dumps(LIES[name]).encode())
+    folders.spoil(path, tensor_index.TENSOR_INDEX, json.dumps(LIES[name]).encode())
     with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: (\w+Error|TooDeep) ") as refused:
         open_checkpoint(path).read("x")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
@@ -141,7 +141,7 @@ def test_a_block_that_is_something_else_is_refused(
     entries = {
         "model.a": {"dtype": "float32", "shape": [64], "blocks": [[[0], [64], "rank-00000-000.distcp", 0, len(data)]]}
     }
-    folders.spoil(path, tensor_index.TENSORS, json.dumps(entries).encode())
+    folders.spoil(path, tensor_index.TENSOR_INDEX, json.dumps(entries).encode())
     monkeypatch.chdir(tmp_path)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
@@ -160,7 +160,7 @@ def test_what_torch_save_wrote_is_found_whatever_the_dtype(dtype: torch.dtype) -
         pytest.skip("torch does not save it")
     saved = read_saved_tensor(stream)
     assert (saved.dtype, saved.shape, saved.strides) == (dtype, (3, 3), (6, 2))
-    numbers = tensor_index.Numbers(saved.start, saved.strides, saved.dtype)
+    numbers = tensor_index.StridedData(saved.start, saved.strides, saved.dtype)
     read = numbers.read(stream, (0, 0), (3, 3))
     assert torch.equal(read.contiguous().view(torch.uint8), x.contiguous().view(torch.uint8))
     assert numbers.end(saved.shape) <= saved.end <= len(stream.getvalue())
@@ -202,7 +202,7 @@ def test_names_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     path = folders.make(tmp_path / "run", 7)
     (tmp_path / "run/secret").write_text("it")
     folders.rewrite(path, files=folders.manifest_of(path)["files"] | {name: {"bytes": 2, "crc32": "00000000"}})
-    (line,) = layout.damage(path)
+    (line,) = layout.find_damage(path)
     assert f"names {name!r}, which is not in it" in line
     with pytest.raises(CheckpointError, match="which is not in it"):
         safe_files.open_file(path, name)
@@ -227,17 +227,17 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, kind: str) 
     folders.rewrite(
         path, files=folders.manifest_of(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}}
     )
-    (line,) = layout.damage(path)
+    (line,) = layout.find_damage(path)
     assert ("is not a regular file" if kind in ("pipe", "folder") else "is a link to") in line
     with pytest.raises(CheckpointError):
-        layout.carried(path)
+        layout.carried_files(path)
 
 
 def test_a_manifest_or_latest_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
     (tmp_path / "latest").unlink()
     (tmp_path / "latest").symlink_to("/dev/zero")
-    assert layout.latest(tmp_path) == ""
+    assert layout.read_latest(tmp_path) == ""
     os.rename(path / "manifest.json", tmp_path / "elsewhere")
     (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=r"manifest\.json is a link"):
@@ -246,16 +246,16 @@ def test_a_manifest_or_latest_that_is_a_link_is_not_followed(tmp_path: Path) -> 
 
 def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "here").symlink_to(folders.make(tmp_path / "there", 7))
-    assert layout.damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.a")[0] == 7
+    assert layout.find_damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.a")[0] == 7
 
 
 def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
-    with open(path / tensor_index.TENSORS, "ab") as stream:
+    with open(path / tensor_index.TENSOR_INDEX, "ab") as stream:
         stream.write(b"\0")
         stream.flush()
-        assert "bytes but was written with" in layout.damage(path, contents=False)[0]
+        assert "bytes but was written with" in layout.find_damage(path, contents=False)[0]
         stream.truncate(1 << 40)  # sparse
-    assert "has 1,099,511,627,776 bytes but was written with" in layout.damage(path)[0]
+    assert "has 1,099,511,627,776 bytes but was written with" in layout.find_damage(path)[0]
     with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):
         open_checkpoint(path).read("model.a")

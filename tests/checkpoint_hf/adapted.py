@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.hf.merge import open_weights
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.hf.weight_sources import open_weights
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
+from titanmoe.checkpoint.weight_digest import frozen_digest
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Checkpoint, Config, LoRA, Model, Training
@@ -42,6 +42,8 @@ def write(
     begin = Checkpoint(initial_hf=str(folder) if initial_hf is None else initial_hf)
     config = Config(model=under.model, lora=lora, training=training, checkpoint=begin)
     adapters = random_adapters(under.model, lora)
-    tensors = {f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x)) for n, x in adapters.items()}
-    write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": digest(frozen, None)})
+    tensors = {
+        f"model.{n}": LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x)) for n, x in adapters.items()
+    }
+    write_checkpoint(path, tensors, {"step": 1, "config": to_tables(config), "base": frozen_digest(frozen, None)})
     return adapters

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.hf.config import describe
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf.config_json import describe_folder
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
 from titanmoe.data.batch import Batch
@@ -33,7 +33,7 @@ class Saved:
 def open_any(path: str) -> Any:
     if (Path(path) / "manifest.json").exists():
         return Saved(path)
-    source = open_hf(path, describe(Path(path)).model)
+    source = open_hf(path, describe_folder(Path(path)).model)
     source.check()
     return source
 

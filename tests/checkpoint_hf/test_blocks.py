@@ -12,8 +12,8 @@ from scripts.bench.convert import growth, make_adapters, make_folder, one_expert
 from tests.checkpoint_hf import adapted, models
 from titanmoe.checkpoint import move_in_blocks, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.hf import files
-from titanmoe.checkpoint.hf.files import Shape
+from titanmoe.checkpoint.hf import safetensors_folder
+from titanmoe.checkpoint.hf.safetensors_folder import Shape
 from titanmoe.cli import main
 from titanmoe.config.schema import Model
 from titanmoe.models.families import preset
@@ -32,9 +32,9 @@ from titanmoe.models.families import preset
     ],
 )
 def test_blocks_make_up_a_tensor_in_order(shape: Shape, most: int, sizes: list[Shape]) -> None:
-    cut = list(move_in_blocks.cut((0,) * len(shape), shape, 1, most))
+    cut = list(move_in_blocks.split_into_blocks((0,) * len(shape), shape, 1, most))
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    numbers = [number for at in cut for number in whole[move_in_blocks.within(*at)].flatten().tolist()]
+    numbers = [number for at in cut for number in whole[move_in_blocks.block_slices(*at)].flatten().tolist()]
     assert [size for _, size in cut] == sizes and numbers == whole.flatten().tolist()
 
 
@@ -55,9 +55,9 @@ def test_small_blocks_make_the_same_bytes(tmp_path: Path, family: str, monkeypat
     whole = [convert(tmp_path / out, *words) for out, words in conversions.items()]
     convert(tmp_path / "merged", "--to-hf", tmp_path / "adapters")
     for module, name, size in (
-        (files, "WRITTEN", 2000),
-        (write_tensors, "WRITTEN", 2000),
-        (move_in_blocks, "COPIED", 700),
+        (safetensors_folder, "WRITE_BLOCK_BYTES", 2000),
+        (write_tensors, "WRITE_BLOCK_BYTES", 2000),
+        (move_in_blocks, "COPY_BLOCK_BYTES", 700),
     ):
         monkeypatch.setattr(module, name, size)
     assert [convert(tmp_path / out, *words) for out, words in conversions.items()] == whole
@@ -70,7 +70,7 @@ def test_small_blocks_make_the_same_bytes(tmp_path: Path, family: str, monkeypat
 
 def test_memory_does_not_grow_with_the_number_of_experts(tmp_path: Path) -> None:
     model = replace(Model(**preset("mixtral", "debug")), dim=1024, expert_hidden=2560, num_experts=12, num_layers=1)
-    limit, stack = 1.5 * one_expert(model) + move_in_blocks.WRITTEN, one_expert(model) / 3 * model.num_experts
+    limit, stack = 1.5 * one_expert(model) + move_in_blocks.WRITE_BLOCK_BYTES, one_expert(model) / 3 * model.num_experts
     folder, ours = make_folder(tmp_path / "in", model), tmp_path / "ours"
     make_adapters(tmp_path / "adapters", folder)
     conversions = {

@@ -11,8 +11,8 @@ from tests import world
 from tests.checkpoint_hf import models, ours
 from tests.checkpoint_hf.test_convert import convert, equal
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.hf.config import describe
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf.config_json import describe_folder
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import preset
@@ -32,7 +32,7 @@ def with_mtp(plain, tmp_path):
 
 def test_rows_that_rope_turns_are_reordered(plain, tmp_path):
     """By definition: each head's last 4 rows in the order 0 2 1 3; the latents' last 4 likewise."""
-    source = open_hf(plain, describe(plain).model)
+    source = open_hf(plain, describe_folder(plain).model)
     hf_tensors = load_file(plain / "model.safetensors")
     queries = hf_tensors["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (8, 12))
     latents = hf_tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"]
@@ -76,12 +76,12 @@ def test_multi_token_prediction_is_dropped_by_name_and_counted(with_mtp, plain, 
 def test_a_model_without_the_block_says_what_to_do(with_mtp, plain):
     folder = with_mtp()
     with pytest.raises(ConfigError, match="drop mtp leaves multi-token prediction out"):
-        open_hf(folder, describe(folder).model).check()
-    open_hf(folder, describe(folder).model, drop=("mtp",)).check()
-    assert open_hf(plain, describe(plain).model, drop=("mtp",)).notes == [
+        open_hf(folder, describe_folder(folder).model).check()
+    open_hf(folder, describe_folder(folder).model, drop=("mtp",)).check()
+    assert open_hf(plain, describe_folder(plain).model, drop=("mtp",)).notes == [
         f"{plain} has no multi-token prediction to drop"
     ]
-    model = replace(describe(folder).model, mtp_depth=1)
+    model = replace(describe_folder(folder).model, mtp_depth=1)
     with pytest.raises(ConfigError, match=r"mtp_after_norm = False, but Megatron .*: set it to true, or list"):
         open_hf(folder, model).check()
     open_hf(folder, replace(model, change=["mtp_after_norm"])).check()
@@ -96,7 +96,7 @@ def test_a_model_without_the_block_says_what_to_do(with_mtp, plain):
 
 def test_a_tied_head_is_not_repeated(tmp_path):
     folder = models.save(models.make("deepseek_v3", tie_word_embeddings=True), tmp_path / "in")
-    source = open_hf(folder, replace(describe(folder).model, mtp_depth=1))
+    source = open_hf(folder, replace(describe_folder(folder).model, mtp_depth=1))
     assert list(source.map.copies) == [f"model.layers.{LAYERS}.embed_tokens.weight"]
     assert "lm_head.weight" not in source.map.hf_shapes
 
@@ -134,5 +134,5 @@ def test_published_configs_are_the_presets(tmp_path):
     }  # fmt: skip
     for size, config in published.items():
         (tmp_path / "config.json").write_text(json.dumps(common | config))
-        assert describe(tmp_path).model == Model(**preset("deepseek_v3", size))
-        assert describe(tmp_path).unknown == []
+        assert describe_folder(tmp_path).model == Model(**preset("deepseek_v3", size))
+        assert describe_folder(tmp_path).unknown == []

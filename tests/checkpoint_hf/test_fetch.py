@@ -87,7 +87,7 @@ def test_a_path_is_itself(tmp_path, monkeypatch, cache):
     (tmp_path / "owner/model").mkdir(parents=True)
     for name in ("owner/model", "./elsewhere", "/no/such/folder", "model", "a/b/c"):
         assert fetch.weights_folder(name) == Path(name) and not fetch.is_remote(name)
-        assert fetch.pinned(name, Path(name)) == name
+        assert fetch.pin_revision(name, Path(name)) == name
     assert cache.calls == []
 
 
@@ -95,8 +95,8 @@ def test_what_the_cache_has_is_not_asked_for(cache, saved):
     snapshot = cache.put(saved)
     assert fetch.describing_folder("owner/model") == fetch.weights_folder("owner/model") == snapshot
     assert fetch.weights_folder(f"owner/model@{COMMIT}") == snapshot
-    assert fetch.pinned("owner/model", snapshot) == f"owner/model@{COMMIT}"
-    assert fetch.pinned("owner/model@main", snapshot) == f"owner/model@{COMMIT}"
+    assert fetch.pin_revision("owner/model", snapshot) == f"owner/model@{COMMIT}"
+    assert fetch.pin_revision("owner/model@main", snapshot) == f"owner/model@{COMMIT}"
     assert cache.calls == []
 
 
@@ -106,7 +106,7 @@ def test_a_recipe_gets_the_small_files_and_a_run_the_weights_of_the_same_revisio
     assert (folder / "config.json").is_file() and (folder / "tokenizer.json").is_file()
     assert not list(folder.glob("*.safetensors"))
     cache.put(saved, NEWER, names=())  # main has moved on: a name that is pinned stays
-    assert fetch.weights_folder(fetch.pinned("owner/model", folder)) == folder
+    assert fetch.weights_folder(fetch.pin_revision("owner/model", folder)) == folder
     assert sorted(file.name for file in folder.iterdir()) == sorted(file.name for file in saved.iterdir())
     assert [(call[0], call[1]) for call in cache.calls] == [("owner/model", "main"), ("owner/model", COMMIT)]
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.hf.config import IGNORED_KEYS, describe, interpret, known_keys
-from titanmoe.checkpoint.hf.source import HuggingFaceSource
-from titanmoe.checkpoint.hf.upcycle import Upcycled
+from titanmoe.checkpoint.hf.config_json import IGNORED_KEYS, describe_folder, known_keys, parse_config_json
+from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
+from titanmoe.checkpoint.hf.upcycle import UpcycledWeights
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import shipped
@@ -177,7 +177,7 @@ class Family:
         names |= {"rope"} if "rope_parameters" in change else set()
         (self.folder / "config.json").write_text(json.dumps(config))
         try:
-            parsed = describe(self.folder, self.dense)
+            parsed = describe_folder(self.folder, self.dense)
             opened = HuggingFaceSource(self.folder, parsed, parsed.model)
             if any(name in note for note in parsed.notes + opened.notes for name in names):
                 hf_config.dtype = torch.float32
@@ -206,7 +206,7 @@ class Family:
 
     def check_values(self, model: Model, hf_config: Any, hf_model: Any) -> None:
         """Of what logits hardly show."""
-        assert model == interpret(hf_config.to_dict(), "transformers' own", self.dense).model
+        assert model == parse_config_json(hf_config.to_dict(), "transformers' own", self.dense).model
         rotary = hf_model.model.rotary_emb
         frequency = rope_frequencies(model, 2 * len(rotary.inv_freq), torch.float32, torch.device("cpu"))
         torch.testing.assert_close(frequency, rotary.inv_freq)
@@ -239,7 +239,7 @@ class Family:
 
     def source(self, opened: HuggingFaceSource) -> Any:
         if self.dense:
-            upcycled = Upcycled(opened.path, experts=2, top_k=2, granularity=1, seed=0)
+            upcycled = UpcycledWeights(opened.path, experts=2, top_k=2, granularity=1, seed=0)
             return SimpleNamespace(model=upcycled.model, read=upcycled.read)
         opened.check()
         return opened
@@ -289,16 +289,16 @@ def test_what_is_left_out_has_transformers_default(name: str) -> None:
     cls, dense = type(models.config(name)), name in models.DENSE
     # Without a width of heads, the default has odd parts of them turned.
     every, required = cls(**({"head_dim": 128} if name == "glm4_moe" else {})).to_dict(), {"model_type": cls.model_type}
-    model = interpret(every, "it", dense).model
+    model = parse_config_json(every, "it", dense).model
     for key in every.keys() - {"model_type"}:
         left = {k: v for k, v in every.items() if key not in (k, cls.attribute_map.get(k))}
         try:
-            assert interpret(left, "it", dense).model == model, key
+            assert parse_config_json(left, "it", dense).model == model, key
         except ConfigError as error:
             assert "it has no " in str(error)
             required[key] = every[key]
     assert not required.keys() & {"rms_norm_eps", "rope_parameters", "norm_topk_prob", "tie_word_embeddings"}
-    assert interpret(required, "it", dense).model == model
+    assert parse_config_json(required, "it", dense).model == model
 
 
 @pytest.mark.parametrize("name", [*models.FAMILIES, *models.DENSE])

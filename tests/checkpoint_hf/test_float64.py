@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.hf.config import describe
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf.config_json import describe_folder
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.config.schema import Config
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
@@ -59,7 +59,7 @@ def test_logits_and_gradients(model_type: str, tmp_path: Path, monkeypatch: pyte
     theirs = models.make(name, torch.float64, **options)
     file = models.save(theirs, tmp_path / "in") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
-    source = open_hf(file.parent, describe(file.parent).model)
+    source = open_hf(file.parent, describe_folder(file.parent).model)
     assert source.model.family == model_type.removesuffix("_text")
     source.check()
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.hf.config import describe, interpret, to_config_json
+from titanmoe.checkpoint.hf.config_json import describe_folder, parse_config_json, to_config_json
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import preset
@@ -63,7 +63,7 @@ KIMI = LATENT | dict(
 )
 def test_published_configs_with_latents_are_the_presets(config, family, size):
     """GLM-4.7-Flash's and Kimi-K2-Instruct's."""
-    parsed = interpret(config, "config.json")
+    parsed = parse_config_json(config, "config.json")
     assert parsed.model == Model(**preset(family, size)) and parsed.unknown == []
     written = to_config_json(parsed.model, None, "bfloat16", 4096)
     assert written["model_type"] == family and written["architectures"] == [parsed.hf.architecture]
@@ -71,7 +71,7 @@ def test_published_configs_with_latents_are_the_presets(config, family, size):
 
 def test_which_layers_of_flash_are_dense():
     kinds = ["dense"] * 3 + ["sparse"] * 44
-    three = interpret(FLASH | {"mlp_layer_types": kinds, "first_k_dense_replace": 3}, "config.json").model
+    three = parse_config_json(FLASH | {"mlp_layer_types": kinds, "first_k_dense_replace": 3}, "config.json").model
     assert three.num_dense_layers == 3
     assert to_config_json(three, None, "bfloat16", 4096)["mlp_layer_types"] == kinds
 
@@ -79,7 +79,7 @@ def test_which_layers_of_flash_are_dense():
 @pytest.mark.parametrize("size", PUBLISHED)
 def test_published_configs_are_the_presets(size):
     """GLM-4.5-Air's and GLM-4.5's config.json, as far as they describe the model."""
-    parsed = interpret(COMMON | PUBLISHED[size], "config.json")
+    parsed = parse_config_json(COMMON | PUBLISHED[size], "config.json")
     assert parsed.model == Model(**preset("glm4_moe", size)) and parsed.unknown == []
     written = to_config_json(parsed.model, None, "bfloat16", 4096)
     assert written["partial_rotary_factor"] == 0.5 and written["attention_bias"] is True
@@ -87,18 +87,18 @@ def test_published_configs_are_the_presets(size):
 
 def test_whole_heads_and_odd_parts():
     config = COMMON | PUBLISHED["106b_a12b"]
-    whole = interpret(config | {"partial_rotary_factor": 1.0}, "config.json").model
+    whole = parse_config_json(config | {"partial_rotary_factor": 1.0}, "config.json").model
     assert whole.rotary_dim == 0
     assert to_config_json(whole, None, "bfloat16", 4096)["partial_rotary_factor"] == 1.0
     for share in (0.001, 0.01, 1.5):
         with pytest.raises(ConfigError, match=f"partial_rotary_factor = {share} of heads 128 wide"):
-            interpret(config | {"partial_rotary_factor": share}, "config.json")
+            parse_config_json(config | {"partial_rotary_factor": share}, "config.json")
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite"])
 def test_multi_token_prediction_comes_in_and_goes_out(name, tmp_path):
     plain = models.save(models.make(name, torch.bfloat16), tmp_path / "plain")
-    folder = models.add_mtp(plain, tmp_path / "in", describe(plain).model.num_layers)
+    folder = models.add_mtp(plain, tmp_path / "in", describe_folder(plain).model.num_layers)
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
     equal(models.tensors(tmp_path / "out"), load_file(folder / "model.safetensors"))

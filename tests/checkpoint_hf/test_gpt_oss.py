@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.hf.config import describe, to_config_json
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf.config_json import describe_folder, to_config_json
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import preset
@@ -17,7 +17,7 @@ from titanmoe.models.families import preset
 
 def test_gate_and_up_take_turns_and_pieces_are_parts(tmp_path):
     folder = models.save(models.make("gpt_oss"), tmp_path / "in")
-    source, hf_tensors = open_hf(folder, describe(folder).model), load_file(folder / "model.safetensors")
+    source, hf_tensors = open_hf(folder, describe_folder(folder).model), load_file(folder / "model.safetensors")
     fused = hf_tensors["model.layers.1.mlp.experts.gate_up_proj"]
     for name, phase in (("w1", 0), ("w3", 1)):
         whole = source.read(f"layers.1.moe.experts.{name}", (0, 0, 0), (8, 32, 32))
@@ -55,7 +55,7 @@ def test_which_blocks_are_narrow(tmp_path, every, kinds):
     config = models.make("gpt_oss").config.to_dict()
     config["layer_types"] = [{"s": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = describe(tmp_path).model
+    model = describe_folder(tmp_path).model
     assert (model.sliding_window, model.full_attention_every) == (7 if every != 1 else 0, every)
     assert to_config_json(model, None, "float32", 64)["layer_types"] == config["layer_types"]
 
@@ -65,7 +65,7 @@ def test_blocks_in_another_order_are_refused(tmp_path):
     config["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"has the layer_types \['full_attention', 'sliding_attention'"):
-        describe(tmp_path)
+        describe_folder(tmp_path)
 
 
 def test_the_published_config_is_the_preset(tmp_path):
@@ -79,5 +79,5 @@ def test_the_published_config_is_the_preset(tmp_path):
         sliding_window=128, swiglu_limit=7.0, tie_word_embeddings=False, vocab_size=201088,
     )  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert describe(tmp_path).model == Model(**preset("gpt_oss", "20b"))
-    assert describe(tmp_path).unknown == []
+    assert describe_folder(tmp_path).model == Model(**preset("gpt_oss", "20b"))
+    assert describe_folder(tmp_path).unknown == []

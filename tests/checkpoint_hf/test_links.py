@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from titanmoe.checkpoint.hf.config import read_json
-from titanmoe.checkpoint.hf.files import INDEX, SINGLE, Folder, config_and_tokenizer_files
+from titanmoe.checkpoint.hf.config_json import read_json
+from titanmoe.checkpoint.hf.safetensors_folder import INDEX, SINGLE, SafetensorsFolder, config_and_tokenizer_files
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 
@@ -30,7 +30,7 @@ def test_an_index_names_files_of_its_folder(model: Path, name: str) -> None:
     name = name.format(str(model.parent).lstrip("/"))
     (model / INDEX).write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(ConfigError) as refused:
-        Folder(model)
+        SafetensorsFolder(model)
     (problem,) = refused.value.problems
     assert f"{model} names {name!r}, which is not in it" in problem
 
@@ -38,7 +38,7 @@ def test_an_index_names_files_of_its_folder(model: Path, name: str) -> None:
 def test_weights_and_companions_must_not_be_links(model: Path) -> None:
     (model / SINGLE).symlink_to("../x.safetensors")
     with pytest.raises(ConfigError, match="is a link to"):
-        Folder(model)
+        SafetensorsFolder(model)
     assert config_and_tokenizer_files(model) == {}
     (model / "tokenizer.json").symlink_to("../id_rsa")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link to .*id_rsa"):
@@ -61,7 +61,7 @@ def test_the_cache_of_hugging_face_consists_of_links_to_its_blobs(tmp_path: Path
     (cache / "blobs/bb").write_text("{}")
     (folder / SINGLE).symlink_to("../../blobs/aa")
     (folder / "tokenizer.json").symlink_to("../../blobs/bb")
-    assert Folder(folder).read("x", (0,), (3,)).tolist() == [1, 1, 1]
+    assert SafetensorsFolder(folder).read("x", (0,), (3,)).tolist() == [1, 1, 1]
     assert config_and_tokenizer_files(folder)["tokenizer.json"].read_text() == "{}"
     (cache / "blobs/cc").symlink_to(tmp_path / "id_rsa")
     (folder / "vocab.json").symlink_to("../../blobs/cc")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert
 from tests.checkpoint_hf.test_quantised import to_fp8
-from titanmoe.checkpoint.hf.config import interpret, to_config_json
+from titanmoe.checkpoint.hf.config_json import parse_config_json, to_config_json
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.count import parameters
@@ -31,7 +31,7 @@ PUBLISHED = dict(
 
 
 def test_the_published_config_is_the_preset():
-    parsed = interpret(PUBLISHED, "config.json")
+    parsed = parse_config_json(PUBLISHED, "config.json")
     assert parsed.model == Model(**preset("minimax_m2", "230b_a10b")) and parsed.unknown == [] == parsed.notes
     written = to_config_json(parsed.model, None, "bfloat16", 4096)
     assert (written["rotary_dim"], written["partial_rotary_factor"]) == (64, 0.5)
@@ -62,9 +62,9 @@ def test_rope_is_as_wide_as_in_transformers(changes):
     config = {key: value for key, value in (PUBLISHED | changes).items() if value is not None}
     theirs = models.transformers.MiniMaxM2Config(**config)
     angles = models.transformers.models.minimax_m2.modeling_minimax_m2.MiniMaxM2RotaryEmbedding(theirs).inv_freq
-    model = interpret(config, "config.json").model
+    model = parse_config_json(config, "config.json").model
     assert (model.rotary_dim or model.head_dim) == 2 * len(angles)
-    assert interpret(to_config_json(model, None, "bfloat16", 4096), "it").model == model
+    assert parse_config_json(to_config_json(model, None, "bfloat16", 4096), "it").model == model
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_rope_is_as_wide_as_in_transformers(changes):
 )
 def test_what_is_not_followed_is_refused(changes, reason):
     with pytest.raises(ConfigError) as caught:
-        interpret(PUBLISHED | changes, "config.json")
+        parse_config_json(PUBLISHED | changes, "config.json")
     assert reason in str(caught.value) and len(caught.value.problems) == 1
 
 

@@ -19,11 +19,11 @@ from tests.checkpoint import runs
 from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.hf.config import describe, written_as
-from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.config_json import describe_folder, hf_format_of
 from titanmoe.checkpoint.hf.peft_read import read_peft
-from titanmoe.checkpoint.hf.peft_write import peft_folder
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.hf.peft_write import plan_peft_folder
+from titanmoe.checkpoint.hf.tensor_map import TensorMap
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.read_adapters import Adapters
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
@@ -62,7 +62,7 @@ def test_peft_computes_what_ours_does_and_gives_back_the_same_bits(tmp_path, nam
     assert (want - before).abs().max() > 0.1
     close(by_peft(model, tmp_path / "peft"), want, models.enlarged(name))
 
-    back = read_peft(tmp_path / "peft", describe(folder).model)
+    back = read_peft(tmp_path / "peft", describe_folder(folder).model)
     assert back.base == str(folder) and adapters.keys() == back.tensors.keys()
     assert all(torch.equal(back.tensors[name].get(), tensor) for name, tensor in adapters.items())
     assert dataclasses.replace(back.lora, targets=[]) == adapted.LORA
@@ -85,7 +85,7 @@ def test_parts_of_a_model(tmp_path, name, targets):
     adapters = adapted.write(tmp_path / "ours", folder, dataclasses.replace(adapted.LORA, targets=targets))
     assert convert("--to-peft", tmp_path / "ours", tmp_path / "peft") == 0
     close(by_peft(model, tmp_path / "peft"), merged(model, tmp_path / "ours"), models.enlarged(name))
-    assert read_peft(tmp_path / "peft", describe(folder).model).tensors.keys() == adapters.keys()
+    assert read_peft(tmp_path / "peft", describe_folder(folder).model).tensors.keys() == adapters.keys()
 
 
 MADE_BY_PEFT = {
@@ -207,13 +207,13 @@ def test_random_weights_have_no_name(tmp_path, qwen, capsys):
 def test_what_peft_cannot_express(tmp_path):
     model = Model(**preset("deepseek_v3", "debug") | {"family": "deepseek_v3", "mtp_depth": 1})
     adapters = _adapters(model, LoRA(rank=4))
-    map_ = Map(model, written_as("deepseek_v3"))
+    map_ = TensorMap(model, hf_format_of("deepseek_v3"))
     with pytest.raises(ConfigError, match=r"multi-token prediction has adapters, .*use --drop mtp"):
-        peft_folder(adapters, map_, "", None, [])
-    names = peft_folder(adapters, map_, "", None, ["mtp"]).tensors
+        plan_peft_folder(adapters, map_, "", None, [])
+    names = plan_peft_folder(adapters, map_, "", None, ["mtp"]).tensors
     assert names and not any(f"layers.{model.num_layers}." in name for name in names)
     with pytest.raises(ConfigError, match=r"only w1 has adapters, and PEFT adapts both or neither"):
-        peft_folder(_adapters(model, LoRA(rank=4, targets=["layers.*.w[12]"])), map_, "", None, [])
+        plan_peft_folder(_adapters(model, LoRA(rank=4, targets=["layers.*.w[12]"])), map_, "", None, [])
 
 
 def _adapters(model: Model, lora: LoRA) -> Adapters:
@@ -222,7 +222,7 @@ def _adapters(model: Model, lora: LoRA) -> Adapters:
         Path("ours"),
         model,
         lora,
-        {n: LazyTensor(tuple(x.shape), x.dtype, reader_of(lambda x=x: x)) for n, x in tensors.items()},
+        {n: LazyTensor(tuple(x.shape), x.dtype, slice_of_full(lambda x=x: x)) for n, x in tensors.items()},
     )
 
 
@@ -322,7 +322,7 @@ def test_a_folder_that_cannot_be_read_says_why(tmp_path, exported, case):
     spoil(folder, tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
     with pytest.raises(ConfigError) as error:
-        read_peft(folder, describe(exported[0]).model)
+        read_peft(folder, describe_folder(exported[0]).model)
     assert text in "; ".join(error.value.problems)
 
 
@@ -397,7 +397,7 @@ def test_a_run_compares_them_on_all_ranks(tmp_path, exported):
 
 def begin(exported: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
     folder, adapters = exported
-    shape = dataclasses.asdict(describe(folder).model)
+    shape = dataclasses.asdict(describe_folder(folder).model)
     lora = {"lora.rank": 6, "lora.experts_rank": 3, "lora.alpha": 7.0}
     words = {f"model.{name}": value for name, value in shape.items()} | lora
     words |= {"checkpoint.initial_hf": str(folder), "checkpoint.initial_adapter": str(adapters)}

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
-from titanmoe.checkpoint.hf.files import Folder
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
+from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 
@@ -18,7 +18,7 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 def weights(folder, tensors, config):
     save_file(tensors, folder / "model.safetensors")
-    return Dequantised(Folder(folder), fp8_block(config, folder))
+    return Dequantised(SafetensorsFolder(folder), fp8_block(config, folder))
 
 
 def to_fp8(weight, block=128):

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.hf.config import describe, interpret, to_config_json, written_as
-from titanmoe.checkpoint.hf.maps import Map
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf.config_json import describe_folder, hf_format_of, parse_config_json, to_config_json
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
+from titanmoe.checkpoint.hf.tensor_map import TensorMap
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model, Own
 from titanmoe.models.families import preset
@@ -55,24 +55,24 @@ OUTER = dict(
     "config, family, size", [(NEXT, "qwen3_next", "80b_a3b"), (OUTER, "qwen3_5_moe", "35b_a3b")], ids=["next", "3.5"]
 )
 def test_published_configs_are_the_presets(config, family, size):
-    parsed = interpret(config, "config.json")
+    parsed = parse_config_json(config, "config.json")
     assert parsed.model == Model(**preset(family, size)) and parsed.unknown == []
     for carried in (None, config):
         written = to_config_json(parsed.model, carried, "bfloat16", 4096)
         assert written["model_type"] == parsed.hf.model_type and written["architectures"] == [parsed.hf.architecture]
         assert "text_config" not in written and "vision_config" not in written
-        assert interpret(written, "config.json").model == parsed.model
+        assert parse_config_json(written, "config.json").model == parsed.model
 
 
 def test_which_blocks_are_linear():
     kinds = ["linear_attention", "full_attention"] * 24
-    every_other = interpret(NEXT | {"layer_types": kinds}, "config.json").model
+    every_other = parse_config_json(NEXT | {"layer_types": kinds}, "config.json").model
     assert every_other.full_attention_every == 2
     assert to_config_json(every_other, None, "bfloat16", 4096)["layer_types"] == kinds
-    none = interpret(NEXT | {"layer_types": ["linear_attention"] * 48}, "config.json").model
+    none = parse_config_json(NEXT | {"layer_types": ["linear_attention"] * 48}, "config.json").model
     assert none.full_attention_every == 0
     with pytest.raises(ConfigError, match=r"has the layer_types \['full_attention', 'linear_attention'"):
-        interpret(NEXT | {"layer_types": kinds[1:] + kinds[:1]}, "config.json")
+        parse_config_json(NEXT | {"layer_types": kinds[1:] + kinds[:1]}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_which_blocks_are_linear():
 )
 def test_what_is_not_followed_is_refused(change, text):
     with pytest.raises(ConfigError, match=text):
-        interpret(OUTER | {"text_config": TEXT | change}, "config.json")
+        parse_config_json(OUTER | {"text_config": TEXT | change}, "config.json")
     with pytest.raises(ConfigError, match="has no object text_config"):
-        interpret(OUTER | {"text_config": 7}, "config.json")
+        parse_config_json(OUTER | {"text_config": 7}, "config.json")
 
 
 LEFT_OUT = {"rms_norm_eps": 1e-5, "head_dim": 128, "initializer_range": 0.1, "max_position_embeddings": 4096}
@@ -99,7 +99,7 @@ LEFT_OUT = {"rms_norm_eps": 1e-5, "head_dim": 128, "initializer_range": 0.1, "ma
 def test_keys_beside_text_config_are_no_keys_of_the_text_model():
     """transformers takes the default of its class where text_config leaves one out."""
     text = {key: value for key, value in TEXT.items() if key not in LEFT_OUT}
-    parsed, plain = (interpret(OUTER | {"text_config": text} | more, "config.json") for more in (LEFT_OUT, {}))
+    parsed, plain = (parse_config_json(OUTER | {"text_config": text} | more, "config.json") for more in (LEFT_OUT, {}))
     theirs = models.transformers.Qwen3_5MoeConfig(**OUTER | {"text_config": dict(text)} | LEFT_OUT).text_config
     assert parsed.model == plain.model and parsed.model.norm_eps == theirs.rms_norm_eps == 1e-6
     assert parsed.model.head_dim == theirs.head_dim == 256 and parsed.model.init_std == theirs.initializer_range
@@ -110,7 +110,7 @@ def test_keys_beside_text_config_are_no_keys_of_the_text_model():
 def test_all_that_is_wrong_is_said_at_once():
     wrong = {"tie_word_embeddings": True, "attn_output_gate": False, "hidden_size": None}
     with pytest.raises(ConfigError) as refused:
-        interpret(OUTER | {"text_config": TEXT | wrong, "image_token_id": "x"}, "config.json")
+        parse_config_json(OUTER | {"text_config": TEXT | wrong, "image_token_id": "x"}, "config.json")
     text = "\n".join(refused.value.problems)
     assert all(key in text for key in (*wrong, "image_token_id"))
 
@@ -131,7 +131,7 @@ def test_all_that_is_wrong_is_said_at_once():
 def test_what_transformers_lacks_is_said_by_field(change, text):
     model = replace(Model(**preset("qwen3_next", "debug")), **change)
     with pytest.raises(ConfigError) as refused:
-        Map(model, written_as("qwen3_next"))
+        TensorMap(model, hf_format_of("qwen3_next"))
     assert text in str(refused.value) and len(refused.value.problems) == 1
 
 
@@ -192,11 +192,11 @@ def test_published_layouts_come_in_and_go_out_as_text(tmp_path, experts, mtp, ca
     equal(models.tensors(tmp_path / "out"), want)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["mtp_num_hidden_layers"] == 1 and written["image_token_id"] == 62
-    assert describe(tmp_path / "out").model.media_tokens == [62, 63]
+    assert describe_folder(tmp_path / "out").model.media_tokens == [62, 63]
     again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(model)
     assert torch.equal(models.logits(again, models.ids()), models.logits(model, models.ids()))
-    source = open_hf(tmp_path / "in", describe(tmp_path / "in").model, drop=("mtp",))
+    source = open_hf(tmp_path / "in", describe_folder(tmp_path / "in").model, drop=("mtp",))
     ups = torch.stack([want[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"] for expert in range(8)])
     assert torch.equal(source.read("layers.1.moe.experts.w3", (2, 5, 3), (4, 7, 9)), ups[2:6, 5:12, 3:12])
     assert convert("--from-hf", tmp_path / "in", tmp_path / "dropped", "--drop", "mtp") == 0
@@ -207,7 +207,7 @@ def test_published_layouts_come_in_and_go_out_as_text(tmp_path, experts, mtp, ca
 def test_pieces_of_tensors_that_have_several_of_ours(name, tmp_path):
     """Rows of a rank may begin within a group of rows there, and end in another."""
     folder = models.save(models.make(name), tmp_path / "in")
-    source = open_hf(folder, describe(folder).model)
+    source = open_hf(folder, describe_folder(folder).model)
     for layer, names in (
         (2, ("wq.weight", "wv.weight", "wz.weight", "wb.weight", "conv_v")),
         (1, ("wq.weight", "wg.weight")),

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.checkpoint_hf import models
 from tests.support import processes
-from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.source import open_hf
+from titanmoe.checkpoint.hf import config_json as configs
+from titanmoe.checkpoint.hf.huggingface_source import open_hf
 from titanmoe.cli import main
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.components import COMPONENTS
@@ -49,7 +49,7 @@ def problems(*words):
 def test_the_model_is_that_of_its_config_json(tmp_path, name):
     folder = save(tmp_path / "model", name)
     config = read("--model.hf", folder)
-    assert config.model == configs.describe(folder).model
+    assert config.model == configs.describe_folder(folder).model
     assert config.checkpoint.initial_hf == str(folder)
     assert (config.data.tokenizer, config.moe.aux_loss) == ("bytes", 0.0)
 
@@ -103,7 +103,7 @@ def test_all_that_contradicts_the_file_is_refused(tmp_path):
 @pytest.mark.parametrize("field, value", [("rope_theta", 5e5), ("top_k", 2), ("norm_topk", False)])
 def test_first_weights_of_a_model_that_computes_something_else_are_refused_unless_listed(tmp_path, field, value):
     folder = save(tmp_path / "model")
-    model = dataclasses.replace(configs.describe(folder).model, **{field: value})
+    model = dataclasses.replace(configs.describe_folder(folder).model, **{field: value})
     with pytest.raises(
         ConfigError, match=rf"model.{field} = {value}, but .* use that, or list '{field}' in model.change"
     ):
@@ -115,7 +115,7 @@ def test_first_weights_of_a_model_that_computes_something_else_are_refused_unles
 
 def test_a_listed_field_that_the_weights_do_not_fit_is_refused(tmp_path):
     folder = save(tmp_path / "model")
-    model = dataclasses.replace(configs.describe(folder).model, num_experts=16, change=["num_experts"])
+    model = dataclasses.replace(configs.describe_folder(folder).model, num_experts=16, change=["num_experts"])
     with pytest.raises(ConfigError, match=r"model.num_experts = 16, but .* gives 8: use that$"):
         open_hf(folder, model).check()
 
@@ -150,7 +150,7 @@ def test_the_balance_loss_is_transformers_own_where_one_layer_has_experts(tmp_pa
     changes |= {"layer_types": ["full_attention"]} if name in ("qwen3_next", "qwen3_5_moe") else {}
     changes |= {"mlp_only_layers": []} if name == "qwen3_next" else {}
     model = models.make(name, **changes, output_router_logits=True, router_aux_loss_coef=0.3)
-    parsed = configs.describe(models.save(model, tmp_path / "model"))
+    parsed = configs.describe_folder(models.save(model, tmp_path / "model"))
     ids_BL = models.ids(samples=1)
     out = model(ids_BL, labels=ids_BL)
     (router_TE,) = (logits for logits in out.router_logits if logits is not None)
@@ -169,7 +169,7 @@ def test_over_layers_the_balance_losses_are_equal_where_loads_are(tmp_path, laye
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     model = models.make("qwen3_moe", num_hidden_layers=layers, num_experts_per_tok=top_k, output_router_logits=True)
-    parsed = configs.describe(models.save(model, tmp_path / "model"))
+    parsed = configs.describe_folder(models.save(model, tmp_path / "model"))
     generator = torch.Generator().manual_seed(0)
     for logits_TE in (torch.randn(64, 8, generator=generator), torch.eye(8).repeat(8, 1) * 1e-6):
         theirs = 0.001 * load_balancing_loss_func((logits_TE,) * layers, 8, top_k)
@@ -198,7 +198,7 @@ def test_the_balance_loss_follows_the_file(tmp_path):
 @pytest.mark.parametrize("name", WITHOUT_AUX)
 def test_a_model_to_which_transformers_adds_no_balance_loss_has_none(name, tmp_path):
     folder = save(tmp_path / "model", name, output_router_logits=True)
-    assert configs.describe(folder).aux_loss is None and read("--model.hf", folder).moe.aux_loss == 0
+    assert configs.describe_folder(folder).aux_loss is None and read("--model.hf", folder).moe.aux_loss == 0
 
 
 # ---- commands
@@ -232,11 +232,11 @@ def test_a_run_begins_from_the_folder_and_goes_on_without_it(tmp_path):
     assert "step 2/2" in again.stdout
     manifest = json.loads((tmp_path / "runs/run/checkpoints/step-00000002/manifest.json").read_text())
     model = Model(**manifest["record"]["config"]["model"])
-    assert model == configs.describe(tmp_path / "elsewhere").model
+    assert model == configs.describe_folder(tmp_path / "elsewhere").model
     wrong = processes.run([*words, "--training.steps", "3", "--model.top_k", "2"], cwd=tmp_path)
     assert wrong.returncode == 2 and "manifest.json says 3: leave it out" in wrong.stderr
     assert main(["convert", "--to-hf", str(tmp_path / "runs/run"), str(tmp_path / "out")]) == 0
-    assert configs.describe(tmp_path / "out").model == model
+    assert configs.describe_folder(tmp_path / "out").model == model
     other = processes.run([*words, "--job.name", "other"], cwd=tmp_path)
     assert other.returncode == 2 and "no config.json in model" in other.stderr
 
@@ -264,7 +264,7 @@ def test_the_recipe_that_convert_describes_loads(tmp_path, capsys, name):
     assert main(["convert", "--describe", str(folder)]) == 0
     (tmp_path / "new.toml").write_text(text := capsys.readouterr().out)
     config = read("--config", tmp_path / "new.toml")
-    assert config.model == configs.describe(folder).model and config.checkpoint.initial_hf == str(folder)
+    assert config.model == configs.describe_folder(folder).model and config.checkpoint.initial_hf == str(folder)
     assert f'# family = "{config.model.family}"\n' in text and "fill in" in text
     assert f"# num_heads = {config.model.num_heads}\n" in text
     assert ("# moe.aux_loss = " in text) == (name not in WITHOUT_AUX)

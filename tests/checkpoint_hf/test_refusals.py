@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.hf.config import describe, to_config_json
-from titanmoe.checkpoint.hf.source import compress_names, open_hf
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.hf.config_json import describe_folder, to_config_json
+from titanmoe.checkpoint.hf.huggingface_source import compress_names, open_hf
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
@@ -126,7 +126,7 @@ def test_a_config_that_no_model_can_express(tmp_path, name, changes, reason):
     config = getattr(models.transformers, f"{kind}Config")(**models.BASE | options).to_dict() | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError) as caught:
-        describe(tmp_path)
+        describe_folder(tmp_path)
     assert reason in str(caught.value) and len(caught.value.problems) == 1
 
 
@@ -173,11 +173,11 @@ def test_yarn_is_read_and_written(copy, old):
             config["rope_parameters"] = yarn | {"rope_theta": 5e5}
 
     folder = copy(stretch)
-    model = describe(folder).model
+    model = describe_folder(folder).model
     assert (model.rope_scaling, model.rope_factor, model.rope_original_len) == ("yarn", 8, 16)
     assert (model.rope_theta, model.rope_beta_fast, model.rope_beta_slow) == (5e5, 20, 1)
     (folder / "config.json").write_text(json.dumps(to_config_json(model, None, "float32", 64)))
-    assert describe(folder).model == model
+    assert describe_folder(folder).model == model
     rope = models.transformers.AutoConfig.from_pretrained(folder).rope_parameters
     assert rope.items() >= (yarn | {"rope_theta": 5e5, "beta_slow": 1.0, "truncate": True}).items()
 
@@ -201,8 +201,8 @@ def test_published_configs_are_the_presets(tmp_path):
     }  # fmt: skip
     for (family, size), config in published.items():
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert describe(tmp_path).model == Model(**preset(family, size))
-        assert describe(tmp_path).unknown == []
+        assert describe_folder(tmp_path).model == Model(**preset(family, size))
+        assert describe_folder(tmp_path).unknown == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_which_blocks_of_qwen_are_dense(tmp_path, alone, step, dense, every):
     config = models.make("qwen2_moe").config.to_dict()
     config |= {"num_hidden_layers": 8, "mlp_only_layers": alone, "decoder_sparse_step": step, "layer_types": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = describe(tmp_path).model
+    model = describe_folder(tmp_path).model
     assert (model.num_dense_layers, model.moe_every) == (dense, every)
     written = to_config_json(model, None, "float32", 64)
     assert written["mlp_only_layers"] == [i for i in range(8) if i in alone or (i + 1) % step]
@@ -269,7 +269,7 @@ def test_experts_of_different_dtypes(copy, capsys):
 
 
 def test_another_model_than_asked_for(mixtral):
-    model = describe(mixtral).model
+    model = describe_folder(mixtral).model
     for changes, lines in (
         ({"vocab_size": 320}, ["model.vocab_size = 320, but"]),
         ({"family": "qwen3_moe"}, ["model.family = 'qwen3_moe', but"]),
@@ -419,7 +419,7 @@ def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, cha
     tensors = {name: saved.read(name) for name in saved.tensors}
     tensors[f"model.{name}"] = change(tensors.get(f"model.{name}"))
     pieces = {
-        name: LazyTensor(tuple(t.shape), t.dtype, reader_of(lambda t=t: t))
+        name: LazyTensor(tuple(t.shape), t.dtype, slice_of_full(lambda t=t: t))
         for name, t in tensors.items()
         if t is not None
     }

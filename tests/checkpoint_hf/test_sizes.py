@@ -5,8 +5,8 @@ from itertools import product
 
 import pytest
 
-from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.config import interpret, read_json
+from titanmoe.checkpoint.hf import config_json as configs
+from titanmoe.checkpoint.hf.config_json import parse_config_json, read_json
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
@@ -30,7 +30,7 @@ MIXTRAL = {
 
 def why(**changes) -> list[str]:
     with pytest.raises(ConfigError) as error:
-        interpret(MIXTRAL | changes, "config.json")
+        parse_config_json(MIXTRAL | changes, "config.json")
     return error.value.problems
 
 
@@ -72,7 +72,10 @@ def test_floats_that_are_not_numbers():
 def test_experts_of_all_layers_are_counted_together():
     (message,) = why(num_hidden_layers=10_000, num_local_experts=60_000)
     assert "10000 layers (model.num_layers) of 60000 experts (model.num_experts), 600,000,000 in all" in message
-    assert interpret(MIXTRAL | {"num_hidden_layers": 1000, "num_local_experts": 1000}, "c").model.num_layers == 1000
+    assert (
+        parse_config_json(MIXTRAL | {"num_hidden_layers": 1000, "num_local_experts": 1000}, "c").model.num_layers
+        == 1000
+    )
 
 
 def test_files_that_are_too_large_or_too_deep(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from tests import world
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
 from tests.support import processes
-from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf import config_json as configs
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -56,7 +56,7 @@ def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(t
     """And once it has a checkpoint of its own, it resumes from that."""
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     (folder / "tokenizer.json").write_text("{}")
-    shape = dataclasses.asdict(configs.describe(folder).model)
+    shape = dataclasses.asdict(configs.describe_folder(folder).model)
     changes = {f"model.{name}": value for name, value in shape.items()}
     changes |= {"parallelism.pp": 2, "parallelism.experts.ep": 2, "training.global_batch_size": 4}
     changes |= {f"training.{name}": "float32" for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
@@ -74,7 +74,7 @@ def test_a_run_that_goes_on_refuses_another_model_to_begin_from(tmp_path):
     """It would go on from its own weights without a word."""
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     other = models.save(models.make("qwen3_moe"), tmp_path / "other")
-    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe(folder).model).items()}
+    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe_folder(folder).model).items()}
     world.run(1, train, str(tmp_path), str(folder), changes)
     more = changes | {"training.steps": 2}
     text = rf'checkpoint.initial_hf is "{other}", and was "{folder}" when the run began: it goes on from its own'
@@ -97,7 +97,7 @@ def test_a_run_that_goes_on_refuses_another_model_to_begin_from(tmp_path):
 def test_samples_beyond_what_the_model_was_made_for_are_said(tmp_path):
     model = models.make("qwen3_moe", vocab_size=320, max_position_embeddings=24)
     folder = models.save(model, tmp_path / "in")
-    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe(folder).model).items()}
+    changes = {f"model.{n}": value for n, value in dataclasses.asdict(configs.describe_folder(folder).model).items()}
     for name, seq_len in (("long", 32), ("fits", 24)):
         run = changes | {"training.seq_len": seq_len}
         for steps in (1, 2):  # it is said of a run that goes on, too
@@ -107,7 +107,7 @@ def test_samples_beyond_what_the_model_was_made_for_are_said(tmp_path):
         texts = [event["text"] for event in events if event["kind"] == "data"]
         assert len(texts) == 2 * (name == "long")
         assert all("training.seq_len = 32 is above 24, the max_position_embeddings of its" in text for text in texts)
-    stretched = configs.describe(folder).model
+    stretched = configs.describe_folder(folder).model
     assert configs.context_note(folder, stretched, 96)
     yarn = dataclasses.replace(stretched, rope_scaling="yarn", rope_factor=4.0, rope_original_len=24)
     assert not configs.context_note(folder, yarn, 96) and configs.context_note(folder, yarn, 97)
@@ -124,6 +124,6 @@ def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
 def test_weights_alone_cannot_be_resumed(tmp_path):
     folder = models.save(models.make("mixtral"), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
-    shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe(folder).model).items()}
+    shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe_folder(folder).model).items()}
     with pytest.raises(world.RankError, match=r"it contains only weights .*set checkpoint.model_only = true"):
         world.run(1, train, str(tmp_path), "", shape | {"checkpoint.load": str(tmp_path / "ours")})

@@ -9,7 +9,7 @@ import pytest
 
 from tests.checkpoint import folders
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.manifest import recorded_fields
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.components import COMPONENTS
 from titanmoe.config import old_names
@@ -34,7 +34,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def recorded(tmp_path: Path, config: dict[str, Any]) -> dict[str, Any]:
     path = folders.make(tmp_path, 3)
     folders.rewrite(path, record={"config": config})
-    return config_of(layout.read_manifest(path).record, path / layout.MANIFEST)
+    return recorded_fields(layout.read_manifest(path).record, path / layout.MANIFEST)
 
 
 def test_every_new_name_is_a_field_and_no_old_one_is() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import parity, reference
 from tests.support import case_features
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.move_in_blocks import reader_of
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import to_tables
 from titanmoe.config.schema import Config
@@ -42,7 +42,7 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
         for name, zero in reference.initial_bias(config.model).items()
     }
     tensors = {
-        f"model.{name}": LazyTensor(tuple(tensor.shape), tensor.dtype, reader_of(lambda tensor=tensor: tensor))
+        f"model.{name}": LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda tensor=tensor: tensor))
         for name, tensor in (weights | bias).items()
     }
     write_checkpoint(path, tensors, {"step": 7, "config": to_tables(config)})

@@ -14,7 +14,7 @@ from tests.checkpoint_hf import adapted, models
 from tests.checkpoint_hf.test_convert import convert
 from tests.generate import saved
 from tests.generate.test_generate_command import FOLDED, GREEDY, ask, lines
-from titanmoe.checkpoint.hf.config import describe
+from titanmoe.checkpoint.hf.config_json import describe_folder
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A Hugging Face folder, and a run of adapters on it."""
     tmp = tmp_path_factory.mktemp("adapters")
     folder = models.save(models.make("deepseek_v3", vocab_size=320), tmp / "in")
-    shape = {f"model.{name}": value for name, value in dataclasses.asdict(describe(folder).model).items()}
+    shape = {f"model.{name}": value for name, value in dataclasses.asdict(describe_folder(folder).model).items()}
     changes = shape | {"lora.rank": 4, "lora.alpha": 64.0, "optimizer.lr": 0.1, "checkpoint.initial_hf": str(folder)}
     changes |= dict.fromkeys(parity.NUMERICS, "float32")
     world.run(1, runs.go, str(tmp), changes, 2, 2)

@@ -152,9 +152,9 @@ def test_the_state_is_that_of_the_optimizer(on, monkeypatch):
 def test_moments_are_offered_a_place_in_the_hosts_memory_if_the_optimizer_can_have_them_there(on, monkeypatch):
     monkeypatch.setitem(OPTIMIZERS.table, "stateless", StatelessSpec())
     config = read_draft(["--config", "debug"], COMPONENTS).config
-    assert {"optimizer.offload": True} in list(memory_check._ways(config, 2, GPUS))[-1]
+    assert {"optimizer.offload": True} in list(memory_check._alternatives(config, 2, GPUS))[-1]
     config.optimizer.name = "stateless"
-    assert list(memory_check._ways(config, 2, GPUS))[-1] == [{}]
+    assert list(memory_check._alternatives(config, 2, GPUS))[-1] == [{}]
 
 
 def test_ranks_fit_the_smallest_gpu():

@@ -14,16 +14,23 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError
-from titanmoe.launcher.agent import AgentLog, LaunchResult, Logs
-from titanmoe.launcher.message import Failure, first_failure, message, oom_kills, parts_of_step, ranks_ended_by_hang
-from titanmoe.launcher.train_command import verdict
+from titanmoe.launcher.agent import AgentLog, LaunchResult, RankLogs
+from titanmoe.launcher.failure_message import (
+    RankFailure,
+    count_oom_kills,
+    failure_message,
+    first_failure,
+    phases_of_late_ranks,
+    ranks_ended_by_hang,
+)
+from titanmoe.launcher.train_command import exit_status
 from titanmoe.train import launch_messages
 
 
 def failed(
     folder: Path, rank: int, exitcode: int, when: float = 0.0, note: dict | None = None, log: str = ""
-) -> Failure:
-    entry = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
+) -> RankFailure:
+    entry = RankFailure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
     entry.log.write_text(log)
     if note:
         entry.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
@@ -47,29 +54,36 @@ def test_the_cause_comes_before_its_consequences(tmp_path):
 
 def test_what_the_last_message_says(tmp_path):
     refusal = failed(tmp_path, 0, 2, note={"message": "error: 1 problem in a.toml\n\n  1. no"})
-    assert message(refusal, 4) == "error: 1 problem in a.toml\n\n  1. no"
+    assert failure_message(refusal, 4) == "error: 1 problem in a.toml\n\n  1. no"
     own = failed(tmp_path, 3, 2, note={"message": "error: a.txt: no such file"})
-    assert message(own, 4) == "rank 3: error: a.txt: no such file"
+    assert failure_message(own, 4) == "rank 3: error: a.txt: no such file"
     wrong = failed(tmp_path, 3, 1, note={"message": "ValueError: no (router.py:7, in forward)"})
-    assert message(wrong, 4) == (
+    assert failure_message(wrong, 4) == (
         "error: rank 3 failed first, with exit code 1: ValueError: no (router.py:7, in forward)\n"
         f"its log: {tmp_path}/rank3.log (empty)"
     )
     nan = {"message": "step 7: loss nan", "alike": True}  # which rank says it does not matter
-    assert message(failed(tmp_path, 2, 1, note=nan), 4) == "error: step 7: loss nan"
-    assert message(failed(tmp_path, 2, 1, note=nan, log="w"), 4).endswith(f"loss nan\nits log: {tmp_path}/rank2.log")
-    assert message(wrong, 1).startswith("error: the run failed, with exit code 1: ValueError")
+    assert failure_message(failed(tmp_path, 2, 1, note=nan), 4) == "error: step 7: loss nan"
+    assert failure_message(failed(tmp_path, 2, 1, note=nan, log="w"), 4).endswith(
+        f"loss nan\nits log: {tmp_path}/rank2.log"
+    )
+    assert failure_message(wrong, 1).startswith("error: the run failed, with exit code 1: ValueError")
     silent = failed(tmp_path, 1, 7, log="\n".join(map(str, range(20))))
-    assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
+    assert failure_message(silent, 2).splitlines()[1:] == [
+        *(f"  {n}" for n in range(12, 20)),
+        f"its log: {tmp_path}/rank1.log",
+    ]
     killed = failed(tmp_path, 1, -signal.SIGKILL)
-    assert "rank 1 was killed by SIGKILL: from outside, or by the kernel for lack of memory" in message(killed, 2)
+    assert "rank 1 was killed by SIGKILL: from outside, or by the kernel for lack of memory" in failure_message(
+        killed, 2
+    )
     (tmp_path / "rank1.json.memory").write_text("each rank holds much")
-    assert message(killed, 2, out_of_memory=True).splitlines() == [
+    assert failure_message(killed, 2, out_of_memory=True).splitlines() == [
         "error: rank 1 was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory",
         "each rank holds much",
         f"its log: {tmp_path}/rank1.log (empty)",
     ]
-    assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
+    assert "rank 1 died of SIGSEGV" in failure_message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
 
 
 def test_a_killed_rank_is_said_to_be_where_the_others_saw_it_last(tmp_path):
@@ -77,13 +91,16 @@ def test_a_killed_rank_is_said_to_be_where_the_others_saw_it_last(tmp_path):
     note = {"message": "hang: rank 1 on node is late", "alike": True, "during": {1: part}}
     watch = failed(tmp_path, 0, 1, 5.0, note)
     other = failed(tmp_path, 2, 1, 5.0, LOST)
-    parts = parts_of_step([watch.note_file, tmp_path / "rank1.json", other.note_file])
+    parts = phases_of_late_ranks([watch.note_file, tmp_path / "rank1.json", other.note_file])
     assert parts == {1: part}
     killed = replace(failed(tmp_path, 1, -signal.SIGKILL), during=parts[1])
     (tmp_path / "rank1.json.memory").write_text("each rank holds much")
-    assert message(killed, 4).splitlines()[1] == f"it was in {part}"
-    assert message(killed, 4, out_of_memory=True).splitlines()[1:3] == [f"it was in {part}", "each rank holds much"]
-    assert f"died of SIGSEGV\nit was in {part}" in message(replace(killed, exitcode=-signal.SIGSEGV), 4)
+    assert failure_message(killed, 4).splitlines()[1] == f"it was in {part}"
+    assert failure_message(killed, 4, out_of_memory=True).splitlines()[1:3] == [
+        f"it was in {part}",
+        "each rank holds much",
+    ]
+    assert f"died of SIGSEGV\nit was in {part}" in failure_message(replace(killed, exitcode=-signal.SIGSEGV), 4)
 
 
 def test_a_rank_that_the_watch_killed_is_not_said_to_have_been_out_of_memory(tmp_path):
@@ -93,14 +110,14 @@ def test_a_rank_that_the_watch_killed_is_not_said_to_have_been_out_of_memory(tmp
     assert ranks_ended_by_hang([watch.note_file, tmp_path / "rank1.json"]) == {1, 2}
     stopped = replace(failed(tmp_path, 1, -signal.SIGKILL, 5.0), during="step 3", ended_by_hang=True)
     failures = [stopped, failed(tmp_path, 2, 1, 5.0, LOST), watch]
-    code, text = verdict(LaunchResult(failures=failures, world=3), 2, saves=True, out_of_memory=True)
+    code, text = exit_status(LaunchResult(failures=failures, world=3), 2, saves=True, out_of_memory=True)
     assert (code, text) == (1, "error: hang: rank 1 on node is late")
 
 
 def test_exit_codes_are_kept(tmp_path):
     def code(*exitcodes: int, **more) -> tuple[int, str]:
         failures = [failed(tmp_path, rank, exitcode, float(rank)) for rank, exitcode in enumerate(exitcodes)]
-        return verdict(
+        return exit_status(
             LaunchResult(failures=failures, world=2, **more), 1, saves=more.get("signal") == 2, out_of_memory=False
         )
 
@@ -115,7 +132,7 @@ def test_exit_codes_are_kept(tmp_path):
 
 def test_a_save_that_fails_while_it_stops_is_reported(tmp_path):
     full = failed(tmp_path, 0, 1, note={"message": "step-00000003: the disk is full"})
-    code, text = verdict(LaunchResult(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
+    code, text = exit_status(LaunchResult(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
     assert code == 1 and "the disk is full" in text
 
 
@@ -123,9 +140,9 @@ def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
     lost = failed(tmp_path, 5, 1, note=LOST)
     assert (
         "look for the cause in the logs of the other nodes"
-        in verdict(LaunchResult(failures=[lost], world=8), 2, False, False)[1]
+        in exit_status(LaunchResult(failures=[lost], world=8), 2, False, False)[1]
     )
-    assert "other nodes" not in verdict(LaunchResult(failures=[lost], world=8), 1, False, False)[1]
+    assert "other nodes" not in exit_status(LaunchResult(failures=[lost], world=8), 1, False, False)[1]
 
 
 # ---- what a rank leaves
@@ -162,10 +179,10 @@ def test_what_the_disk_of_the_logs_has_no_room_for_is_kept_in_memory(tmp_path, m
         spare = Path(os.environ[launch_messages.NOTES_FOLDER])
         launch_messages.write_memory_advice(lambda: "each rank holds much")
         killed = replace(wrong, exitcode=-signal.SIGKILL)
-        assert message(killed, 4, out_of_memory=True).splitlines()[1] == "each rank holds much"
+        assert failure_message(killed, 4, out_of_memory=True).splitlines()[1] == "each rank holds much"
         assert launch_messages.write_failure_note("the disk is full", alike=True)
-        assert message(wrong, 4) == "error: the disk is full"
-        Logs(tmp_path).reify({0: {"RANK": "3"}})
+        assert failure_message(wrong, 4) == "error: the disk is full"
+        RankLogs(tmp_path).reify({0: {"RANK": "3"}})
         assert [file.name for file in spare.iterdir()] == ["rank3.json.memory"], "not told of the next attempt"
     assert not spare.exists() and launch_messages.NOTES_FOLDER not in os.environ
     assert not launch_messages.write_failure_note("nobody can read this"), "so that the rank prints it"
@@ -195,7 +212,7 @@ def test_errors_that_only_follow_those_of_other_ranks(error, caused):
 
 
 def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
-    logs = Logs(tmp_path / "logs")
+    logs = RankLogs(tmp_path / "logs")
     env: dict[int, dict[str, str]] = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
     destination = logs.reify(env)
     assert destination.stdouts == {0: "", 1: f"{tmp_path}/logs/rank9.out"}
@@ -213,7 +230,7 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
 
 def test_a_refusal_leaves_no_logs_and_no_new_folder(tmp_path):
     (tmp_path / "runs").mkdir()
-    logs = Logs(tmp_path / "runs/launch/debug")
+    logs = RankLogs(tmp_path / "runs/launch/debug")
     logs.make_folder()
     env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
     found = logs.reify(env)
@@ -226,11 +243,11 @@ def test_a_refusal_leaves_no_logs_and_no_new_folder(tmp_path):
 
 def test_notes_of_an_earlier_start_in_the_same_folder_are_removed(tmp_path):
     env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
-    note = Path(Logs(tmp_path).reify(env).error_files[0])
+    note = Path(RankLogs(tmp_path).reify(env).error_files[0])
     note.write_text("{}")
-    Logs(tmp_path).reify(env)
+    RankLogs(tmp_path).reify(env)
     assert not note.exists()
 
 
 def test_kills_by_the_kernel_are_counted_where_it_reports_them():
-    assert oom_kills() >= 0
+    assert count_oom_kills() >= 0

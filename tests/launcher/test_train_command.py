@@ -21,9 +21,9 @@ from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.config.recipe import toml_module
 from titanmoe.launcher import agent, fit_ranks, train_command
-from titanmoe.launcher.agent import LaunchResult, Logs
+from titanmoe.launcher.agent import LaunchResult, RankLogs
+from titanmoe.launcher.failure_message import RankFailure
 from titanmoe.launcher.fit_ranks import Machine
-from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.train import launch, launch_messages
 from titanmoe.train.launch_messages import pass_config, read_passed_config
@@ -161,7 +161,7 @@ def test_the_environment_of_the_ranks(monkeypatch):
 )
 def test_how_many_ranks(requested, nodes, recipe_ranks, machine, count):
     assert fit_ranks.choose_ranks(requested, nodes, recipe_ranks, machine) == count
-    assert fit_ranks.too_many(count, nodes, machine, "" if requested else "r.toml") == ""
+    assert fit_ranks.why_too_many(count, nodes, machine, "" if requested else "r.toml") == ""
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_how_many_ranks(requested, nodes, recipe_ranks, machine, count):
     ],
 )
 def test_ranks_that_this_machine_does_not_have(world, nodes, machine, recipe, message):
-    assert message in fit_ranks.too_many(world, nodes, machine, recipe)
+    assert message in fit_ranks.why_too_many(world, nodes, machine, recipe)
 
 
 # ---- a mapping that fits
@@ -320,11 +320,11 @@ def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path)
 
 @pytest.mark.parametrize(("code", "left"), [(2, []), (1, ["launch"])], ids=["refused", "failed"])
 def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, capsys, tmp_path):
-    def launch(options: object, words: list[str], logs: Logs) -> LaunchResult:
+    def launch(options: object, words: list[str], logs: RankLogs) -> LaunchResult:
         found = logs.reify({0: {"RANK": "0"}})
         note = Path(found.error_files[0])
         note.write_text('{"message": "error: no", "timestamp": 0}')
-        return LaunchResult(failures=[Failure(0, code, 0.0, Path(found.stderrs[0]), note)])
+        return LaunchResult(failures=[RankFailure(0, code, 0.0, Path(found.stderrs[0]), note)])
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(agent, "launch", launch)

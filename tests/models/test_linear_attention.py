@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused(size, asked, says):
 )
 def test_which_blocks_attend_to_all_may_change_if_the_others_attend_too(asked, says):
     before, after = (flatten(parity.read(asked | {"model.full_attention_every": every}, 1)) for every in (2, 0))
-    assert [refusal.partition(":")[0] for refusal in state.refusals(before, after)] == says
+    assert [refusal.partition(":")[0] for refusal in state.refused_shapes(before, after)] == says
 
 
 @pytest.mark.parametrize("gate", ["delta", "gla"])

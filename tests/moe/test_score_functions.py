@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.moe import test_balance as balance
 from tests.moe.test_router import route, tokens
-from titanmoe.checkpoint.hf.config import _violations
+from titanmoe.checkpoint.hf.config_json import _violations
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, load
 from titanmoe.config.component_kinds import ComponentError

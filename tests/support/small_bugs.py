@@ -368,13 +368,13 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
             'state["step"].fill_(0)',
         ),
         (
-            "targets",
+            "shards_to_load",
             "both moments are the first",
             "TensorShard(tensor, offset, shape)",
             'TensorShard(moments[name]["exp_avg"], offset, shape)',
         ),
         (
-            "targets",
+            "shards_to_load",
             "selection biases are saved and never restored",
             "TensorShard(buffer, (0,) * buffer.dim(), tuple(buffer.shape))",
             "TensorShard(buffer.clone(), (0,) * buffer.dim(), tuple(buffer.shape))",
@@ -404,12 +404,12 @@ TABLE: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/checkpoint/test_layout.py": [
         (
-            "candidates.rank",
+            "newest_first.rank",
             "what `latest` names hides a checkpoint that was made after it",
-            "(number(path), path.name == latest_name, path.name)",
-            "(path.name == latest_name, number(path), path.name)",
+            "(save_number(path), path.name == latest_name, path.name)",
+            "(path.name == latest_name, save_number(path), path.name)",
         ),
-        ("crc32", "a checksum covers only a file's first block", "size - len(block)", "0"),
+        ("compute_crc32", "a checksum covers only a file's first block", "size - len(block)", "0"),
     ],
     "tests/data/test_shuffle.py": [
         ("permute", "a permutation reaches one number too far", "out_N[outside] >= size", "out_N[outside] > size"),

@@ -24,7 +24,7 @@ from tests import parity, world
 from tests.support import processes
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.layout import name_of
+from titanmoe.checkpoint.layout import folder_name
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError
 from titanmoe.train import runtime
@@ -118,7 +118,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     struck, checkpoints = tmp_path / "struck", tmp_path / "hurt/run/checkpoints"
     small = {"lr_schedule.decay": "none", "training.global_batch_size": 2}
     agents.faults += [
-        {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
+        {"do": "kill", "rank": 1, "on": ["write"], "path": f"{folder_name(4)}.writing", "once": str(struck)},
         # Rank 0 comes first, and must not mistake what the previous rank 1 left for the new one.
         {"do": "slow", "rank": 1, "on": ["read"], "path": "train.py", "seconds": 1},
     ]
@@ -128,7 +128,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
         forks=True,
     )
     agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
-    agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
+    agents.wait(lambda: folder_name(5) <= layout.read_latest(checkpoints), "a checkpoint after it")
     torchrun.terminate()  # it passes the signal on
     torchrun.join(PATIENCE)
     assert (
@@ -137,21 +137,21 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
         and "\nsaved " in agents.said()
     )
     stopped = losses(tmp_path / "hurt")[-1][0]
-    assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
+    assert layout.read_latest(checkpoints) == folder_name(stopped), "saved at the step it stopped at"
 
     last = small | {"training.steps": stopped + 1}
     printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
-    assert f"{name_of(stopped)}, after step {stopped}" in printed
+    assert f"{folder_name(stopped)}, after step {stopped}" in printed
     printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert f"nothing is left to do: the run in {tmp_path}/hurt/run has made {stopped + 1} steps, and" in printed
     assert f" --training.steps {2 * (stopped + 1)}\n" in printed and " --checkpoint.load none " in printed
     assert "\nsaved " not in printed, "nothing is left to save either"
-    assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
+    assert len(layout.checkpoints_by_step(checkpoints)) == 3, "older ones are removed"
 
     world.run(2, said, options(tmp_path / "calm", **last))
     assert losses(tmp_path / "hurt") == losses(tmp_path / "calm"), "every step once, however often it was begun"
     hurt, calm = (
-        open_checkpoint(tmp_path / name / "run/checkpoints" / name_of(stopped + 1)) for name in ("hurt", "calm")
+        open_checkpoint(tmp_path / name / "run/checkpoints" / folder_name(stopped + 1)) for name in ("hurt", "calm")
     )
     assert hurt.tensors == calm.tensors
     assert all(hurt.read(name).equal(calm.read(name)) for name in calm.tensors)
@@ -162,8 +162,8 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     """Two nodes of one rank each: one is lost, the other continues alone, and a new one joins it."""
     shrink, grow = tmp_path / "shrink", tmp_path / "grow"
     agents.faults += [
-        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{name_of(3)}.writing", "until": str(shrink)},
-        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{name_of(5)}.writing", "until": str(grow)},
+        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{folder_name(3)}.writing", "until": str(shrink)},
+        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{folder_name(5)}.writing", "until": str(grow)},
     ]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -181,7 +181,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
 
     first, second = node(1), node(0)
     folder = tmp_path / "run"
-    agents.wait(lambda: (folder / "checkpoints" / name_of(2)).exists(), "the second checkpoint")
+    agents.wait(lambda: (folder / "checkpoints" / folder_name(2)).exists(), "the second checkpoint")
     agents.wait(lambda: '"step": 2' in (folder / "metrics.jsonl").read_text(), "the second step's line")
     (rank,) = children(second.pid)
     second.kill()
@@ -189,7 +189,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     shrink.touch()
     line = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
     agents.wait(lambda: line in agents.said(), "a run on one rank")
-    agents.wait(lambda: (folder / "checkpoints" / name_of(4)).exists(), "the fourth checkpoint")
+    agents.wait(lambda: (folder / "checkpoints" / folder_name(4)).exists(), "the fourth checkpoint")
 
     third = node(0)
     agents.wait(lambda: "SIGTERM: saving after this step" in agents.said(), "room for the new node")
@@ -294,7 +294,7 @@ def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, 
         read_config(argv, 4, COMPONENTS)
     for begun in (False, True):
         if begun:
-            (tmp_path / "run/checkpoints" / name_of(3)).mkdir(parents=True)
+            (tmp_path / "run/checkpoints" / folder_name(3)).mkdir(parents=True)
         else:
             monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         config = read_config(argv, 4, COMPONENTS)

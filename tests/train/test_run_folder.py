@@ -9,7 +9,7 @@ from typing import TextIO
 import pytest
 
 from tests.support import processes
-from titanmoe.checkpoint.choose_checkpoint import continues
+from titanmoe.checkpoint.choose_checkpoint import is_resumable
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import run_folder
@@ -17,7 +17,7 @@ from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, QUIZ, r
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
-    return run_folder.claim_folder(config.job, continues(config.checkpoint))
+    return run_folder.claim_folder(config.job, is_resumable(config.checkpoint))
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rich.table import Table
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.safe_files import CheckpointError
 
-WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
+PATH_HELP = "a run's folder, its checkpoints' folder, or one checkpoint"
 
 
 def add_checkpoint(commands: argparse._SubParsersAction) -> None:
@@ -35,24 +35,26 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
         action.set_defaults(run=lambda args: _run_or_error(run, args))
         return action
 
-    add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
+    add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": PATH_HELP})
     inspect = add(
-        "inspect", _inspect, "the run that made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"}
+        "inspect", _inspect, "the run that made a checkpoint, and its tensors", {"RUN": f"{PATH_HELP}: the latest"}
     )
     inspect.add_argument(
         "--match", metavar="GLOB", default="*", help='only tensors with matching names, e.g. "model.*router*"'
     )
     inspect.add_argument("--no-norms", action="store_true", help="do not read the tensors to show their norms")
-    verify = add("verify", _verify, "read every file and compare its checksum", {"RUN": f"{WHERE}: all of them"})
+    verify = add("verify", _verify, "read every file and compare its checksum", {"RUN": f"{PATH_HELP}: all of them"})
     verify.add_argument("--latest", action="store_true", help="only the one that a run would start from")
-    diff = add("diff", _diff, "what differs between two checkpoints", {"A": f"{WHERE}: the latest", "B": "the same"})
+    diff = add(
+        "diff", _diff, "what differs between two checkpoints", {"A": f"{PATH_HELP}: the latest", "B": "the same"}
+    )
     diff.add_argument("--match", metavar="GLOB", default="*", help="only tensors with matching names")
     diff.add_argument("--all", action="store_true", help="also name tensors that are equal")
     add(
         "dcp",
         _add_metadata,
         "add .metadata, which tools of torch.distributed.checkpoint need",
-        {"RUN": f"{WHERE}: the latest"},
+        {"RUN": f"{PATH_HELP}: the latest"},
     )
 
 
@@ -69,7 +71,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, safe_files.refuse_link(path / "checkpoints")):
-        if by_step := layout.steps(folder):
+        if by_step := layout.checkpoints_by_step(folder):
             return list(by_step.values())
     layout.read_manifest(path)  # says what it is instead
     return []
@@ -79,8 +81,10 @@ def latest_checkpoint(path: Path) -> Path:
     checkpoints = checkpoints_in(path)
     if checkpoints == [path]:
         return path
-    candidates = layout.candidates(checkpoints[0].parent)
-    return safe_files.refuse_link(next((path for path in candidates if layout.number(path) < math.inf), candidates[0]))
+    candidates = layout.newest_first(checkpoints[0].parent)
+    return safe_files.refuse_link(
+        next((path for path in candidates if layout.save_number(path) < math.inf), candidates[0])
+    )
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -99,7 +103,7 @@ def _list(args: argparse.Namespace) -> int:
             (
                 str(manifest.step),
                 f"{written_at:%Y-%m-%d %H:%M:%S}",
-                size(sum(s.bytes for s in manifest.files.values())),
+                format_size(sum(s.bytes for s in manifest.files.values())),
                 f"{record['tokens']:,.0f}" if "tokens" in record else "",
                 _axes(mapping.get("attention", {})),
                 _axes(mapping.get("experts", {})),
@@ -126,7 +130,7 @@ def _inspect(args: argparse.Namespace) -> int:
         ("experts", _axes(mapping.get("experts", {}))),
         ("loader", ", ".join(f"{name} {value}" for name, value in record.get("loader", {}).items())),
         ("versions", ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())),
-        ("size", f"{size(sum(s.bytes for s in files.values()))} in {len(files)} files"),
+        ("size", f"{format_size(sum(s.bytes for s in files.values()))} in {len(files)} files"),
     ]
     _print([row for row in rows if row[1]])
     print()
@@ -145,8 +149,8 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = 0
     for path in [latest_checkpoint(args.RUN)] if args.latest else checkpoints_in(args.RUN):
         try:
-            broken = layout.damage(path if path == args.RUN else safe_files.refuse_link(path))
-            read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
+            broken = layout.find_damage(path if path == args.RUN else safe_files.refuse_link(path))
+            read = format_size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
             broken, read = [str(error)], ""
         print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
@@ -156,10 +160,10 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-    from titanmoe.checkpoint.manifest import flat_record
+    from titanmoe.checkpoint.manifest import flatten_record
 
     a, b = (open_checkpoint(latest_checkpoint(path)) for path in (args.A, args.B))
-    before, after = flat_record(a.record), flat_record(b.record)
+    before, after = flatten_record(a.record), flatten_record(b.record)
     differ = False
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
@@ -208,7 +212,7 @@ def _natural_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

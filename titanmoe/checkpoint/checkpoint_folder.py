@@ -16,27 +16,27 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.manifest import Manifest, Sum
-from titanmoe.checkpoint.move_in_blocks import Sizes, empty, fill_in_blocks, within
+from titanmoe.checkpoint.manifest import Checksum, Manifest
+from titanmoe.checkpoint.move_in_blocks import Sizes, block_slices, empty, fill_in_blocks
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress
 from titanmoe.checkpoint.tensor_index import (
-    TENSORS,
-    Extent,
-    Numbers,
+    TENSOR_INDEX,
+    StoredBlock,
     StoredTensor,
-    blocks_for,
-    find_numbers,
+    StridedData,
+    blocks_covering,
     from_json,
-    overlap,
+    intersection,
+    locate_data,
 )
-from titanmoe.checkpoint.write_tensors import NotFinite, Planner, TensorShard, TensorsToSave, Writer
+from titanmoe.checkpoint.write_tensors import CheckpointWriter, NonFiniteError, ShardPlanner, TensorShard, TensorsToSave
 
 
 def save(
     target: Path,
     shards: TensorsToSave,
-    manifest: Callable[[dict[str, Sum]], Manifest],
+    manifest: Callable[[dict[str, Checksum]], Manifest],
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
     progress: SaveProgress | None = None,
@@ -59,7 +59,7 @@ def _save(
     target: Path,
     unfinished: Path,
     shards: TensorsToSave,
-    manifest: Callable[[dict[str, Sum]], Manifest],
+    manifest: Callable[[dict[str, Checksum]], Manifest],
     group: Group,
     carried: Mapping[str, Path] | None,
     progress: SaveProgress,
@@ -68,10 +68,10 @@ def _save(
     first = group is None or dist.get_rank(group) == 0
     on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
     on_all_ranks(group, lambda: _check_visible(unfinished))
-    writer = Writer(unfinished, progress, finite)
+    writer = CheckpointWriter(unfinished, progress, finite)
     try:
         with _without_warning(group):
-            dcp.save(dict(shards), storage_writer=writer, planner=Planner(shards), process_group=group)
+            dcp.save(dict(shards), storage_writer=writer, planner=ShardPlanner(shards), process_group=group)
     except dcp.CheckpointException as failure:
         raise _save_error(failure, target) from None
     on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
@@ -105,7 +105,7 @@ class StoredTensors:
 
     def __init__(self, path: Path):
         self.path = path
-        self._numbers: dict[Extent, Numbers] = {}
+        self._numbers: dict[StoredBlock, StridedData] = {}
         """Of the blocks that have been read from."""
 
     @cached_property
@@ -125,7 +125,7 @@ class StoredTensors:
     def fill(self, targets: Mapping[str, tuple[str, TensorShard]]) -> None:
         """Fill shards, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
         another."""
-        blocks_by_file: dict[str, dict[Extent, list[tuple[str, TensorShard]]]] = {}
+        blocks_by_file: dict[str, dict[StoredBlock, list[tuple[str, TensorShard]]]] = {}
         for name, shard in targets.values():
             for block in self._blocks_for(name, shard):
                 blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, shard))
@@ -135,25 +135,25 @@ class StoredTensors:
             except Exception as error:
                 raise safe_files.read_error(self.path / file, error) from None
 
-    def _blocks_for(self, name: str, shard: TensorShard) -> list[Extent]:
+    def _blocks_for(self, name: str, shard: TensorShard) -> list[StoredBlock]:
         try:
-            return blocks_for(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
+            return blocks_covering(self.stored.get(name), shard.shape, shard.offset, shard.sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
-    def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, TensorShard]]]) -> None:
+    def _fill(self, file: str, blocks: Mapping[StoredBlock, list[tuple[str, TensorShard]]]) -> None:
         with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.stored[blocks[block][0][0]].dtype
                 if block not in self._numbers:
-                    self._numbers[block] = find_numbers(block, dtype, stream)
+                    self._numbers[block] = locate_data(block, dtype, stream)
 
-                def read(at: Sizes, sizes: Sizes, block: Extent = block) -> Tensor:
+                def read(at: Sizes, sizes: Sizes, block: StoredBlock = block) -> Tensor:
                     return self._numbers[block].read(stream, tuple(map(sub, at, block.offset)), sizes)
 
                 for _, shard in blocks[block]:
-                    offset, sizes = overlap(block, shard.offset, shard.sizes)
-                    fill_in_blocks(shard.tensor.detach()[within(offset, sizes, shard.offset)], offset, read)
+                    offset, sizes = intersection(block, shard.offset, shard.sizes)
+                    fill_in_blocks(shard.tensor.detach()[block_slices(offset, sizes, shard.offset)], offset, read)
 
 
 class Checkpoint(StoredTensors):
@@ -167,13 +167,13 @@ class Checkpoint(StoredTensors):
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
         files = self.manifest.files
-        if TENSORS not in files:
-            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSORS}")
-        data = layout.content(self.path, TENSORS, files[TENSORS])
+        if TENSOR_INDEX not in files:
+            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSOR_INDEX}")
+        data = layout.read_intact(self.path, TENSOR_INDEX, files[TENSOR_INDEX])
         try:
             return from_json(data, files)
         except Exception as error:  # files that are not ours can raise anything
-            raise safe_files.read_error(self.path / TENSORS, error) from None
+            raise safe_files.read_error(self.path / TENSOR_INDEX, error) from None
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -198,7 +198,7 @@ def write_checkpoint(
 
 def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
-    if nonfinite := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
+    if nonfinite := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NonFiniteError)}:
         other_ranks = len(nonfinite) - 1
         others = f", and on {other_ranks} more rank{'s' * (other_ranks > 1)}" if other_ranks else ""
         rank = min(nonfinite)

@@ -14,7 +14,7 @@ from titanmoe.config.schema import Checkpoint as Options
 from titanmoe.config.schema import Config, Job
 
 
-def continues(options: Options) -> bool:
+def is_resumable(options: Options) -> bool:
     """Whether a run of this name is one run, however often it is started; otherwise each start gets its own folder."""
     return options.enable and options.load != "none"
 
@@ -24,7 +24,7 @@ def run_folder(job: Job) -> Path:
     return Path(job.dump_folder) / (job.name or "run")
 
 
-def checkpoints_of(run: Path, options: Options) -> Path:
+def checkpoints_folder(run: Path, options: Options) -> Path:
     folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
 
@@ -32,8 +32,8 @@ def checkpoints_of(run: Path, options: Options) -> Path:
 def has_begun(config: Config) -> bool:
     """Whether the run has a checkpoint of its own to resume from."""
     try:
-        return continues(config.checkpoint) and _has_checkpoints(
-            checkpoints_of(run_folder(config.job), config.checkpoint)
+        return is_resumable(config.checkpoint) and _has_checkpoints(
+            checkpoints_folder(run_folder(config.job), config.checkpoint)
         )
     except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
         raise ConfigError([str(error)]) from None
@@ -52,11 +52,11 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
     """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
     if options.load == "none":
         return StartPoint()
-    own_folder = checkpoints_of(run, options) if options.enable else None
+    own_folder = checkpoints_folder(run, options) if options.enable else None
     if options.load.isdecimal():
         return StartPoint(_checkpoint_of_step(own_folder, int(options.load), damage))
     if own_folder is not None and _has_checkpoints(own_folder):
-        return _newest_sound(own_folder, damage)
+        return _newest_intact(own_folder, damage)
     if options.load == "auto":
         return StartPoint()
     start = start_from_path(Path(options.load), damage)
@@ -64,7 +64,7 @@ def choose_start(options: Options, run: Path, damage: Callable[[Path], list[str]
     return start
 
 
-def weights_under(options: Options) -> str:
+def base_weights_name(options: Options) -> str:
     """Return the name of the weights on which new adapters begin: a model, a checkpoint, or "" for random ones."""
     return options.initial_hf or (options.load if options.model_only else "")
 
@@ -74,18 +74,18 @@ FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a fold
 
 def _has_checkpoints(folder: Path) -> bool:
     try:
-        return bool(layout.candidates(folder, unfinished=True)) or safe_files.exists(folder / layout.LATEST)
+        return bool(layout.newest_first(folder, unfinished=True)) or safe_files.exists(folder / layout.LATEST)
     except Unreadable as error:
         raise Unreadable(
             f"{error}: it is unknown whether there are checkpoints to resume from; {FROM_SCRATCH}"
         ) from None
 
 
-def _newest_sound(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
+def _newest_intact(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
     """The first candidate that is sound. There are some: if none can be used, that must not mean starting from
     scratch."""
-    latest_name, passed_over = layout.latest(folder), {}
-    for path in layout.candidates(folder, unfinished=is_own_run):
+    latest_name, passed_over = layout.read_latest(folder), {}
+    for path in layout.newest_first(folder, unfinished=is_own_run):
         try:
             broken = damage(safe_files.refuse_link(path))
         except CheckpointError as error:
@@ -112,26 +112,26 @@ def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path],
             f"checkpoint.load = {step} is a step of this run's own checkpoints, which checkpoint.enable = false does "
             "not look for: enable it, or give the path"
         )
-    by_step = layout.steps(folder)
+    by_step = layout.checkpoints_by_step(folder)
     if step not in by_step:
         listed = ", ".join(map(str, by_step)) or "none"
         raise CheckpointError(f"checkpoint.load = {step}: {folder} has no such step; it has {listed}")
-    _check_sound(safe_files.refuse_link(by_step[step]), damage)
+    _check_intact(safe_files.refuse_link(by_step[step]), damage)
     return by_step[step]
 
 
 def start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     if safe_files.exists(path / layout.MANIFEST):
-        _check_sound(path, damage)
+        _check_intact(path, damage)
         return StartPoint(path)
     for folder in (path, safe_files.refuse_link(path / "checkpoints")):
-        if layout.steps(folder):
-            return _newest_sound(folder, damage, is_own_run=False)
+        if layout.checkpoints_by_step(folder):
+            return _newest_intact(folder, damage, is_own_run=False)
     layout.read_manifest(path)  # says what the folder is instead
     raise CheckpointError(f"checkpoint.load = {path} contains no checkpoint")
 
 
-def _check_sound(path: Path, damage: Callable[[Path], list[str]]) -> None:
+def _check_intact(path: Path, damage: Callable[[Path], list[str]]) -> None:
     if broken := damage(path):
         raise CheckpointError(f'{"; ".join(broken)}: load another step, or set checkpoint.load = "auto"')
 

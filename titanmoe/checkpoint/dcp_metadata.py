@@ -31,7 +31,7 @@ def write_dcp_metadata(path: Path) -> int:
     Raises:
         CheckpointError: if files of the checkpoint are missing or have another size, or it cannot be written.
     """
-    if broken := layout.damage(path, contents=False):
+    if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     stored, size = open_checkpoint(path).stored, torch.Size
     tensors = {
@@ -54,7 +54,7 @@ def write_dcp_metadata(path: Path) -> int:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(new_file, path / layout.DCP_METADATA)
-        layout.sync(path)
+        layout.fsync_folder(path)
     except OSError as error:
         layout.erase(new_file)
         raise CheckpointError(write_error(new_file, error, len(data))) from None

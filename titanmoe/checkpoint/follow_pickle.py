@@ -26,7 +26,7 @@ OBJECTS = CALLS.union(
 """Also for objects, lists and dicts, any of which may be used twice."""
 
 
-class Global(NamedTuple):
+class GlobalName(NamedTuple):
     """A function or class that the pickle names, after its module and a space."""
 
     name: str
@@ -39,7 +39,7 @@ class StorageRef(NamedTuple):
 
 
 @dataclass(slots=True)
-class Called:
+class PickledCall:
     """A call that nobody makes, and the state that the result would get."""
 
     function: Any
@@ -47,7 +47,7 @@ class Called:
     state: Any = None
 
 
-class Items(list[tuple[Any, Any]]):
+class DictItems(list[tuple[Any, Any]]):
     """The items of a dict. Hashing a key of a stranger's could recurse without an end."""
 
 
@@ -96,7 +96,7 @@ def _apply(name: str, argument: Any, stack: list[Any], marks: list[int], memo: l
     elif name == "EMPTY_LIST":
         stack.append([])
     elif name == "EMPTY_DICT":
-        stack.append(Items())
+        stack.append(DictItems())
     elif name in ("APPENDS", "SETITEMS"):
         values = stack[(mark := marks.pop()) :]
         del stack[mark:]
@@ -108,11 +108,11 @@ def _apply(name: str, argument: Any, stack: list[Any], marks: list[int], memo: l
         value, key = stack.pop(), stack.pop()
         stack[-1].append((key, value))
     elif name == "GLOBAL":
-        stack.append(Global(argument))
+        stack.append(GlobalName(argument))
     elif name == "STACK_GLOBAL":
-        stack[-2:] = [Global(" ".join(_last(stack, 2)))]
+        stack[-2:] = [GlobalName(" ".join(_last(stack, 2)))]
     elif name in ("REDUCE", "NEWOBJ"):
-        stack[-2:] = [Called(*_last(stack, 2))]
+        stack[-2:] = [PickledCall(*_last(stack, 2))]
     elif name == "BUILD":
         state = stack.pop()
         stack[-1].state = state

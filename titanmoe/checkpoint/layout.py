@@ -28,8 +28,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from titanmoe.checkpoint import manifest, safe_files
-from titanmoe.checkpoint.manifest import Manifest, Sum
-from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries, write_error
+from titanmoe.checkpoint.manifest import Checksum, Manifest
+from titanmoe.checkpoint.safe_files import (
+    NOT_FOUND_ERRORS,
+    CheckpointError,
+    Unreadable,
+    error_text,
+    with_retries,
+    write_error,
+)
 
 MANIFEST, LATEST, CARRIED, DCP_METADATA = "manifest.json", "latest", "hf", ".metadata"
 CARRIED_BYTES = 1 << 30
@@ -40,7 +47,7 @@ _LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
 _BLOCK = 1 << 22
 
 
-def name_of(step: int) -> str:
+def folder_name(step: int) -> str:
     return f"step-{step:08}"
 
 
@@ -52,7 +59,7 @@ def step_of(path: Path) -> int:
 def read_manifest(folder: Path) -> Manifest:
     try:
         data = safe_files.read(folder, MANIFEST, manifest.MOST_BYTES)
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         raise CheckpointError(_explain_absent(folder)) from None
     return manifest.parse(data, folder / MANIFEST)
 
@@ -73,7 +80,7 @@ def _explain_absent(folder: Path) -> str:
 # ---- finding
 
 
-def steps(folder: Path) -> dict[int, Path]:
+def checkpoints_by_step(folder: Path) -> dict[int, Path]:
     """The complete checkpoints of a run's checkpoint folder by step, in order: everything with such a name."""
     by_step = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(by_step.items()))
@@ -82,36 +89,36 @@ def steps(folder: Path) -> dict[int, Path]:
 def _entries(folder: Path) -> list[str]:
     try:
         return with_retries(folder, lambda: os.listdir(folder))
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         return []
 
 
-def latest(folder: Path) -> str:
+def read_latest(folder: Path) -> str:
     """The name in the file `latest`, "" without one."""
     try:
         return safe_files.read(folder, LATEST, 256).decode().strip()
-    except (*ABSENT, CheckpointError, UnicodeDecodeError):
+    except (*NOT_FOUND_ERRORS, CheckpointError, UnicodeDecodeError):
         return ""
 
 
-def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
+def newest_first(folder: Path, unfinished: bool = False) -> list[Path]:
     """Checkpoints, last made first; before them those that do not say when, so that they are not missed.
 
     unfinished: include those that lack only their name, which the run's next writer will give them.
     """
-    checkpoints = list(steps(folder).values())
+    checkpoints = list(checkpoints_by_step(folder).values())
     if unfinished:
         names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
         checkpoints += [folder / name for name in names if safe_files.exists(folder / name / MANIFEST)]
-    latest_name = latest(folder)
+    latest_name = read_latest(folder)
 
     def rank(path: Path) -> tuple[float, bool, str]:
-        return number(path), path.name == latest_name, path.name
+        return save_number(path), path.name == latest_name, path.name
 
     return sorted(checkpoints, key=rank, reverse=True)
 
 
-def number(path: Path) -> float:
+def save_number(path: Path) -> float:
     """Its place in the order of the run's checkpoints; infinite if that cannot be read."""
     try:
         return read_manifest(path).number
@@ -119,7 +126,7 @@ def number(path: Path) -> float:
         return math.inf
 
 
-def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
+def find_damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
     expected = read_manifest(folder).files
     lines = (
@@ -128,16 +135,16 @@ def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = Tr
     return [line for line in lines if line]
 
 
-def _damage_of(folder: Path, name: str, expected: Sum, contents: bool) -> str:
+def _damage_of(folder: Path, name: str, expected: Checksum, contents: bool) -> str:
     """What is wrong with a file, if anything is."""
     file = folder / name
     try:
         size = with_retries(file, lambda: os.lstat(safe_files.safe_path(folder, name)).st_size)
         if size != expected.bytes:
             return f"{file} has {size:,} bytes but was written with {expected.bytes:,}"
-        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != expected.crc32:
+        if contents and (crc := with_retries(file, lambda: compute_crc32(folder, name, size))) != expected.crc32:
             return f"{file} has CRC-32 {crc:08x} but was written with {expected.crc32:08x}: its contents have changed"
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         return f"{file} is missing"
     except Unreadable:
         raise
@@ -146,7 +153,7 @@ def _damage_of(folder: Path, name: str, expected: Sum, contents: bool) -> str:
     return ""
 
 
-def crc32(folder: Path, name: str, size: int) -> int:
+def compute_crc32(folder: Path, name: str, size: int) -> int:
     crc = 0
     with safe_files.open_file(folder, name) as stream:
         while size > 0 and (block := stream.read(min(size, _BLOCK))):
@@ -154,41 +161,41 @@ def crc32(folder: Path, name: str, size: int) -> int:
     return crc
 
 
-def content(folder: Path, name: str, expected: Sum) -> bytes:
+def read_intact(folder: Path, name: str, expected: Checksum) -> bytes:
     """A whole file of a checkpoint; CheckpointError unless it is what was written."""
     try:
         data = safe_files.read(folder, name, expected.bytes)
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         raise CheckpointError(f"{folder / name} is missing") from None
     if len(data) != expected.bytes or zlib.crc32(data) != expected.crc32:
         raise CheckpointError(f"{folder / name} is not what was written: its contents have changed")
     return data
 
 
-def carried(folder: Path) -> dict[str, Path]:
+def carried_files(folder: Path) -> dict[str, Path]:
     """Files of a Hugging Face model that were copied along with a checkpoint, by name."""
     names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
-    return {name: regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
+    return {name: require_regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
 
 
-def files(folder: Path) -> dict[str, Path]:
+def files_in(folder: Path) -> dict[str, Path]:
     """The files of a run's own folder, if it exists."""
     names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
-    return {name: regular(folder.parent, f"{folder.name}/{name}") for name in names}
+    return {name: require_regular(folder.parent, f"{folder.name}/{name}") for name in names}
 
 
-def regular(folder: Path, name: str) -> Path:
+def require_regular(folder: Path, name: str) -> Path:
     """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
     try:
         return safe_files.safe_path(folder, name)
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         raise CheckpointError(f"{folder / name} is missing") from None
 
 
 # ---- writing
 
 
-def sweep(folder: Path) -> list[str]:
+def clean_up_interrupted(folder: Path) -> list[str]:
     """Finish or remove what interrupted writers left; returns what to report."""
     notes = []
     for name in _entries(folder):
@@ -210,7 +217,7 @@ def sweep(folder: Path) -> list[str]:
 
 def _damage_text(folder: Path) -> str:
     try:
-        return "; ".join(damage(folder, contents=False))
+        return "; ".join(find_damage(folder, contents=False))
     except Unreadable:
         raise
     except CheckpointError as error:
@@ -239,7 +246,7 @@ def leftover_bytes(folder: Path) -> int:
     return sum(file.lstat().st_size for entry in left for file in entry.rglob("*") if file.is_file())
 
 
-def check_files(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
+def check_files(folder: Path, files: dict[str, Checksum]) -> dict[str, Checksum]:
     """The files themselves, if their contents are right."""
     if broken := [
         line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
@@ -254,7 +261,7 @@ def publish(unfinished: Path, target: Path, manifest: Manifest) -> None:
     new_file = unfinished / f"{MANIFEST}.new"
     write_text(new_file, manifest.text())
     os.rename(new_file, unfinished / MANIFEST)
-    sync(unfinished)
+    fsync_folder(unfinished)
     _rename_into_place(unfinished, target)
 
 
@@ -262,7 +269,7 @@ def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
     """A checkpoint from an abandoned future, which this run went back from, may have the name."""
     replaced = _rename_with_suffix(target, REMOVING) if os.path.lexists(target) else None
     os.rename(unfinished, target)
-    sync(target.parent)
+    fsync_folder(target.parent)
     return erase(replaced) if replaced else []
 
 
@@ -271,15 +278,15 @@ def write_latest(folder: Path, name: str) -> None:
     new_file = folder / f"{LATEST}.new"
     write_text(new_file, name + "\n")
     os.replace(new_file, folder / LATEST)
-    sync(folder)
+    fsync_folder(folder)
 
 
-def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
+def remove_old(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
     """Remove all but the last made and, if asked for, the multiples of a number of steps; returns what to report.
 
     newest has just been written and read back. Only what was made before it is removed; what cannot be read stays.
     """
-    number_of = {path: number(path) for path in steps(folder).values()}
+    number_of = {path: save_number(path) for path in checkpoints_by_step(folder).values()}
     if not keep_last or number_of.get(newest, math.inf) == math.inf:
         return []
     older = sorted(
@@ -338,7 +345,7 @@ def write_text(file: Path, text: str) -> None:
         raise CheckpointError(write_error(file, error, len(text.encode()))) from None
 
 
-def sync(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Directories need this as much as files, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -347,9 +354,9 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def next_number(folder: Path) -> int:
+def next_save_number(folder: Path) -> int:
     numbers = [0]
-    for path in steps(folder).values():
+    for path in checkpoints_by_step(folder).values():
         with contextlib.suppress(CheckpointError):
             numbers.append(read_manifest(path).number)
     return 1 + max(numbers)

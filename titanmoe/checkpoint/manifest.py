@@ -28,7 +28,7 @@ AT, END = len(HEAD), len(HEAD) + 64
 
 
 @dataclass(frozen=True)
-class Sum:
+class Checksum:
     """What a file must match."""
 
     bytes: int
@@ -40,7 +40,7 @@ class Manifest:
     step: int
     number: int
     """Counts the run's checkpoints in the order they were made; a run may go back to an earlier step."""
-    files: dict[str, Sum]
+    files: dict[str, Checksum]
     record: dict[str, Any] = field(default_factory=dict)
     """What the run was: config (with the names that options have now), mapping, loader, tokens, versions."""
     format: int = FORMAT
@@ -77,10 +77,10 @@ def parse(data: bytes, source: Path) -> Manifest:
             )
         if not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
-        if type_error := next(type_errors(content, ENTRIES), ""):
+        if type_error := next(type_errors(content, ENTRY_TYPES), ""):
             raise ValueError(type_error)
         old_names.rename(content["record"].get("config", {}))
-        files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
+        files = {name: Checksum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
         return Manifest(content["step"], content["number"], files, content["record"], version)
     except RecursionError:
         raise CheckpointError(f"{source} is damaged: it is nested too deep") from None
@@ -94,7 +94,7 @@ def parse(data: bytes, source: Path) -> Manifest:
 COUNT, NUMBER, ANY = "a count", "a number", "anything"
 CRC = "8 hexadecimal digits"
 AXES = {"*": COUNT}
-ENTRIES: dict[str, Any] = {
+ENTRY_TYPES: dict[str, Any] = {
     "step": COUNT,
     "number": COUNT,
     "files": {"*": {"bytes": COUNT, "crc32": CRC}},
@@ -146,10 +146,10 @@ def _has_type(value: Any, kind: Any) -> bool:
 # ---- the config in a record
 
 
-def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in table.items():
-        out |= flat_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        out |= flatten_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
     return out
 
 
@@ -170,13 +170,13 @@ def unknown_fields(recorded: Mapping[str, Any]) -> list[str]:
     return [f"this titanmoe does not know {some}: use the version that wrote it"] if unknown else []
 
 
-def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
+def recorded_fields(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Return the values of a recorded config's fields, by path.
 
     Raises CheckpointError if this version does not know one, if one has the wrong type, or if one names code that the
     user has not allowed.
     """
-    recorded = flat_record(record.get("config", {}))
+    recorded = flatten_record(record.get("config", {}))
     try:
         refuse_code(recorded, source)
     except CodeNotAllowed as error:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 Sizes = tuple[int, ...]
-Reader = Callable[[Sizes, Sizes], Tensor]
+ReadBlock = Callable[[Sizes, Sizes], Tensor]
 """Reads a block of a tensor: offset, sizes."""
-WRITTEN = 32 << 20
+WRITE_BLOCK_BYTES = 32 << 20
 """Bytes of a block that is written at once, at most."""
-COPIED = 2 << 20
+COPY_BLOCK_BYTES = 2 << 20
 """Of one that is only on its way to another place in memory."""
 
 
-def cut(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
+def split_into_blocks(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Offsets and sizes of blocks of at most so many bytes, which one after the other are a block of a tensor, in the
     order of its numbers. Rows of the last dim stay whole."""
     if not prod(sizes):
@@ -38,28 +38,28 @@ def cut(offset: Sizes, sizes: Sizes, itemsize: int, most: int) -> Iterator[tuple
             yield tuple(map(add, offset, start)), (*[1] * dim, min(step, sizes[dim] - first), *rest)
 
 
-def within(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[slice, ...]:
+def block_slices(offset: Sizes, sizes: Sizes, start: Sizes | None = None) -> tuple[slice, ...]:
     """Where a block is in a tensor, or in a larger block that begins at start."""
     at = [first - begin for first, begin in zip(offset, start or (0,) * len(offset), strict=True)]
     return tuple(slice(first, first + n) for first, n in zip(at, sizes, strict=True))
 
 
-def reader_of(make: Callable[[], Tensor]) -> Reader:
+def slice_of_full(make: Callable[[], Tensor]) -> ReadBlock:
     """Of a tensor that is only made whole."""
-    return lambda offset, sizes: make()[within(offset, sizes)]
+    return lambda offset, sizes: make()[block_slices(offset, sizes)]
 
 
 def empty(sizes: Sizes, dtype: torch.dtype) -> Tensor:
     """Memory that is the system's again once it is released: malloc keeps what it had, in pieces that are too small for
     the next block."""
     size = prod(sizes) * dtype.itemsize
-    if size < COPIED // 4:
+    if size < COPY_BLOCK_BYTES // 4:
         return torch.empty(sizes, dtype=dtype)
     return torch.frombuffer(mmap(-1, size, MAP_PRIVATE), dtype=dtype).view(sizes)
 
 
-def fill_in_blocks(out: Tensor, offset: Sizes, read: Reader) -> Tensor:
+def fill_in_blocks(out: Tensor, offset: Sizes, read: ReadBlock) -> Tensor:
     """out: the block of a tensor that begins at offset, in whatever dtype and on whatever device."""
-    for at, sizes in cut(offset, tuple(out.shape), out.itemsize, COPIED):
-        out[within(at, sizes, offset)].copy_(read(at, sizes))
+    for at, sizes in split_into_blocks(offset, tuple(out.shape), out.itemsize, COPY_BLOCK_BYTES):
+        out[block_slices(at, sizes, offset)].copy_(read(at, sizes))
     return out

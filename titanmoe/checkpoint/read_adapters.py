@@ -10,7 +10,7 @@ from pathlib import Path
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.manifest import recorded_fields
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.fields import build, toml_value
@@ -51,12 +51,12 @@ class Adapters:
         return self.tensors[adapter_names(matrix)[0]].shape[-2]
 
 
-def of_checkpoint(path: Path) -> Adapters:
+def read_checkpoint_adapters(path: Path) -> Adapters:
     """Those of a run's checkpoint."""
     saved = open_checkpoint(path)
     if "base" not in saved.record:
         raise CheckpointError(f"{path} has whole weights and no adapters: a run with lora.rank above 0 makes them")
-    config = build(config_of(saved.record, path / layout.MANIFEST))
+    config = build(recorded_fields(saved.record, path / layout.MANIFEST))
     shapes = dict(names.shapes(config.model, Tuning.of(config)))
     missing = [name for name in shapes if is_adapter(name) and f"{MODEL}{name}" not in saved.tensors]
     if missing:
@@ -71,7 +71,7 @@ def of_checkpoint(path: Path) -> Adapters:
     return Adapters(path, config.model, config.lora, tensors, base, saved.record["base"], config)
 
 
-def disagreements(adapters: Adapters, config: Config) -> list[str]:
+def lora_mismatches(adapters: Adapters, config: Config) -> list[str]:
     """What of [lora] the adapters are not, a line each with what to set."""
     tuning, matrices = Tuning.of(config), adapters.matrices
     there = {"lora.alpha": adapters.lora.alpha}
@@ -86,28 +86,29 @@ def disagreements(adapters: Adapters, config: Config) -> list[str]:
     ]
     chosen = [name for name in names.names(config.model) if tuning.rank_of(name)]
     if chosen != matrices:
-        targets = toml_value(patterns(config.model, matrices))
+        targets = toml_value(targets_choosing(config.model, matrices))
+        more, fewer = _list_matrices(set(chosen) - set(matrices)), _list_matrices(set(matrices) - set(chosen))
         lines.append(
-            f"lora.targets chooses {_shown(set(chosen) - set(matrices))} that have no adapters there, and leaves out "
-            f"{_shown(set(matrices) - set(chosen))} that have: use targets = {targets}"
+            f"lora.targets chooses {more} that have no adapters there, and leaves out {fewer} that have: use targets = "
+            f"{targets}"
         )
     return lines
 
 
-def _shown(matrices: set[str]) -> str:
+def _list_matrices(matrices: set[str]) -> str:
     some = ", ".join(sorted(matrices)[:3])
     return f"{len(matrices)} matrices{f' ({some}, ...)' if len(matrices) > 3 else f' ({some})' if matrices else ''}"
 
 
-def in_block(name: str) -> str:
+def name_in_block(name: str) -> str:
     """A matrix's name within its block."""
     return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name)
 
 
-def patterns(model: Model, matrices: list[str]) -> list[str]:
+def targets_choosing(model: Model, matrices: list[str]) -> list[str]:
     """lora.targets that choose these and no others."""
     everything, chosen, out = names.names(model), set(matrices), {}
     for name in matrices:
-        alike = [other for other in everything if in_block(other) == in_block(name)]
-        out |= {f"*.{in_block(name)}" if chosen.issuperset(alike) else name: None}
+        alike = [other for other in everything if name_in_block(other) == name_in_block(name)]
+        out |= {f"*.{name_in_block(name)}" if chosen.issuperset(alike) else name: None}
     return list(out)

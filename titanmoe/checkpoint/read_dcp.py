@@ -14,10 +14,10 @@ from typing import Any
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import StoredTensors
-from titanmoe.checkpoint.follow_pickle import OBJECTS, VALUES, Called, Global, Items, follow
-from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.follow_pickle import OBJECTS, VALUES, DictItems, GlobalName, PickledCall, follow
+from titanmoe.checkpoint.manifest import Checksum
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.checkpoint.tensor_index import DTYPES, MOST_DIMS, checked_tensors
+from titanmoe.checkpoint.tensor_index import DTYPES, MOST_DIMS, parse_entries
 
 MOST_BYTES = 1 << 28
 """Bytes of .metadata: a block of a tensor takes about 140."""
@@ -50,14 +50,14 @@ class DcpFolder(StoredTensors):
         """Names of all other entries, which are not looked at."""
         try:
             data = safe_files.read(path, layout.DCP_METADATA, MOST_BYTES)
-        except safe_files.ABSENT:
+        except safe_files.NOT_FOUND_ERRORS:
             what = f"it has no {layout.DCP_METADATA}" if path.is_dir() else "no such folder"
             raise CheckpointError(f"{path} is no folder of torch.distributed.checkpoint: {what}") from None
         try:
             entries = self._entries(follow(data, VALUES | OBJECTS, "a Metadata of torch", NAMES), begins)
             files = {block[2] for entry in entries.values() for block in entry["blocks"]}
-            sums = {name: Sum(os.lstat(safe_files.safe_path(path, name)).st_size, 0) for name in sorted(files)}
-            self.stored = checked_tensors(entries, sums)
+            sums = {name: Checksum(os.lstat(safe_files.safe_path(path, name)).st_size, 0) for name in sorted(files)}
+            self.stored = parse_entries(entries, sums)
         except Exception as error:  # files that are not ours can raise anything
             raise safe_files.read_error(path / layout.DCP_METADATA, error) from None
 
@@ -92,20 +92,22 @@ class DcpFolder(StoredTensors):
 def _fields(value: Any, kind: str, wrong: str = "") -> dict[str, Any]:
     """Return the fields of an object of a class; ValueError if it is something else."""
     name = kind if " " in kind else f"{_CLASSES} {kind}"
-    if not isinstance(value, Called) or value.function != Global(name):
+    if not isinstance(value, PickledCall) or value.function != GlobalName(name):
         raise ValueError(wrong or f"something in it is not a {kind.rpartition(' ')[2]}")
     return {key: item for key, item in _items(value.state) if type(key) is str}
 
 
 def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    if not isinstance(value, Items):
+    if not isinstance(value, DictItems):
         raise ValueError("something in it is not a dict")
     return iter(value)
 
 
 def _size(value: Any) -> tuple[int, ...]:
     match value:
-        case Called(Global("torch Size"), (tuple(sizes),)) if len(sizes) <= MOST_DIMS and {*map(type, sizes)} <= {int}:
+        case PickledCall(GlobalName("torch Size"), (tuple(sizes),)) if len(sizes) <= MOST_DIMS and {
+            *map(type, sizes)
+        } <= {int}:
             return sizes
     raise ValueError("something in it is not a torch.Size")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 T = TypeVar("T")
-WAITS = (0.1, 0.5, 2.0, 8.0)
+RETRY_DELAYS_S = (0.1, 0.5, 2.0, 8.0)
 """Seconds to wait before each retry."""
-TEMPORARY_ERRORS = frozenset(
+TEMPORARY_ERRNOS = frozenset(
     getattr(errno, name)
     for name in (
         *("ESTALE", "EIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "EINTR", "EREMOTEIO", "ENFILE", "EMFILE", "ENOTCONN"),
@@ -26,14 +26,14 @@ TEMPORARY_ERRORS = frozenset(
 """What network file systems answer while a server is away."""
 
 
-ABSENT = (FileNotFoundError, NotADirectoryError)
+NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be read or written; the message is a line for the user, and names the file."""
 
 
-class NotItsOwn(OSError):
+class NotRegularFile(OSError):
     """What has the name is a link, or not a regular file."""
 
 
@@ -60,13 +60,13 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
 
     Only the answer that there is nothing, ABSENT, is passed on.
     """
-    for seconds in (*WAITS, None):
+    for seconds in (*RETRY_DELAYS_S, None):
         try:
             return work()
-        except ABSENT:
+        except NOT_FOUND_ERRORS:
             raise
         except OSError as error:
-            if seconds is None or error.errno not in TEMPORARY_ERRORS:
+            if seconds is None or error.errno not in TEMPORARY_ERRNOS:
                 raise Unreadable(f"{path}: {error.strerror or error}") from None
         time.sleep(seconds)
     raise AssertionError
@@ -76,7 +76,7 @@ def exists(path: Path) -> bool:
     """Whether the folder has such an entry, even a dangling link. Path.exists() takes any error for a no."""
     try:
         with_retries(path, lambda: os.lstat(path))
-    except ABSENT:
+    except NOT_FOUND_ERRORS:
         return False
     return True
 
@@ -128,7 +128,7 @@ def open_in(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
         os.close(at)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise NotItsOwn(errno.EINVAL, "is not a regular file", str(folder / name))
+        raise NotRegularFile(errno.EINVAL, "is not a regular file", str(folder / name))
     return descriptor
 
 
@@ -141,7 +141,7 @@ def _open_at(at: int, part: str, flags: int, shown: Path) -> int:
         except OSError:
             raise type(error)(error.errno, error.strerror, str(shown)) from None
         text = f"is a link to {target}: links are not followed, put the file itself there"
-        raise NotItsOwn(errno.ELOOP, text, str(shown)) from None
+        raise NotRegularFile(errno.ELOOP, text, str(shown)) from None
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:
@@ -150,7 +150,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
     def opened() -> BinaryIO:
         try:
             return open(open_in(folder, name), "rb")
-        except NotItsOwn:
+        except NotRegularFile:
             blob = safe_path(folder, name)  # only a link into the blobs of Hugging Face's cache is followed
             is_blob = blob.parent.name == "blobs"
             return open(open_in(blob.parent, blob.name) if is_blob else open_in(folder, name), "rb")
@@ -190,13 +190,13 @@ def read(folder: Path, name: str, limit: int) -> bytes:
 
 
 T = TypeVar("T")
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_error(file: Path, error: OSError, missing: int) -> str:
     """missing: bytes that are still to be written, at least."""
     text = f"{file}: {error.strerror}"
-    if error.errno not in NO_ROOM:
+    if error.errno not in DISK_FULL_ERRNOS:
         return text
     text += f": {missing:,} more bytes are needed"
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from titanmoe.checkpoint.follow_pickle import CALLS, VALUES, Called, Global, StorageRef, follow
+from titanmoe.checkpoint.follow_pickle import CALLS, VALUES, GlobalName, PickledCall, StorageRef, follow
 
 Sizes = tuple[int, ...]
 MOST_BYTES = 1 << 17
@@ -88,23 +88,23 @@ def _place(file: BinaryIO, entry: zipfile.ZipInfo) -> tuple[int, int]:
 
 def _described(value: Any) -> tuple[torch.dtype, int, Sizes, Sizes]:
     """Return dtype, offset in the storage, shape and strides of the tensor that a call rebuilds."""
-    nothing = Called(Global("collections OrderedDict"), ())
+    nothing = PickledCall(GlobalName("collections OrderedDict"), ())
     match value:
-        case Called(
-            Global("torch._utils _rebuild_tensor_v2"),
-            (StorageRef(("storage", Global(storage), "0", "cpu", _)), offset, shape, strides, False, hooks),
+        case PickledCall(
+            GlobalName("torch._utils _rebuild_tensor_v2"),
+            (StorageRef(("storage", GlobalName(storage), "0", "cpu", _)), offset, shape, strides, False, hooks),
         ):
             dtype = STORAGES.get(storage.removeprefix("torch ").removesuffix("Storage"))
-        case Called(
-            Global("torch._utils _rebuild_tensor_v3"),
+        case PickledCall(
+            GlobalName("torch._utils _rebuild_tensor_v3"),
             (
-                StorageRef(("storage", Global("torch.storage UntypedStorage"), "0", "cpu", _)),
+                StorageRef(("storage", GlobalName("torch.storage UntypedStorage"), "0", "cpu", _)),
                 offset,
                 shape,
                 strides,
                 False,
                 hooks,
-                Global(dtype_name),
+                GlobalName(dtype_name),
             ),
         ):
             dtype = getattr(torch, dtype_name.removeprefix("torch "), None)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import save
-from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.manifest import Checksum, Manifest
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
-from titanmoe.checkpoint.safe_files import NO_ROOM, CheckpointError, SaveProgress, write_error
+from titanmoe.checkpoint.safe_files import DISK_FULL_ERRNOS, CheckpointError, SaveProgress, write_error
 from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.schema import Checkpoint as Options
 
@@ -75,7 +75,7 @@ class Saver:
                 f"checkpoint.folder: cannot write to {self.folder.absolute()}: {error.strerror}: name another folder, "
                 "or set checkpoint.enable = false to save nothing"
             ) from None
-        self._say(layout.sweep(self.folder))
+        self._say(layout.clean_up_interrupted(self.folder))
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -91,7 +91,7 @@ class Saver:
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.synchronize()
-        self._target = self.folder / layout.name_of(step)
+        self._target = self.folder / layout.folder_name(step)
         self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
@@ -170,15 +170,15 @@ class Saver:
             shards,
             lambda sums: self._manifest(step, sums, record),
             self.group,
-            layout.files(self.folder / layout.CARRIED),
+            layout.files_in(self.folder / layout.CARRIED),
             self._progress,
             finite=True,
         )
         finishing = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
         on_all_ranks(self.group, lambda: self._progress(finishing, self._finish_save) if self.first else None)
 
-    def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
-        number = layout.next_number(self.folder)
+    def _manifest(self, step: int, sums: dict[str, Checksum], record: dict[str, Any]) -> Manifest:
+        number = layout.next_save_number(self.folder)
         for path in self.passed_over:
             self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
         self.passed_over = []
@@ -197,7 +197,7 @@ class Saver:
                 try:
                     shutil.copyfile(file, home / name)
                 except OSError as error:
-                    if error.errno in NO_ROOM:  # or it would name the source
+                    if error.errno in DISK_FULL_ERRNOS:  # or it would name the source
                         raise CheckpointError(write_error(home / name, error, file.stat().st_size)) from None
                     raise
 
@@ -205,4 +205,4 @@ class Saver:
 
     def _finish_save(self) -> None:
         layout.write_latest(self.folder, self._target.name)
-        self._say(layout.retain(self.folder, self._target, self.options.keep_last, self.options.keep_every))
+        self._say(layout.remove_old(self.folder, self._target, self.options.keep_last, self.options.keep_every))

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
-from titanmoe.checkpoint.manifest import flat_record, unknown_fields
+from titanmoe.checkpoint.hf.fetch import local_folder, resolve_place, short_name
+from titanmoe.checkpoint.manifest import flatten_record, unknown_fields
 from titanmoe.checkpoint.write_tensors import TensorShard
 from titanmoe.config.fields import to_tables, toml_value
 from titanmoe.config.schema import Config, MoE
@@ -33,7 +33,7 @@ Targets = dict[str, tuple[str, TensorShard]]
 """By a name that is local to this rank: the stored tensor's name, and the shard of it that this rank holds."""
 
 
-def targets(
+def shards_to_load(
     parameters: Mapping[str, nn.Parameter],
     buffers: Mapping[str, Tensor],
     moments: Mapping[str, Mapping[str, Tensor]] | None,
@@ -66,7 +66,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def about_run(config: Config, fold: Fold) -> dict[str, Any]:
+def run_record(config: Config, fold: Fold) -> dict[str, Any]:
     """What the record of every checkpoint of a run says of the run."""
     from titanmoe import __version__
 
@@ -80,28 +80,28 @@ def about_run(config: Config, fold: Fold) -> dict[str, Any]:
 
 # ---- a config that differs from the one before
 
-FREE = (
+WEIGHT_KEEPING_FIELDS = (
     "hf", "change", "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale",
     "num_groups", "top_groups", "sliding_window", "rotary_dim", "media_tokens", "mtp_after_norm",
 )  # fmt: skip
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
-ONLY = "adamw"
+DEFAULT_OPTIMIZER = "adamw"
 """The optimizer of checkpoints from before there was a choice."""
 
 
-def is_free(name: str, family: str) -> bool:
+def keeps_weights(name: str, family: str) -> bool:
     """Of a field of [model]. Linear attention has other weights than attention; a window has none."""
     if name == "full_attention_every":
         return family_of(family).mixer is attention
-    return name in FREE or name.startswith("rope_")
+    return name in WEIGHT_KEEPING_FIELDS or name.startswith("rope_")
 
 
 def _determines_shapes(path: str, family: str) -> bool:
     table, _, name = path.partition(".")
-    return table == "model" and not is_free(name, family)
+    return table == "model" and not keeps_weights(name, family)
 
 
-def refusals(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def refused_shapes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Fields that may not change but have, with both values. old, new: the config of the run that saved, and of this
     one, by path."""
     return [
@@ -144,8 +144,8 @@ def refused_record(
         model_only: whether it takes weights alone.
         initial_adapter: the folder of PEFT from which its adapters begin, if any.
     """
-    old, has_base = flat_record(record.get("config", {})), "base" in record
-    problems = unknown_fields(old) + refusals(old, now) + refused_adapters(old, now, has_base, adapters)
+    old, has_base = flatten_record(record.get("config", {})), "base" in record
+    problems = unknown_fields(old) + refused_shapes(old, now) + refused_adapters(old, now, has_base, adapters)
     if adapters and not has_base and not model_only:
         problems.append(
             "it has whole weights, and no adapters to go on with: begin a run of another job.name on them, with "
@@ -167,9 +167,9 @@ def refused_weights(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]
     """Return what to say if a run that goes on names another model to begin from than when it began."""
     path = "checkpoint.initial_hf"
     before, now = old.get(path), new[path]
-    if before is None or not now or place_of(before) == place_of(now):
+    if before is None or not now or resolve_place(before) == resolve_place(now):
         return []
-    if before and local_folder(before) is None and last_name(before) == last_name(now):  # it was moved
+    if before and local_folder(before) is None and short_name(before) == short_name(now):  # it was moved
         return []
     was = f"was {toml_value(before)} when the run began" if before else "the run began from random weights"
     keep = "keep that value" if before else "leave it (or model.hf) out"
@@ -193,7 +193,7 @@ def refused_freeze(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) ->
 
 def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any) -> list[str]:
     """What to say if the moments are another optimizer's. path: of the checkpoint."""
-    before, now = old.get("optimizer.name", ONLY), new["optimizer.name"]
+    before, now = old.get("optimizer.name", DEFAULT_OPTIMIZER), new["optimizer.name"]
     routers = "optimizer.router_matrix"
     if before == now and old.get(routers, new[routers]) != new[routers]:
         return [
@@ -210,7 +210,7 @@ def refused_optimizer(old: Mapping[str, Any], new: Mapping[str, Any], path: Any)
     ]
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Every other field that has changed, apart from the checkpoint's and the run's own names."""
     changed = [
         f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"

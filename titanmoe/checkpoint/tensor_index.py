@@ -19,19 +19,19 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.manifest import Sum
-from titanmoe.checkpoint.move_in_blocks import COPIED, Sizes, empty
+from titanmoe.checkpoint.manifest import Checksum
+from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, Sizes, empty
 from titanmoe.checkpoint.saved_tensor import MOST_BYTES, read_saved_tensor
 from titanmoe.config.parse_json import parse_json
 
-TENSORS = "tensors.json"
+TENSOR_INDEX = "tensors.json"
 MOST_DIMS = 64
 """Of a tensor of torch."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
-class Extent:
+class StoredBlock:
     offset: Sizes
     shape: Sizes
     file: str
@@ -45,7 +45,7 @@ class StoredTensor:
 
     dtype: torch.dtype
     shape: Sizes
-    blocks: tuple[Extent, ...]
+    blocks: tuple[StoredBlock, ...]
 
 
 def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
@@ -57,12 +57,12 @@ def to_json(tensors: Mapping[str, StoredTensor]) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, StoredTensor]:
+def from_json(data: bytes, files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
     """ValueError, KeyError or TypeError if it is not something that to_json writes."""
-    return checked_tensors(parse_json(data), files)
+    return parse_entries(parse_json(data), files)
 
 
-def checked_tensors(entries: Mapping[str, Any], files: Mapping[str, Sum]) -> dict[str, StoredTensor]:
+def parse_entries(entries: Mapping[str, Any], files: Mapping[str, Checksum]) -> dict[str, StoredTensor]:
     """Return the tensors that entries as of tensors.json describe; ValueError, KeyError or TypeError if they lie."""
     tensors = {name: _tensor(name, entry, files) for name, entry in entries.items()}
     # This guarantees that all tensors together are no larger than the files.
@@ -73,7 +73,7 @@ def checked_tensors(entries: Mapping[str, Any], files: Mapping[str, Sum]) -> dic
     return tensors
 
 
-def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> StoredTensor:
+def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Checksum]) -> StoredTensor:
     dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
         raise ValueError(f"{name} has dtype {entry['dtype']!r}")
@@ -83,9 +83,9 @@ def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> Store
     return StoredTensor(dtype, shape, blocks)
 
 
-def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Extent:
+def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Checksum]) -> StoredBlock:
     offset, shape, file, start, length = entry
-    block = Extent(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
+    block = StoredBlock(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
     if not len(block.offset) == len(block.shape) == len(whole) or any(
         first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)
     ):
@@ -110,7 +110,7 @@ def _is_no_size(value: Any) -> bool:
 class _BlockFile(io.RawIOBase):
     """The bytes of a block, as a file."""
 
-    def __init__(self, file: BinaryIO, block: Extent):
+    def __init__(self, file: BinaryIO, block: StoredBlock):
         super().__init__()
         self.file, self.start, self.size, self.at = file, block.start, block.bytes, 0
 
@@ -143,7 +143,7 @@ class _BlockFile(io.RawIOBase):
         return done
 
 
-class Numbers(NamedTuple):
+class StridedData(NamedTuple):
     """Where in a file those of a tensor, or of a block of it, are."""
 
     start: int
@@ -155,7 +155,7 @@ class Numbers(NamedTuple):
         """A block. All is read from its first number to its last, unless that is too much: then its halves."""
         first, last = self._place(offset), self._place(tuple(map(add, offset, [n - 1 for n in sizes])))
         length = 1 + last - first
-        if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPIED:
+        if length > 2 * prod(sizes) and length * self.dtype.itemsize > COPY_BLOCK_BYTES:
             return self._halves(file, offset, sizes)
         data = empty((length,), self.dtype)
         file.seek(self.start + first * self.dtype.itemsize)
@@ -179,18 +179,18 @@ class Numbers(NamedTuple):
         return self.start + (1 + self._place(tuple(n - 1 for n in shape))) * self.dtype.itemsize
 
 
-def find_numbers(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Numbers:
+def locate_data(block: StoredBlock, dtype: torch.dtype, file: BinaryIO) -> StridedData:
     """Those of the tensor that torch.save wrote there."""
     saved = read_saved_tensor(_BlockFile(file, block))
     if (saved.shape, saved.dtype) != (block.shape, dtype):
-        raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
-    numbers = Numbers(block.start + saved.start, saved.strides, dtype)
+        raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSOR_INDEX} says")
+    numbers = StridedData(block.start + saved.start, saved.strides, dtype)
     if numbers.end(block.shape) > block.start + min(saved.end, block.bytes):
         raise ValueError(f"its numbers do not fit into its {block.bytes} bytes")
     return numbers
 
 
-def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
+def intersection(block: StoredBlock, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
     """Offset and sizes of the part of a tensor that a block and a shard of those sizes both cover."""
     starts, common = [], []
     for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True):
@@ -201,13 +201,13 @@ def overlap(block: Extent, offset: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] |
     return tuple(starts), tuple(common)
 
 
-def blocks_for(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
+def blocks_covering(stored: StoredTensor | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[StoredBlock]:
     """The blocks that a shard of a tensor of that shape is made from; ValueError if it cannot be."""
     if stored is None:
         raise ValueError("is not in it")
     if stored.shape != whole:
         raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
-    common = {block: part for block in stored.blocks if (part := overlap(block, offset, sizes)) is not None}
+    common = {block: part for block in stored.blocks if (part := intersection(block, offset, sizes)) is not None}
     if sum(prod(part_sizes) for _, part_sizes in common.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")
     return list(common)

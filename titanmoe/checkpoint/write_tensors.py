@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.manifest import Sum
-from titanmoe.checkpoint.move_in_blocks import WRITTEN, Reader, Sizes, cut
+from titanmoe.checkpoint.manifest import Checksum
+from titanmoe.checkpoint.move_in_blocks import WRITE_BLOCK_BYTES, ReadBlock, Sizes, split_into_blocks
 from titanmoe.checkpoint.safe_files import CheckpointError, SaveProgress, write_error
-from titanmoe.checkpoint.tensor_index import TENSORS, Extent, StoredTensor, to_json
+from titanmoe.checkpoint.tensor_index import TENSOR_INDEX, StoredBlock, StoredTensor, to_json
 
-SMALL = 4096
+SMALL_NUMEL = 4096
 """Copies of at most this many numbers, such as a router's bias, are also checked by ranks that do not write them."""
 FILE_BYTES = 4 << 30
 """A rank starts a new file past this size, so that one bad byte, or one file to verify, costs little."""
@@ -68,7 +68,7 @@ class LazyTensor:
 
     shape: Sizes
     dtype: torch.dtype
-    read: Reader
+    read: ReadBlock
 
     @property
     def offset(self) -> Sizes:
@@ -80,7 +80,7 @@ class LazyTensor:
 
     @property
     def blocks(self) -> Iterator[tuple[Sizes, Sizes]]:
-        return cut(self.offset, self.shape, self.dtype.itemsize, WRITTEN)
+        return split_into_blocks(self.offset, self.shape, self.dtype.itemsize, WRITE_BLOCK_BYTES)
 
     def get(self) -> Tensor:
         return self.read(self.offset, self.shape)
@@ -89,11 +89,11 @@ class LazyTensor:
 TensorsToSave = Mapping[str, TensorShard | LazyTensor]
 
 
-class NotFinite(CheckpointError):
+class NonFiniteError(CheckpointError):
     """Its message says what is not finite on this rank."""
 
 
-class Planner(DefaultSavePlanner):
+class ShardPlanner(DefaultSavePlanner):
     """torch's planner decides which of several ranks with identical shards writes them."""
 
     def __init__(self, shards: TensorsToSave):
@@ -157,17 +157,17 @@ class _ChecksummedFile(io.RawIOBase):
                     super().close()
 
     @property
-    def sum(self) -> Sum:
-        return Sum(self.bytes, self.crc32)
+    def sum(self) -> Checksum:
+        return Checksum(self.bytes, self.crc32)
 
 
-class Writer(StorageWriter):
+class CheckpointWriter(StorageWriter):
     """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
 
     def __init__(self, folder: Path, progress: SaveProgress, finite: bool):
         """finite: refuse NaN and infinity."""
         self.folder, self.progress, self.finite = folder, progress, finite
-        self.sums: dict[str, Sum] = {}
+        self.sums: dict[str, Checksum] = {}
         self.current_file = folder
         """The file being written, for error messages."""
 
@@ -181,7 +181,7 @@ class Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: ShardPlanner) -> Future[list[WriteResult]]:
         if self.finite:
             self.progress(f"checking the numbers of {self.folder}", self._check_finite, plan, planner)
         results: list[WriteResult] = []
@@ -196,7 +196,9 @@ class Writer(StorageWriter):
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor
                 chunk = item.tensor_data.chunk
-                place = Extent(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
+                place = StoredBlock(
+                    tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start
+                )
                 results.append(WriteResult(item.index, place.bytes, place))
             if stream is not None:
                 self._finish_file(stream)
@@ -214,13 +216,15 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _check_finite(self, plan: SavePlan, planner: Planner) -> None:
+    def _check_finite(self, plan: SavePlan, planner: ShardPlanner) -> None:
         """Called here because now each rank knows what it will write: so copies are checked once, without any
         message."""
         own = {item.index.fqn for item in plan.items}
-        shards = {name: shard for name, shard in planner.shards.items() if name in own or prod(shard.sizes) <= SMALL}
-        if nonfinite := first_nonfinite({name: shard.get() for name, shard in shards.items()}):
-            raise NotFinite(nonfinite)
+        shards = {
+            name: shard for name, shard in planner.shards.items() if name in own or prod(shard.sizes) <= SMALL_NUMEL
+        }
+        if nonfinite := describe_first_nonfinite({name: shard.get() for name, shard in shards.items()}):
+            raise NonFiniteError(nonfinite)
 
     def _next_file(self, full: _ChecksummedFile | None, prefix: str) -> _ChecksummedFile:
         if full is not None:
@@ -244,14 +248,14 @@ class Writer(StorageWriter):
         self.sums[stream.path.name] = stream.sum
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        blocks: dict[str, list[Extent]] = {}
+        blocks: dict[str, list[StoredBlock]] = {}
         for result in (result for rank in results for result in rank):
             blocks.setdefault(result.index.fqn, []).append(result.storage_data)
         tensors = {
             name: StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
             for name, entry in metadata.state_dict_metadata.items()
         }
-        self._write_whole(TENSORS, to_json(tensors))
+        self._write_whole(TENSOR_INDEX, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
@@ -276,7 +280,7 @@ class Writer(StorageWriter):
 
 
 @torch.no_grad()
-def first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
+def describe_first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
     """The first that contains a NaN or an infinity, and how many; empty if none does.
 
     All norms come from one fused pass, and are finite only where every number is. A norm of finite numbers can overflow

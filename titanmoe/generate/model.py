@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.whole_model import WholeModel, fill, find_whole, sound
+from titanmoe.checkpoint.full_model import FullModel, fill_shards, find_full_model, require_intact
 from titanmoe.config import ConfigError
 from titanmoe.config.component_kinds import ComponentError, Components
 from titanmoe.config.schema import Config, Experts, Parallelism
@@ -45,7 +45,7 @@ def cache_path(mixer: MixerSpec) -> str:
 
 
 @dataclass(frozen=True)
-class TrainedModel(WholeModel):
+class TrainedModel(FullModel):
     adapters: Adapters | None = None
     """On these weights."""
     under: str = ""
@@ -57,7 +57,7 @@ class TrainedModel(WholeModel):
         own = (self.path, FILE if self.step is None else f"{layout.CARRIED}/{FILE}")
         runs = [(self.adapters.path, f"{layout.CARRIED}/{FILE}")] if self.adapters and self.adapters.config else []
         for folder, name in (*runs, own):
-            with suppress(*safe_files.ABSENT):
+            with suppress(*safe_files.NOT_FOUND_ERRORS):
                 return safe_files.safe_path(folder, name)
         return None
 
@@ -66,16 +66,16 @@ def find_model(path: Path | None, adapter: Path | None = None) -> TrainedModel:
     """path: RUN, one of its checkpoints, or a Hugging Face folder. adapter: RUN, one of its checkpoints, or a folder of
     PEFT; without a path, on the weights that they were trained on."""
     if adapter is None:
-        return TrainedModel(**vars(find_whole(path)))
+        return TrainedModel(**vars(find_full_model(path)))
     from titanmoe.checkpoint.hf.fetch import weights_folder
-    from titanmoe.checkpoint.hf.merge import is_hf, open_adapters, open_under
     from titanmoe.checkpoint.hf.peft_read import is_peft
+    from titanmoe.checkpoint.hf.weight_sources import is_hf, open_adapters, open_base_weights
 
     if not is_peft(adapter):
-        adapter = sound(latest_checkpoint(adapter))
+        adapter = require_intact(latest_checkpoint(adapter))
     adapters, under = open_adapters(adapter, str(path or ""))
-    open_under(adapters, under)
-    whole = TrainedModel(**vars(find_whole(weights_folder(under) if is_hf(under) else Path(under))))
+    open_base_weights(adapters, under)
+    whole = TrainedModel(**vars(find_full_model(weights_folder(under) if is_hf(under) else Path(under))))
     config = adapters.config or replace(whole.config, lora=adapters.lora)
     identity = whole.identity
     if adapters.config:
@@ -197,8 +197,8 @@ def _check_under(trained: TrainedModel) -> None:
     """Whether the weights are those that the adapters were trained on."""
     import torch.distributed as dist
 
-    from titanmoe.checkpoint.hf.merge import check_digest, open_weights
     from titanmoe.checkpoint.hf.peft_base import compare_base
+    from titanmoe.checkpoint.hf.weight_sources import check_digest, open_weights
 
     group = dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
     weights = open_weights(str(trained.path), trained.adapters.model)
@@ -214,10 +214,10 @@ def _fill(model: Any, trained: TrainedModel, config: Config) -> None:
     from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
     tied = config.model.tie_embeddings
-    targets = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
+    targets = state.shards_to_load(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
     if trained.adapters:
         _check_under(trained)
         for name in filter(is_adapter, list(targets)):
             piece = targets.pop(name)[1]
             fill_in_blocks(piece.tensor, piece.offset, trained.adapters.tensors[name.removeprefix("model.")].read)
-    fill(targets, trained, config.model)
+    fill_shards(targets, trained, config.model)

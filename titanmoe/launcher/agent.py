@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure, parts_of_step, ranks_ended_by_hang
+from titanmoe.launcher.failure_message import RankFailure, phases_of_late_ranks, ranks_ended_by_hang
 from titanmoe.train import launch_messages
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -35,7 +35,7 @@ MONITOR_S = 0.1
 AGENT = "agent.log"
 
 
-class Logs(LogsSpecs):
+class RankLogs(LogsSpecs):
     """Rank 0 of a machine writes to the terminal, the others to files; every rank's errors go to its log."""
 
     def __init__(self, folder: Path):
@@ -92,14 +92,14 @@ class LaunchResult:
     """The first that the launcher received; 0 if none."""
     killed: bool = False
     """Whether a second signal killed the ranks."""
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
     world: int = 1
 
 
 class Agent(LocalElasticAgent):
     """The first signal is passed on to the ranks, which may save and end; a second kills them."""
 
-    def __init__(self, spec: WorkerSpec, logs: Logs):
+    def __init__(self, spec: WorkerSpec, logs: RankLogs):
         super().__init__(spec, logs)
         self.signal, self.killed, self._signalled_at = 0, False, 0.0
 
@@ -136,18 +136,18 @@ class Agent(LocalElasticAgent):
     def result(self, failed_processes: dict[int, Any]) -> LaunchResult:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
-        failures, parts, ended_by_hang = [], parts_of_step(files), ranks_ended_by_hang(files)
+        failures, parts, ended_by_hang = [], phases_of_late_ranks(files), ranks_ended_by_hang(files)
         for process in failed_processes.values():
             local = process.local_rank
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
             during = parts.get(rank, "")
             failures.append(
-                Failure(rank, process.exitcode, process.timestamp, log, note, during, rank in ended_by_hang)
+                RankFailure(rank, process.exitcode, process.timestamp, log, note, during, rank in ended_by_hang)
             )
         return LaunchResult(self.signal, self.killed, failures, workers[0].world_size if workers else 1)
 
 
-def launch(options: Namespace, words: list[str], logs: Logs) -> LaunchResult:
+def launch(options: Namespace, words: list[str], logs: RankLogs) -> LaunchResult:
     """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
     _log_to_file(logs.folder)
     config, _, _ = config_from_args(options)

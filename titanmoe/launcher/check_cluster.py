@@ -128,7 +128,7 @@ class Comparison:
         return f"  {verdict} {self.name:<42} off by {self.error:.1e}   {self.seconds:8.3f} s a step"
 
 
-def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
+def run_steps(config: Config, runtime: Runtime) -> tuple[list[float], float]:
     """Losses and gradient norms of the steps, and the seconds of the last one."""
     training = build_training(config, runtime)
     trainer = Trainer(training)
@@ -143,7 +143,7 @@ def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
         training.loader.close()
 
 
-def numbers_of_one_rank(world: int, device: str) -> list[float]:
+def run_steps_on_one_rank(world: int, device: str) -> list[float]:
     """The numbers of one rank, from a process without a launcher; on rank 0, while the others wait."""
     launcher_variables = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher_variables)}
@@ -164,7 +164,7 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
         except ConfigError as error:
             row = Comparison(name, skipped=error.problems[0])
         else:
-            actual, seconds = numbers(config, runtime)
+            actual, seconds = run_steps(config, runtime)
             errors = [abs(a - b) / abs(b) for a, b in zip(actual, expected, strict=True)]
             row = Comparison(name, max(errors, key=lambda x: math.inf if math.isnan(x) else x), seconds)
         rows.append(row)
@@ -176,7 +176,7 @@ def compare(runtime: Runtime, only: list[str], node: int, expected: list[float])
 
 
 @dataclass
-class Wire:
+class AxisTiming:
     axis: str
     ranks: int
     message: str
@@ -210,7 +210,7 @@ def seconds_per_call(runtime: Runtime, send: Callable[[], Any], rounds: int) -> 
     return float(seconds)
 
 
-def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+def build_collectives(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
     """The messages of training, with about that many bytes in and out of each rank."""
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
     piece = max(1, size // 2 // ranks)
@@ -223,7 +223,7 @@ def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable
     }
 
 
-def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
+def time_axes(meshes: Meshes, runtime: Runtime) -> list[AxisTiming]:
     """Each axis sends what it sends in training. HSDP's all-reduces and the pipeline's messages use the same wires."""
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
@@ -236,14 +236,14 @@ def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
     for axis, (group, messages) in axes.items():
         if group.size == 1:
             continue
-        small, large = (senders(group, size, runtime.device) for size in (SMALL, large_size))
+        small, large = (build_collectives(group, size, runtime.device) for size in (SMALL, large_size))
         for message in messages:
             latency, seconds = (
                 seconds_per_call(runtime, small[message], 20),
                 seconds_per_call(runtime, large[message], 5),
             )
             rate = large_size * (1 - 1 / group.size) / seconds
-            out.append(Wire(axis, group.size, message, latency * 1e6, rate / 1e9))
+            out.append(AxisTiming(axis, group.size, message, latency * 1e6, rate / 1e9))
             print_rank_0(out[-1].line())
     return out
 
@@ -278,7 +278,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
     box: list[Any] = [None]
     if runtime.rank == 0:
         try:
-            box[0] = numbers_of_one_rank(runtime.world, runtime.device.type)
+            box[0] = run_steps_on_one_rank(runtime.world, runtime.device.type)
         except RuntimeError as error:
             box[0] = str(error)
     dist.broadcast_object_list(box, 0)
@@ -300,7 +300,7 @@ def check(runtime: Runtime, only: list[str], recipe: str) -> dict[str, Any]:
         training=config.training,
         device=runtime.device,
     )
-    return {"rows": rows, "wires": wires(meshes, runtime), "problems": problems}
+    return {"rows": rows, "wires": time_axes(meshes, runtime), "problems": problems}
 
 
 def main() -> int:
@@ -313,7 +313,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.alone:
         config = read_config([*command_line(options.alone, {}, options.device)], 1, COMPONENTS)
-        print(json.dumps(numbers(config, start(config))[0]))
+        print(json.dumps(run_steps(config, start(config))[0]))
         return 0
     try:
         runtime = start(read_config(command_line(world_size(), {}, options.device), world_size(), COMPONENTS))

@@ -53,7 +53,7 @@ def choose_ranks(requested: str, nodes: int, recipe_ranks: int, machine: Machine
     return int(requested or recipe_ranks)
 
 
-def too_many(
+def why_too_many(
     world: int, nodes: int, machine: Machine, recipe: str, shortage_here: Callable[[], str] = lambda: ""
 ) -> str:
     """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks.
@@ -92,7 +92,9 @@ def nearest_changes(config: Config, world: int) -> dict[str, tuple[int, int]]:
     )
 
 
-def offer(config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: "") -> str:
+def suggest_mapping(
+    config: Config, world: int, nodes: int, shortage: Callable[[Config, int], str] = lambda *_: ""
+) -> str:
     """What to do if the mapping does not fit the world. shortage: what a mapping that fits would lack on this machine,
     "" if nothing."""
     if change := nearest_changes(config, world):

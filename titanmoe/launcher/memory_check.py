@@ -32,7 +32,7 @@ DOUBLINGS = 4
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryNeed:
     rank: int
     """Bytes on the rank of a machine that needs most."""
     state: int
@@ -41,7 +41,7 @@ class Need:
     """Bytes on all ranks of the machine that needs most."""
 
 
-def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> Need:
+def memory_need(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed:
     """per_machine: ranks on a machine."""
     fold = derive(world, config.parallelism)
     stages = memory.rank_memories(config, fold)
@@ -50,12 +50,12 @@ def memory_need(config: Config, world: int, per_machine: int, machine: Machine) 
     fullest = max(range(fold.pp), key=lambda stage: rank_bytes[stage])
     state = stages[fullest].weights + stages[fullest].gradients + stages[fullest].moments * (not offloaded)
     machines = [range(first, min(first + per_machine, world)) for first in range(0, world, per_machine)]
-    return Need(
+    return MemoryNeed(
         rank_bytes[fullest], state, max(sum(rank_bytes[rank // fold.stage] for rank in ranks) for ranks in machines)
     )
 
 
-def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> Need | None:
+def need_if_too_large(config: Config, world: int, per_machine: int, machine: Machine) -> MemoryNeed | None:
     """What a legal mapping needs, if that is more than there is."""
     if not machine.memory:  # unknown
         return None
@@ -63,7 +63,7 @@ def need_if_too_large(config: Config, world: int, per_machine: int, machine: Mac
     return need if (need.rank if machine.gpus else need.machine) > machine.memory else None
 
 
-def shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
+def describe_shortage(config: Config, world: int, per_machine: int, machine: Machine, command: str) -> str:
     """Why a legal mapping does not fit and what would do, "" if it fits. command: the recipe and its overrides."""
     need = need_if_too_large(config, world, per_machine, machine)
     if need is None:
@@ -77,7 +77,7 @@ def shortage(config: Config, world: int, per_machine: int, machine: Machine, com
     text += f" (weights, gradients and optimizer state alone are {state} a rank)"
     if change := smallest_change(config, world, per_machine, machine):
         return f"{text}: {change} fits"
-    return f"{text}: {enough_gpus(config, world, machine, command)}"
+    return f"{text}: {suggest_gpus(config, world, machine, command)}"
 
 
 # ---- what would do
@@ -85,7 +85,7 @@ def shortage(config: Config, world: int, per_machine: int, machine: Machine, com
 
 def smallest_change(config: Config, world: int, per_machine: int, machine: Machine) -> str:
     """As options; "" if there is none. It changes what is kept and when, not what the model learns."""
-    for change in sorted(product(*_ways(config, world, machine)), key=lambda parts: sum(map(bool, parts))):
+    for change in sorted(product(*_alternatives(config, world, machine)), key=lambda parts: sum(map(bool, parts))):
         values: dict[str, Any] = {path: value for part in change for path, value in part.items()}
         changed = with_values(config, values)
         if values and not violations(changed, world) and not need_if_too_large(changed, world, per_machine, machine):
@@ -93,7 +93,7 @@ def smallest_change(config: Config, world: int, per_machine: int, machine: Machi
     return ""
 
 
-def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
+def _alternatives(config: Config, world: int, machine: Machine) -> Iterator[list[dict[str, Any]]]:
     """Alternatives that can be combined, from mild to hard."""
     training, parallelism, options = config.training, config.parallelism, config.activation_checkpoint
     modes = ["moe", "full_except_dispatch", "full"]
@@ -111,7 +111,7 @@ def _ways(config: Config, world: int, machine: Machine) -> Iterator[list[dict[st
     yield [{}, {"optimizer.offload": True}] if offloads and not config.optimizer.offload else [{}]
 
 
-def enough_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
+def suggest_gpus(config: Config, world: int, machine: Machine, command: str) -> str:
     """The smallest number of GPUs like this machine's, or of H100s, for which the planner finds a mapping. It doubles
     the number, and leaves a margin for what CUDA keeps from tensors."""
     training, device = config.training, _similar_device(machine)

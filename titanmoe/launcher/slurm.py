@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
 
-START = r"""
+START_SCRIPT = r"""
 set -u -o pipefail
 names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
 logs={logs}-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
@@ -30,13 +30,13 @@ on_each_node() { # LOG COMMAND
         --output="$logs/$1%n.log" {wrapped}bash -c "$2"
 }
 """
-CHECK = r"""
+CHECK_SCRIPT = r"""
 (on_each_node check {check}) || {
     echo "this cluster is not fit to train on, or could not be checked: see $logs/check0.log" >&2
     exit 1
 }
 """
-TRAIN = r"""
+TRAIN_SCRIPT = r"""
 echo "job $SLURM_JOB_ID: nodes: {nodes}, ranks on each: {each}, meeting at $MASTER:$PORT; logs in $logs"
 out_of_time=''
 # srun passes SIGTERM to the tasks, and those pass it to their ranks, which save and end.
@@ -134,7 +134,7 @@ def job_script(args: argparse.Namespace) -> str:
         "check": shlex.quote(f"{check} --device {config.training.device}"),
         "train": shlex.quote(f"exec {python} -m titanmoe train {words}"),
     }
-    body = START + CHECK * args.check + TRAIN
+    body = START_SCRIPT + CHECK_SCRIPT * args.check + TRAIN_SCRIPT
     return _head(args, config, nodes, ranks_per_node) + re.sub(r"\{([a-z]+)\}", lambda match: values[match[1]], body)
 
 

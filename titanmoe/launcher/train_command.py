@@ -25,7 +25,7 @@ from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
-from titanmoe.launcher.message import first_failure, message, oom_kills
+from titanmoe.launcher.failure_message import count_oom_kills, failure_message, first_failure
 from titanmoe.train.launch_messages import CONFIG_FILE, CheckedConfig, notes_in_memory, pass_config, show_status
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import port_problem
@@ -57,8 +57,8 @@ TORCHRUN_OPTIONS = {
     "max-restarts": "N: restart all ranks when one fails, at most N times (default 0)",
 }
 """Options that mean what they mean for torchrun."""
-SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "ranks": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
-SHAPES |= {"memory": "ignore", "node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
+OPTION_PATTERNS = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "ranks": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
+OPTION_PATTERNS |= {"memory": "ignore", "node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
 
 
 @dataclass
@@ -115,7 +115,7 @@ def run_train(words: Sequence[str]) -> int:
         show_status("")
         return 130
     except ConfigError as error:
-        offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
+        offer = f"\n\n{error.offer}" if isinstance(error, MappingMisfit) and error.offer else ""
         show_status("")
         print(f"{format_problems(error.problems, error.source)}{offer}", file=sys.stderr, flush=True)
         return 2
@@ -136,7 +136,7 @@ def parse_words(words: Sequence[str]) -> Request:
         elif word.startswith("--") and name in launcher_options:
             override = False
             value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
-            if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
+            if not re.fullmatch(OPTION_PATTERNS.get(name, r"[^-].*"), value):
                 request.problems.append(
                     f"command line: --{name} {value!r} is not {launcher_options[name].partition(':')[0]}"
                 )
@@ -155,7 +155,7 @@ def parse_words(words: Sequence[str]) -> Request:
     return request
 
 
-class Misfit(ConfigError):
+class MappingMisfit(ConfigError):
     """Refused because the mapping does not fit."""
 
     config: Config
@@ -196,7 +196,11 @@ def prepare(request: Request) -> PreparedRun:
 
     def shortage(config: Config, world: int) -> str:
         each = -(-world // request.nodes)
-        return memory_check.shortage(config, world, each, machine, request.command) if request.checks_memory else ""
+        return (
+            memory_check.describe_shortage(config, world, each, machine, request.command)
+            if request.checks_memory
+            else ""
+        )
 
     def shortage_here() -> str:
         smaller = machine.ranks * request.nodes
@@ -207,16 +211,16 @@ def prepare(request: Request) -> PreparedRun:
 
     if prints:
         nproc = min(nproc, machine.gpus or 8)
-    elif reason := fit_ranks.too_many(
+    elif reason := fit_ranks.why_too_many(
         world, request.nodes, machine, request.recipe if recipe_world else "", shortage_here
     ):
         raise draft.error(reason)
     try:
         return PreparedRun(request, *final_config(request, draft, world, nproc, machine), nproc, machine)
-    except Misfit as misfit:
+    except MappingMisfit as misfit:
         change = fit_ranks.nearest_changes(misfit.config, world) if request.get("fit") else {}
         if not change:
-            misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, shortage)
+            misfit.offer = fit_ranks.suggest_mapping(misfit.config, world, request.nodes, shortage)
             raise
     request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new_values(change).items()])
     config, checked = final_config(request, draft.with_words(request.fitted), world, nproc, machine)
@@ -242,7 +246,7 @@ def final_config(
             if problems and violations(config, world):
                 misfits.append(config)
             if not problems and request.checks_memory:
-                shortage = memory_check.shortage(config, world, nproc, machine, request.command)
+                shortage = memory_check.describe_shortage(config, world, nproc, machine, request.command)
                 problems = [f"{shortage}; --memory ignore starts it all the same"] if shortage else []
             return problems
         except FoldError as error:
@@ -264,7 +268,7 @@ def final_config(
         return draft.finish(check, finish), checked
     except ConfigError as error:
         if misfits:
-            misfit = Misfit(error.problems, error.source)
+            misfit = MappingMisfit(error.problems, error.source)
             misfit.config = misfits[0]
             raise misfit from None
         raise
@@ -282,14 +286,14 @@ def start(prepared: PreparedRun) -> int:
 def _start(prepared: PreparedRun) -> int:
     from torch.distributed.run import parse_args
 
-    from titanmoe.launcher.agent import Logs, launch
+    from titanmoe.launcher.agent import RankLogs, launch
 
     request = prepared.request
     _environment(prepared)
     options = parse_args([*_torchrun_options(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
-    logs, before = Logs(_folder(prepared)), oom_kills()
+    logs, before = RankLogs(_folder(prepared)), count_oom_kills()
     try:
         logs.make_folder()
     except OSError as error:
@@ -310,7 +314,7 @@ def _start(prepared: PreparedRun) -> int:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
-    code, text = verdict(result, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
+    code, text = exit_status(result, request.nodes, prepared.config.checkpoint.enable, count_oom_kills() > before)
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
@@ -320,7 +324,7 @@ def _start(prepared: PreparedRun) -> int:
     return code
 
 
-def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
+def exit_status(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
     """The exit code and the last message."""
     if not result.failures and not result.signal:
         return 0, ""
@@ -329,7 +333,7 @@ def verdict(result: LaunchResult, nodes: int, saves: bool, out_of_memory: bool) 
         if result.killed:
             return 128 + result.signal, "ended at once; checkpoints that were complete are there"
         return 128 + result.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
-    text = message(culprit, result.world, out_of_memory)
+    text = failure_message(culprit, result.world, out_of_memory)
     if nodes > 1 and culprit.consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from titanmoe.checkpoint import safe_files
-from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.manifest import flatten_record
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.components import COMPONENTS
 from titanmoe.config import ConfigError, old_names
@@ -103,7 +103,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
     for folder in folders:
         try:
             lines, warnings = _lines(folder, METRICS, _figures)
-        except safe_files.ABSENT:
+        except safe_files.NOT_FOUND_ERRORS:
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
         except CheckpointError as error:
@@ -152,9 +152,9 @@ def _read(folder: Path, lines: list[dict[str, Any]], warnings: list[str]) -> Run
         recipe = parse_recipe(str(folder / CONFIG), data)
         old_names.rename(recipe.data)
         run.table = recipe.data
-        refuse_code(flat_record(run.table), folder / CONFIG)
+        refuse_code(flatten_record(run.table), folder / CONFIG)
         run.config = _config(recipe)
-    except safe_files.ABSENT:
+    except safe_files.NOT_FOUND_ERRORS:
         pass
     except (RecipeError, CheckpointError, CodeNotAllowed) as error:
         run.warnings.append(str(error))
@@ -180,7 +180,7 @@ def _lines_if_any(folder: Path, name: str, accept: Accept) -> tuple[list[dict[st
     """Return what `_lines` does; nothing of a file that does not exist, and a message about one that is a link."""
     try:
         return _lines(folder, name, accept)
-    except safe_files.ABSENT:
+    except safe_files.NOT_FOUND_ERRORS:
         return [], []
     except CheckpointError as error:
         return [], [str(error)]

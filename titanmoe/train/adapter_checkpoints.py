@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint import state
-from titanmoe.checkpoint.base import digest
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, start_from_path, weights_under
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, base_weights_name, start_from_path
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 from titanmoe.checkpoint.read_adapters import Adapters
+from titanmoe.checkpoint.weight_digest import frozen_digest
 from titanmoe.models.tensors import stored_name
 from titanmoe.train.checkpoints import Checkpoints
 
@@ -42,9 +42,9 @@ class AdapterCheckpoints(Checkpoints):
 
     def _refusals(self, saved: Checkpoint, now: Mapping[str, Any], model_only: bool) -> list[str]:
         problems, base = super()._refusals(saved, now, model_only), saved.record.get("base")
-        if base is not None and base != self.about_run["base"]:
+        if base is not None and base != self.run_record["base"]:
             problems.append(
-                f"its adapters were trained on other weights (digest {base}, and here {self.about_run['base']}): name "
+                f"its adapters were trained on other weights (digest {base}, and here {self.run_record['base']}): name "
                 "the same ones in checkpoint.initial_hf, or in checkpoint.load with model_only = true, and with the "
                 "same training.mixed_precision_param"
             )
@@ -56,7 +56,7 @@ class AdapterCheckpoints(Checkpoints):
         """Return the adapters as the tensors of a checkpoint, or with `base` the base weights."""
         moments = self.optimizer.moments() if with_moments else None
         parameters = {name: p for name, p in self.parameters.items() if p.requires_grad != base}
-        return state.targets(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
+        return state.shards_to_load(parameters, self.buffers if base else {}, moments, self.model.tie_embeddings)
 
     def _hf_targets(self) -> state.Targets:
         return self._targets(with_moments=False, base=True)
@@ -81,7 +81,7 @@ class AdapterCheckpoints(Checkpoints):
         """Add the digest of the base weights to every checkpoint's record. Collective over the world."""
         frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
         own = {name: p for name, p in frozen.items() if name == stored_name(name, self.model.tie_embeddings)}
-        self.about_run["base"] = digest(own, self.group)
+        self.run_record["base"] = frozen_digest(own, self.group)
 
     # ---- adapters that PEFT made
 
@@ -90,9 +90,9 @@ class AdapterCheckpoints(Checkpoints):
         if not (folder := self.options.initial_adapter):
             return notes
         from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
-        from titanmoe.checkpoint.hf.peft_base import first_adapters
+        from titanmoe.checkpoint.hf.peft_base import read_first_adapters
 
-        adapters = raise_on_all_ranks(self.group, lambda: first_adapters(Path(folder), self.model, self.lora))
+        adapters = raise_on_all_ranks(self.group, lambda: read_first_adapters(Path(folder), self.model, self.lora))
         compared = self._compare_base(adapters)
         for name, (_, piece) in self._targets(with_moments=False).items():
             fill_in_blocks(piece.tensor, piece.offset, adapters.tensors[name.removeprefix("model.")].read)
@@ -104,11 +104,11 @@ class AdapterCheckpoints(Checkpoints):
 
     def _compare_base(self, adapters: Adapters) -> str:
         """Return a note on how the run's base weights compare with those that PEFT's adapters were trained on."""
-        from titanmoe.checkpoint.hf.merge import open_weights
-        from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_name
+        from titanmoe.checkpoint.hf.peft_base import compare_base, refuse_other_base
+        from titanmoe.checkpoint.hf.weight_sources import open_weights
 
-        under = weights_under(self.options)
-        refuse_name(adapters, under)
+        under = base_weights_name(self.options)
+        refuse_other_base(adapters, under)
         if under:
             return compare_base(adapters, open_weights(under, self.model), under, self.group)
         return "on random weights: its adapter_config.json names no base"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
-from titanmoe.checkpoint.state import about_run, persistent_buffers
+from titanmoe.checkpoint.state import persistent_buffers, run_record
 from titanmoe.config.fields import to_tables, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.data.data_constraints import parse_skip_steps
@@ -154,7 +154,7 @@ def build_training(
         checkpoints=(AdapterCheckpoints if config.lora.rank else Checkpoints)(
             options=config.checkpoint,
             model=config.model,
-            about_run=about_run(config, fold),
+            run_record=run_record(config, fold),
             runtime=runtime,
             state=model.state,
             loader=batches,

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
-from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_folder, choose_start
+from titanmoe.checkpoint.manifest import flatten_record
 from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
@@ -46,8 +46,8 @@ class Checkpoints:
 
     options: Options
     model: Model
-    about_run: dict[str, Any]
-    """Entries of every checkpoint's record (`checkpoint.state.about_run`)."""
+    run_record: dict[str, Any]
+    """Entries of every checkpoint's record (`checkpoint.state.run_record`)."""
     runtime: Runtime
     state: RunState
     loader: Loader
@@ -72,7 +72,9 @@ class Checkpoints:
         self.run, self.signals = run, Signals()
         try:
             self.saver = (
-                Saver(checkpoints_of(run, self.options), self.options, print_rank_0) if self.options.enable else None
+                Saver(checkpoints_folder(run, self.options), self.options, print_rank_0)
+                if self.options.enable
+                else None
             )
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
@@ -116,7 +118,7 @@ class Checkpoints:
         self.origin = beginning.path
         changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
-            self._copy_files(lambda: layout.carried(beginning.path))
+            self._copy_files(lambda: layout.carried_files(beginning.path))
         step = self.state.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
@@ -125,17 +127,17 @@ class Checkpoints:
 
     def _context_note(self) -> str:
         """Return the header's note on samples longer than the context of the model that the run began from; or ""."""
-        from titanmoe.checkpoint.hf.config import CONFIG, context_note
+        from titanmoe.checkpoint.hf.config_json import CONFIG, context_note
         from titanmoe.checkpoint.hf.fetch import local_folder
 
         folder = local_folder(self.options.initial_hf) if self.options.initial_hf else None
         if folder is None and self.origin is not None:
             with contextlib.suppress(CheckpointError):
-                file = layout.carried(self.origin).get(CONFIG)
+                file = layout.carried_files(self.origin).get(CONFIG)
                 folder = file.parent if file else None
         if folder is None:
             return ""
-        return context_note(folder, self.model, self.about_run["config"]["training"]["seq_len"])
+        return context_note(folder, self.model, self.run_record["config"]["training"]["seq_len"])
 
     def _copy_files(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Copy files into the run's folder; from there they go into every checkpoint."""
@@ -146,8 +148,8 @@ class Checkpoints:
 
     def begin_from_hf(self) -> dict[str, str]:
         """Fill the weights from checkpoint.initial_hf; return rows of the header. Collective over the world."""
-        from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
-        from titanmoe.checkpoint.hf.source import open_first_weights
+        from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
+        from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
         folder = self._find_hf_folder(self.options.initial_hf)
         source = open_first_weights(folder, self.model)
@@ -201,7 +203,9 @@ class Checkpoints:
     def _check_together(self, path: Path) -> list[str]:
         def mine() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
-            return layout.damage(path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify)
+            return layout.find_damage(
+                path, files[self.runtime.rank :: self.runtime.world], contents=self.options.verify
+            )
 
         try:
             return [line for lines in on_all_ranks(self.group, mine) for line in lines]
@@ -217,7 +221,7 @@ class Checkpoints:
             saved: the checkpoint.
             model_only: whether to load the weights alone, and start at step 0 with a new optimizer.
         """
-        before, now = (flat_record(record.get("config", {})) for record in (saved.record, self.about_run))
+        before, now = (flatten_record(record.get("config", {})) for record in (saved.record, self.run_record))
         problems = self._refusals(saved, now, model_only)
         if not model_only and "loader" in saved.record:
             try:
@@ -242,11 +246,11 @@ class Checkpoints:
             return []
         self.state.step, self.state.tokens = saved.record["step"], saved.record["tokens"]
         if REFERENCE in saved.record:
-            self.about_run[REFERENCE] = saved.record[REFERENCE]
+            self.run_record[REFERENCE] = saved.record[REFERENCE]
         if self.validation:
             self.validation.load_state_dict(saved.record.get("validation", {}))
         self.optimizer.resume(self.state.updates)
-        return state.differences(before, now) + describe_rate_change(self.state.step, before, self.rate)
+        return state.changed_fields(before, now) + describe_rate_change(self.state.step, before, self.rate)
 
     def _check_names(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
         """Raise a CheckpointError unless the ranks together use every stored tensor and none is missing. Collective."""
@@ -276,7 +280,7 @@ class Checkpoints:
     def _targets(self, with_moments: bool) -> state.Targets:
         """Return the tensors that a checkpoint of the run holds."""
         moments = self.optimizer.moments() if with_moments else None
-        return state.targets(self.parameters, self.buffers, moments, self.model.tie_embeddings)
+        return state.shards_to_load(self.parameters, self.buffers, moments, self.model.tie_embeddings)
 
     def _hf_targets(self) -> state.Targets:
         """Return the tensors that checkpoint.initial_hf fills."""
@@ -327,18 +331,18 @@ class Checkpoints:
         if self.saver.saved_step != self.state.step:
             self._save()
             self.saver.wait()
-        print_rank_0(f"saved      {self.saver.folder / layout.name_of(self.state.step)}")
+        print_rank_0(f"saved      {self.saver.folder / layout.folder_name(self.state.step)}")
         return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
         """Start a save and return the seconds for which it paused training. Collective over the world."""
         step, place = self.state.step, self.loader.state_dict()
-        record = {"step": step, "tokens": self.state.tokens, "loader": place} | self.about_run
+        record = {"step": step, "tokens": self.state.tokens, "loader": place} | self.run_record
         record["skips"] = self.state.skips.state_dict()
         if self.validation:
             record["validation"] = self.validation.state_dict()
         blocked = self.saver.save(step, state.shards_to_save(self._targets(with_moments=True)), record)
-        name = layout.name_of(step)
+        name = layout.folder_name(step)
         observe.active.event(step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked
 

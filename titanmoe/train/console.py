@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.choose_checkpoint import checkpoints_of
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder
 from titanmoe.config.schema import Checkpoint
 from titanmoe.train.report_targets import Report, ReportTarget
 
@@ -130,8 +130,8 @@ def describe_last_checkpoint(options: Checkpoint, run: Path) -> str:
     """Return the closing line's text on the newest complete checkpoint."""
     if not options.enable:
         return "nothing was saved (checkpoint.enable = false)"
-    folder = checkpoints_of(run, options)
-    name = layout.latest(folder)
+    folder = checkpoints_folder(run, options)
+    name = layout.read_latest(folder)
     return f"saved as {folder / name}" if name else "no checkpoint was completed"
 
 
@@ -271,7 +271,7 @@ def describe_saving(options: Checkpoint, each: int, run: Path) -> Text:
     """
     if not options.enable:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
-    folder = checkpoints_of(run, options)
+    folder = checkpoints_folder(run, options)
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
     retention = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
     text = Text(f"saves {when} to {folder} ({retention}, about {format_size(each)} each)", overflow="fold")

@@ -18,22 +18,22 @@ from titanmoe.data.tokenizer import FILE, open_tokenizer
 from titanmoe.fold.legality import violations
 
 if TYPE_CHECKING:
-    from titanmoe.checkpoint.whole_model import WholeModel
+    from titanmoe.checkpoint.full_model import FullModel
 
 
 @functools.cache  # a run that is still training may have a newer checkpoint the next time
-def find_teacher(folder: str) -> WholeModel:
+def find_teacher(folder: str) -> FullModel:
     """Return the model in a run's folder, a checkpoint or a Hugging Face folder; raise a ConfigError if none is."""
-    from titanmoe.checkpoint.whole_model import find_whole  # imports safetensors
+    from titanmoe.checkpoint.full_model import find_full_model  # imports safetensors
 
     try:
-        return find_whole(Path(folder).expanduser())
+        return find_full_model(Path(folder).expanduser())
     except (CheckpointError, ConfigError, OSError) as error:  # OSError: no name of a file, or nobody may read it
         problems = error.problems if isinstance(error, ConfigError) else [str(error)]
         raise ConfigError([f"distillation.teacher: {problem}" for problem in problems]) from None
 
 
-def teacher_config(config: Config, teacher: WholeModel) -> Config:
+def teacher_config(config: Config, teacher: FullModel) -> Config:
     """Return the run's config for the teacher's model: all weights frozen, no recomputation, no dropped tokens."""
     return replace(
         config,
@@ -68,7 +68,7 @@ def teacher_problems(config: Config, world: int) -> Iterator[str]:
             yield f"distillation.teacher, under the run's mapping: {problem}"
 
 
-def check_tokenizer(teacher: WholeModel, identity: str) -> None:
+def check_tokenizer(teacher: FullModel, identity: str) -> None:
     """Raise a ConfigError if the teacher learned the tokens of another tokenizer than the data's, if both are known.
 
     Args:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe import observe
-from titanmoe.checkpoint.write_tensors import first_nonfinite
+from titanmoe.checkpoint.write_tensors import describe_first_nonfinite
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -107,9 +107,9 @@ class Guard:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         step = self.state.step
-        grads = first_nonfinite({name: local_grad(p) for name, p in self.gradients.trained.items()})
+        grads = describe_first_nonfinite({name: local_grad(p) for name, p in self.gradients.trained.items()})
         shards = {name: local_shard(p.detach())[0] for name, p in self.gradients.parameters.items()}
-        weights = first_nonfinite(shards | self.buffers)
+        weights = describe_first_nonfinite(shards | self.buffers)
         names: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(names, (grads, weights))
         grads = next((name for name, _ in names if name), "")

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, continues, run_folder
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_folder, is_resumable, run_folder
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.models.count import parameters, trained_parameters
@@ -78,12 +78,12 @@ def disk_shortage(config: Config, step: int = 0) -> str:
     options, run = config.checkpoint, run_folder(config.job)
     if not options.enable or not (saves := _saves(options.interval, step, config.training.steps)):
         return ""
-    folder = checkpoints_of(run, options)
-    existing = len(layout.steps(folder)) if continues(options) else 0
+    folder = checkpoints_folder(run, options)
+    existing = len(layout.checkpoints_by_step(folder)) if is_resumable(options) else 0
     number = max(1, min(saves, options.keep_last + 1 - existing)) if options.keep_last else 1
     each, disk = checkpoint_bytes(config), next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
-        usage, left = shutil.disk_usage(disk), layout.leftover_bytes(folder) if continues(options) else 0
+        usage, left = shutil.disk_usage(disk), layout.leftover_bytes(folder) if is_resumable(options) else 0
     except OSError:  # the saver reports it
         return ""
     free = usage.free + left

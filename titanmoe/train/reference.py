@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.base import model_digest
 from titanmoe.checkpoint.choose_checkpoint import run_folder
 from titanmoe.checkpoint.hf.convert import raise_on_all_ranks
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
+from titanmoe.checkpoint.weight_digest import model_digest
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -60,11 +60,11 @@ class Reference:
 
         Called once the weights are loaded. Collective over the world. Returns rows of the header.
         """
-        training, about_run = self.training, self.training.checkpoints.about_run
-        goes_on = REFERENCE in about_run and not self.config.lora.rank
+        training, run_record = self.training, self.training.checkpoints.run_record
+        goes_on = REFERENCE in run_record and not self.config.lora.rank
         if not goes_on:
-            about_run[REFERENCE] = self.digest()
-        model, sources = about_run[REFERENCE], self.sources()
+            run_record[REFERENCE] = self.digest()
+        model, sources = run_record[REFERENCE], self.sources()
         note = "counted before"
         if not self._load_scores(sources, model):
             if goes_on and training.state.step:

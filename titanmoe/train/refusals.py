@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, choose_start, run_folder, weights_under
-from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, base_weights_name, choose_start, run_folder
+from titanmoe.checkpoint.manifest import flatten_record
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import to_tables
@@ -174,10 +174,10 @@ def _start(config: Config) -> tuple[StartPoint, dict[str, Any]]:
     from titanmoe.checkpoint.state import refused_record
 
     options = config.checkpoint
-    start = choose_start(options, run_folder(config.job), lambda path: layout.damage(path, contents=False))
+    start = choose_start(options, run_folder(config.job), lambda path: layout.find_damage(path, contents=False))
     if start.path is None:
         return start, {}
-    record, now = layout.read_manifest(start.path).record, flat_record(to_tables(config))
+    record, now = layout.read_manifest(start.path).record, flatten_record(to_tables(config))
     adapters = config.lora.rank > 0
     if problems := refused_record(record, now, start.path, adapters, start.model_only, options.initial_adapter):
         raise ConfigError(problems, str(start.path))
@@ -196,8 +196,8 @@ def _check_first_weights(config: Config, start: StartPoint, record: dict[str, An
 
 def _check_model(config: Config) -> None:
     from titanmoe.checkpoint.hf.fetch import is_remote, weights_folder
-    from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
-    from titanmoe.checkpoint.hf.source import open_first_weights
+    from titanmoe.checkpoint.hf.huggingface_source import open_first_weights
+    from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
 
     name = config.checkpoint.initial_hf
     if is_remote(name):
@@ -209,7 +209,7 @@ def _check_model(config: Config) -> None:
 
 
 def _check_adapter(config: Config) -> None:
-    from titanmoe.checkpoint.hf.peft_base import first_adapters, refuse_name
+    from titanmoe.checkpoint.hf.peft_base import read_first_adapters, refuse_other_base
 
-    adapters = first_adapters(Path(config.checkpoint.initial_adapter), config.model, config.lora)
-    refuse_name(adapters, weights_under(config.checkpoint))
+    adapters = read_first_adapters(Path(config.checkpoint.initial_adapter), config.model, config.lora)
+    refuse_other_base(adapters, base_weights_name(config.checkpoint))

@@ -61,8 +61,8 @@ class RunFolder:
         box: list[Any] = [None]
         if self.rank == 0:
             try:
-                continues = choose_checkpoint.continues(self.checkpoint)
-                box[0], self._lock = claim_folder(self.job, continues, self.checkpoint.folder)
+                is_resumable = choose_checkpoint.is_resumable(self.checkpoint)
+                box[0], self._lock = claim_folder(self.job, is_resumable, self.checkpoint.folder)
             except ConfigError as error:
                 box[0] = error
         dist.broadcast_object_list(box, 0)
@@ -84,7 +84,7 @@ class RunFolder:
             lock, metrics = self._lock, self.path / METRICS
             if self.rank == 0 and (not lock.closed if lock else metrics.stat().st_size == 0):
                 (self.path / LOCK if lock else metrics).unlink()
-                for inner in (choose_checkpoint.checkpoints_of(self.path, self.checkpoint), self.path):
+                for inner in (choose_checkpoint.checkpoints_folder(self.path, self.checkpoint), self.path):
                     with contextlib.suppress(OSError):  # it is not empty, or was never made
                         inner.rmdir()
             raise
@@ -173,9 +173,9 @@ def refuse_links(folder: Path, checkpoints: str) -> None:
 def refuse_live_folder(config: Config) -> None:
     """Raise a ConfigError if the run would continue in the folder of a run that is alive."""
     folder = choose_checkpoint.run_folder(config.job)
-    if choose_checkpoint.continues(config.checkpoint):
+    if choose_checkpoint.is_resumable(config.checkpoint):
         refuse_links(folder, config.checkpoint.folder)
-    if choose_checkpoint.continues(config.checkpoint) and (folder / LOCK).exists():
+    if choose_checkpoint.is_resumable(config.checkpoint) and (folder / LOCK).exists():
         with contextlib.suppress(OSError):  # `claim_folder` says what is wrong with the folder
             _open_lock(folder).close()
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from titanmoe import observe
 from titanmoe.checkpoint import state
+from titanmoe.checkpoint.full_model import fill_shards
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.checkpoint.safe_files import CheckpointError
-from titanmoe.checkpoint.whole_model import fill
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import TEACHER_IDS, TEACHER_LOG_P, Batch
@@ -99,11 +99,11 @@ class SlicerWithTeacher(Slicer):
         model = self.stages[0].shape
         named = {name: weight for stage in self.stages for name, weight in stage.named_parameters()}
         buffers = {name: buffer for stage in self.stages for name, buffer in state.persistent_buffers(stage).items()}
-        targets = state.targets(named, buffers, None, model.tie_embeddings)
+        targets = state.shards_to_load(named, buffers, None, model.tie_embeddings)
         group = dist.group.WORLD if dist.get_world_size() > 1 else None
         try:
             with torch.no_grad():
-                on_all_ranks(group, lambda: fill(targets, self.teacher, model))
+                on_all_ranks(group, lambda: fill_shards(targets, self.teacher, model))
         except CheckpointError as error:
             raise ConfigError([f"distillation.teacher: {error}"]) from None
 

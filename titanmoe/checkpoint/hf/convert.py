@@ -16,18 +16,18 @@ import torch.distributed as dist
 import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
-from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.export import FolderPlan, plan_folder
 from titanmoe.checkpoint.hf.fetch import INDEX, SINGLE
-from titanmoe.checkpoint.hf.files import config_and_tokenizer_files, nbytes
-from titanmoe.checkpoint.hf.maps import Map
-from titanmoe.checkpoint.hf.merge import Merged, Weights, check_digest, open_under
 from titanmoe.checkpoint.hf.peft_base import compare_base
 from titanmoe.checkpoint.hf.peft_read import is_peft
 from titanmoe.checkpoint.hf.peft_write import CONFIG as ADAPTER_CONFIG
-from titanmoe.checkpoint.hf.peft_write import PeftFolder, peft_folder
+from titanmoe.checkpoint.hf.peft_write import PeftFolder, plan_peft_folder
+from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files, nbytes
+from titanmoe.checkpoint.hf.tensor_map import TensorMap
+from titanmoe.checkpoint.hf.weight_sources import MergedWeights, Weights, check_digest, open_base_weights
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
-from titanmoe.checkpoint.read_adapters import MODEL, Adapters, of_checkpoint
+from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
@@ -36,7 +36,7 @@ T = TypeVar("T")
 PARTIAL = ".partial"
 
 
-def check_free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
+def check_output_folder(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
     """ConfigError unless a folder may be made there. Only a folder of the same kind, or an empty one, is
     overwritten."""
     if not out.exists():
@@ -54,10 +54,10 @@ def check_free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
 # ---- from Hugging Face
 
 
-def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
+def write_converted(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
     """A checkpoint at step 0 with the weights alone; returns their bytes."""
-    raise_on_all_ranks(group, lambda: check_free(out, overwrite, (layout.MANIFEST,)))
-    own = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    raise_on_all_ranks(group, lambda: check_output_folder(out, overwrite, (layout.MANIFEST,)))
+    own = assign_by_bytes({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
         MODEL + name: LazyTensor(shape, dtype, partial(weights.read, name))
         for name, (shape, dtype) in weights.tensors.items()
@@ -74,7 +74,7 @@ def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overw
     return sum(nbytes(*size) for size in weights.tensors.values())
 
 
-def balanced_share(sizes: Mapping[str, int], group: Group) -> set[str]:
+def assign_by_bytes(sizes: Mapping[str, int], group: Group) -> set[str]:
     """This rank's share of them, balanced by bytes."""
     ranks, rank = _size_and_rank(group)
     loads, own = [0] * ranks, set()
@@ -102,12 +102,12 @@ def to_hf(
     """under: the name of the weights under adapters, if not as in their recipe."""
 
     def plan_hf() -> FolderPlan:
-        check_free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
+        check_output_folder(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
         return plan_folder(path, shard_bytes, tokenizer, dtype, under)
 
     plan = raise_on_all_ranks(group, plan_hf)
     _check_files(path, group)
-    if isinstance(merged := plan.export.weights, Merged):
+    if isinstance(merged := plan.export.weights, MergedWeights):
         check_digest(merged.adapters, merged.under, merged.name, group)
         if merged.adapters.config is None:
             merged.compared = compare_base(merged.adapters, merged.under, merged.name, group)
@@ -127,16 +127,16 @@ def to_peft(
     """under: the weights under the adapters, to be compared with those that they were trained on."""
 
     def plan_peft() -> tuple[Adapters, PeftFolder]:
-        check_free(out, overwrite, (ADAPTER_CONFIG,))
-        adapters = of_checkpoint(path)
-        map_ = Map(adapters.model, configs.written_as(adapters.model.family))
+        check_output_folder(out, overwrite, (ADAPTER_CONFIG,))
+        adapters = read_checkpoint_adapters(path)
+        map_ = TensorMap(adapters.model, configs.hf_format_of(adapters.model.family))
         base = under or (adapters.config.checkpoint.initial_hf)
-        return adapters, peft_folder(adapters, map_, base, dtype, drop)
+        return adapters, plan_peft_folder(adapters, map_, base, dtype, drop)
 
     adapters, plan = raise_on_all_ranks(group, plan_peft)
     _check_files(path, group)
     if under:
-        weights = raise_on_all_ranks(group, lambda: open_under(adapters, under))
+        weights = raise_on_all_ranks(group, lambda: open_base_weights(adapters, under))
         check_digest(adapters, weights, under, group)
     _write(plan, out, group)
     return plan
@@ -148,7 +148,7 @@ def _check_files(path: Path, group: Group) -> None:
     ranks, rank = _size_and_rank(group)
     names = sorted(layout.read_manifest(path).files)
     if broken := [
-        line for lines in on_all_ranks(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines
+        line for lines in on_all_ranks(group, lambda: layout.find_damage(path, names[rank::ranks])) for line in lines
     ]:
         raise ConfigError(broken, str(path))
 
@@ -174,7 +174,7 @@ def _publish(plan: FolderPlan | PeftFolder, unfinished: Path, out: Path) -> None
     if out.exists():
         os.rename(out, replaced)
     os.rename(unfinished, out)
-    layout.sync(out.absolute().parent)
+    layout.fsync_folder(out.absolute().parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -151,16 +151,16 @@ def _join() -> Group:
 def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
-    from titanmoe.checkpoint.hf import config, convert
+    from titanmoe.checkpoint.hf import config_json, convert
     from titanmoe.checkpoint.hf.fetch import describing_folder, weights_folder
-    from titanmoe.checkpoint.hf.source import HuggingFaceSource
+    from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
     from titanmoe.checkpoint.hf.torchtitan import open_torchtitan
-    from titanmoe.checkpoint.hf.upcycle import Upcycled
+    from titanmoe.checkpoint.hf.upcycle import UpcycledWeights
 
     if args.describe:
-        from titanmoe.checkpoint.hf.describe_recipe import recipe
+        from titanmoe.checkpoint.hf.describe_recipe import write_recipe
 
-        return [convert.raise_on_all_ranks(group, lambda: recipe(args.source))]
+        return [convert.raise_on_all_ranks(group, lambda: write_recipe(args.source))]
     if args.to_hf or args.to_peft:
         source = convert.raise_on_all_ranks(group, lambda: _checkpoint_or_peft(args))
         dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -171,14 +171,14 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         group, lambda: describing_folder(described) if args.from_dcp else weights_folder(args.source)
     )
 
-    def open_weights() -> HuggingFaceSource | Upcycled:
+    def open_weights() -> HuggingFaceSource | UpcycledWeights:
         if args.from_dcp:
             return open_torchtitan(Path(args.source), folder, tuple(args.drop))
         if args.upcycle:
             options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
             arguments = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
-            return Upcycled(folder, **options | arguments)
-        parsed = config.describe(folder)
+            return UpcycledWeights(folder, **options | arguments)
+        parsed = config_json.describe_folder(folder)
         source = HuggingFaceSource(folder, parsed, parsed.model, tuple(args.drop))
         if source.has_mtp and "mtp" not in args.drop:
             source = HuggingFaceSource(folder, parsed, replace(parsed.model, mtp_depth=1, mtp_after_norm=True))
@@ -189,7 +189,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     provenance = "upcycled from" if args.upcycle else "converted from"
     if args.from_dcp:
         provenance += f" {Path(args.source).absolute()} with the config.json of"
-    size = convert.write_ours(args.out, weights, folder, provenance, args.overwrite, group)
+    size = convert.write_converted(args.out, weights, folder, provenance, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
     return [*lines, *_recipe(args.out, weights.model)]
 
@@ -215,7 +215,7 @@ def _to_hf(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, gr
     count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
     files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
     lines = [f"{out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
-    if isinstance(merged := exported.export.weights, convert.Merged):
+    if isinstance(merged := exported.export.weights, convert.MergedWeights):
         lines.append(f"adapters of {len(merged.matrices)} matrices merged into {merged.name}")
         lines += [f"note: {merged.compared}"] * bool(merged.compared)
     if exported.export.model.mtp_depth and not exported.export.model.mtp_after_norm:
@@ -238,11 +238,11 @@ def _to_peft(args: argparse.Namespace, source: Path, dtype: torch.dtype | None, 
 
 
 def _recipe(out: Path, model: object) -> list[str]:
-    from titanmoe.checkpoint.hf.config import table
+    from titanmoe.checkpoint.hf.config_json import model_table
     from titanmoe.config.fields import toml_value
 
     begin = ["[checkpoint]", f"load = {toml_value(str(out))}", "model_only = true"]
-    return ["", "# to train from it:", table(model), "", *begin]
+    return ["", "# to train from it:", model_table(model), "", *begin]
 
 
 def _size(size: int) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from titanmoe.checkpoint.hf.config import CONFIG, ParsedConfig, describe
-from titanmoe.checkpoint.hf.differences import OWN, value_of
+from titanmoe.checkpoint.hf.config_json import CONFIG, ParsedConfig, describe_folder
 from titanmoe.checkpoint.hf.fetch import describing_folder
+from titanmoe.checkpoint.hf.model_differences import OWN_PREFIX, field_value
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Model
@@ -17,11 +17,11 @@ CONTEXT = 4096
 """Tokens of a sample, where the model has no shorter context."""
 
 
-def recipe(name: str) -> str:
+def write_recipe(name: str) -> str:
     """It loads as it stands; what to train on, and for how long, is left to fill in. What the model's own file says is
     in it as comments."""
     folder = describing_folder(name)
-    parsed = describe(folder)
+    parsed = describe_folder(folder)
     tokenizer = "its own" if (folder / FILE).is_file() else f"none: {folder} has no {FILE}, so text is read as bytes"
     return f"""\
 # {_summary(name, parsed.model)}
@@ -34,7 +34,7 @@ def recipe(name: str) -> str:
 [model]
 hf = {toml_value(name)}
 # {CONFIG} says, and a recipe may only say otherwise of what model.change lists:
-{_said(parsed)}
+{_model_comments(parsed)}
 
 [data]
 # source = "files"          # fill in: what to train on; without it, the source of Python's own library
@@ -65,11 +65,11 @@ def _summary(name: str, model: Model) -> str:
     return f"{name}: {model.family}, {blocks}, {_number(count.total)} parameters, {_number(count.active)} active"
 
 
-def _said(parsed: ParsedConfig) -> str:
+def _model_comments(parsed: ParsedConfig) -> str:
     names = [f.name for f in fields(Model) if f.name not in ("hf", "change", "size", "mtp_depth", "own")]
-    names += [name for name in parsed.hf.fields if name.startswith(OWN)]
+    names += [name for name in parsed.hf.fields if name.startswith(OWN_PREFIX)]
     default, always = Model(), {"family", "norm_topk", *parsed.hf.fields}
-    values = {name: value_of(parsed.model, name) for name in names}
+    values = {name: field_value(parsed.model, name) for name in names}
     lines = [f"# {n} = {toml_value(v)}" for n, v in values.items() if n in always or v != getattr(default, n)]
     if parsed.aux_loss is not None:
         lines.append(f"# moe.aux_loss = {toml_value(parsed.aux_loss)}, of router_aux_loss_coef")

@@ -14,11 +14,17 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import INDEX
-from titanmoe.checkpoint.hf.files import Tensors, config_and_tokenizer_files, index, shards, write_file
-from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.hf.merge import Whole, open_whole
+from titanmoe.checkpoint.hf.safetensors_folder import (
+    FilePlan,
+    config_and_tokenizer_files,
+    index_json,
+    split_into_files,
+    write_file,
+)
+from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, TensorMap
+from titanmoe.checkpoint.hf.weight_sources import ExportSource, open_export_source
 from titanmoe.config.load import ConfigError
 from titanmoe.data.chat import open_chat_encoder
 from titanmoe.data.tokenizer import FILE, open_tokenizer
@@ -29,10 +35,10 @@ GENERATION = "generation_config.json"
 class Export:
     """Weights of ours as a Hugging Face folder."""
 
-    def __init__(self, whole: Whole, path: Path, dtype: torch.dtype | None = None):
+    def __init__(self, whole: ExportSource, path: Path, dtype: torch.dtype | None = None):
         self.weights, self.carried, self.seq_len = whole
         self.model, self.stored, self.dtype = self.weights.model, self.weights.tensors, dtype
-        self.map = Map(self.model, configs.written_as(self.model.family))
+        self.map = TensorMap(self.model, configs.hf_format_of(self.model.family))
         self._check(path)
 
     def _check(self, path: Path) -> None:
@@ -60,7 +66,7 @@ class Export:
 
     def _dtype(self, name: str) -> torch.dtype:
         our_name = self.map.parts[name][0].our_name
-        return self.stored[our_name][1] if self.dtype is None or our_name.endswith(BIAS) else self.dtype
+        return self.stored[our_name][1] if self.dtype is None or our_name.endswith(EXPERT_BIAS) else self.dtype
 
     def make(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         """A block of a Hugging Face tensor."""
@@ -76,7 +82,7 @@ class FolderPlan(NamedTuple):
     """The contents of a Hugging Face folder to be written."""
 
     export: Export
-    files: dict[str, Tensors]
+    files: dict[str, FilePlan]
     config: dict[str, Any]
     other_files: dict[str, Path]
     """Files to copy."""
@@ -90,12 +96,12 @@ class FolderPlan(NamedTuple):
     def complete(self, folder: Path) -> None:
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
-            layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
+            layout.write_text(folder / INDEX, json.dumps(index_json(self.files), indent=2) + "\n")
         for name, file in self.other_files.items():
             shutil.copyfile(file, folder / name)
         if self.generation is not None:
             layout.write_text(folder / GENERATION, json.dumps(self.generation, indent=2) + "\n")
-        layout.sync(folder)
+        layout.fsync_folder(folder)
 
 
 def plan_folder(
@@ -106,7 +112,7 @@ def plan_folder(
     under: str,
 ) -> FolderPlan:
     """under: the name of the weights under adapters, if not as in their recipe."""
-    export = Export(open_whole(path, under), path, dtype)
+    export = Export(open_export_source(path, under), path, dtype)
     other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
         tokenizer_files = {
@@ -118,7 +124,7 @@ def plan_folder(
             raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
         other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
     config, generation = export.config(), None
-    if marks := end_marks(other_files, export.model.vocab_size):
+    if marks := end_token_ids(other_files, export.model.vocab_size):
         config.setdefault("eos_token_id", marks[0])
         carried = configs.read_json(other_files[GENERATION]) if GENERATION in other_files else {}
         before = carried.get("eos_token_id", [])
@@ -127,10 +133,10 @@ def plan_folder(
             together = [mark for mark in known if mark is not None] + missing
             generation = carried | {"eos_token_id": together if len(together) > 1 else together[0]}
             other_files.pop(GENERATION, None)
-    return FolderPlan(export, shards(export.sizes, shard_bytes), config, other_files, generation)
+    return FolderPlan(export, split_into_files(export.sizes, shard_bytes), config, other_files, generation)
 
 
-def end_marks(files: Mapping[str, Path], vocab_size: int) -> list[int]:
+def end_token_ids(files: Mapping[str, Path], vocab_size: int) -> list[int]:
     """What ends a text of the tokenizer among the files, then what ends an answer by its chat template, if that is
     another token: without them transformers goes on after an answer."""
     if FILE not in files:

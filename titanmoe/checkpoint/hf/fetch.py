@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun
-from titanmoe.checkpoint.hf.config import CONFIG, read_json
+from titanmoe.checkpoint.hf.config_json import CONFIG, read_json
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.remote import file_system, is_url, url_errors
@@ -23,7 +23,7 @@ from titanmoe.data.tokenizer import FILE, OTHER_FILES
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARRIED = (CONFIG, "generation_config.json", FILE, *OTHER_FILES)
 """What else is in a model's folder, besides its weights."""
-DESCRIPTION = (*CARRIED, INDEX)
+DESCRIBING_FILES = (*CARRIED, INDEX)
 """Small files: enough for all that needs no weights."""
 HUB_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
 SMALL_MODEL, MAKE_SMALL_MODEL = "models/small", "python scripts/make_small_model.py"
@@ -34,12 +34,12 @@ CACHE = "TITANMOE_CACHE"
 
 def describing_folder(name: str) -> Path:
     """A folder with the config.json and the tokenizer, and perhaps with weights."""
-    return _folder(name, DESCRIPTION, lambda folder: (folder / CONFIG).is_file())
+    return _folder(name, DESCRIBING_FILES, lambda folder: (folder / CONFIG).is_file())
 
 
 def weights_folder(name: str) -> Path:
     """A folder with everything."""
-    return _folder(name, (*DESCRIPTION, "*.safetensors"), _has_weights)
+    return _folder(name, (*DESCRIBING_FILES, "*.safetensors"), _has_weights)
 
 
 def local_folder(name: str) -> Path | None:
@@ -58,13 +58,13 @@ def local_folder(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def place_of(name: str) -> str:
+def resolve_place(name: str) -> str:
     """Return where a model lies on this machine, or its name if it does not."""
     folder = local_folder(name)
     return str(folder.resolve()) if folder else name
 
 
-def last_name(name: str) -> str:
+def short_name(name: str) -> str:
     """Return a model's own name: without owner, folder and revision."""
     path = Path(name.partition("@")[0]).expanduser()
     path = path.resolve() if path.exists() else path
@@ -72,7 +72,7 @@ def last_name(name: str) -> str:
     return (hub.rpartition("--")[2] or path.name).lower()
 
 
-def pinned(name: str, folder: Path) -> str:
+def pin_revision(name: str, folder: Path) -> str:
     """The name for just what this folder holds: on the hub, with the revision."""
     hub = _hub_name(name)
     return f"{hub[0]}@{folder.name}" if hub else name
@@ -80,7 +80,7 @@ def pinned(name: str, folder: Path) -> str:
 
 def fingerprint(name: str, folder: Path) -> str:
     """Which model a folder holds, without reading its weights."""
-    digest = blake2b(pinned(name, folder).encode(), digest_size=8)
+    digest = blake2b(pin_revision(name, folder).encode(), digest_size=8)
     for file in (CONFIG, INDEX):
         if (folder / file).is_file():
             digest.update((folder / file).read_bytes())
@@ -225,7 +225,7 @@ def _copy(system: Any, root: str, folder: Path, weights: bool) -> None:
         unfinished.rename(folder / name)
         return True
 
-    for name in (name for name in DESCRIPTION if "*" not in name):
+    for name in (name for name in DESCRIBING_FILES if "*" not in name):
         copy(name)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"there is no {CONFIG} in it")

@@ -11,27 +11,27 @@ from pathlib import Path
 
 import torch
 
-from titanmoe.checkpoint.hf.fetch import last_name, local_folder, place_of
-from titanmoe.checkpoint.hf.merge import BASE, Weights, digest_of, open_weights
+from titanmoe.checkpoint.hf.fetch import local_folder, resolve_place, short_name
 from titanmoe.checkpoint.hf.peft_read import read_peft
+from titanmoe.checkpoint.hf.weight_sources import NAME_BASE_HINT, Weights, open_weights, weights_digest
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
-from titanmoe.checkpoint.read_adapters import Adapters, disagreements
+from titanmoe.checkpoint.read_adapters import Adapters, lora_mismatches
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, LoRA, Model
 
-KEY = "base_model_name_or_path"
+BASE_KEY = "base_model_name_or_path"
 
 
-def first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
+def read_first_adapters(folder: Path, model: Model, lora: LoRA) -> Adapters:
     """Return the adapters that a run begins from; ConfigError if they are not for its model, or not as its [lora]."""
     adapters = read_peft(folder.expanduser(), model)
-    if problems := disagreements(adapters, Config(model=model, lora=lora)):
+    if problems := lora_mismatches(adapters, Config(model=model, lora=lora)):
         raise ConfigError(problems, str(adapters.path))
     return adapters
 
 
-def refuse_name(adapters: Adapters, under: str) -> None:
+def refuse_other_base(adapters: Adapters, under: str) -> None:
     """Raise a ConfigError if adapters have a base, and not the weights of this name, as far as names tell.
 
     Args:
@@ -46,18 +46,18 @@ def refuse_name(adapters: Adapters, under: str) -> None:
             ],
             str(adapters.path),
         )
-    if named and place_of(named) != place_of(under) and local_folder(named) is None:
+    if named and resolve_place(named) != resolve_place(under) and local_folder(named) is None:
         _refuse_other_name(adapters, under)
 
 
 def _refuse_other_name(adapters: Adapters, under: str) -> None:
     named = adapters.base
-    if last_name(named) != last_name(under):
+    if short_name(named) != short_name(under):
         raise ConfigError(
             [
-                f"its adapters are for {named} ({KEY} in adapter_config.json), which is not on this machine to be "
-                f"compared, and {under} has another name: name {named}{BASE}, or, if they are the same weights, write "
-                f"{under} there"
+                f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), which is not on this machine to be "
+                f"compared, and {under} has another name: name {named}{NAME_BASE_HINT}, or, if they are the "
+                f"same weights, write {under} there"
             ],
             str(adapters.path),
         )
@@ -75,8 +75,8 @@ def compare_base(adapters: Adapters, weights: Weights, under: str, group: Group)
     """
     named = adapters.base
     if not named:
-        return f"shapes alone were compared with {under}: adapter_config.json names no base ({KEY})"
-    if place_of(named) == place_of(under):
+        return f"shapes alone were compared with {under}: adapter_config.json names no base ({BASE_KEY})"
+    if resolve_place(named) == resolve_place(under):
         return f"{under} is the base that adapter_config.json names"
     if all(on_all_ranks(group, lambda: local_folder(named) is not None)):
         return _compare_weights(adapters, weights, under, group)
@@ -97,16 +97,16 @@ def _compare_weights(adapters: Adapters, weights: Weights, under: str, group: Gr
 
     if why := next(filter(None, on_all_ranks(group, why_no_such_model)), ""):
         raise ConfigError(
-            [f"its adapters are for {named} ({KEY} in adapter_config.json), and {under} is no such model: {why}"],
+            [f"its adapters are for {named} ({BASE_KEY} in adapter_config.json), and {under} is no such model: {why}"],
             str(adapters.path),
         )
     others = open_weights(named, adapters.model)
-    theirs, ours = (digest_of(model, torch.float32, group, biases=True) for model in (others, weights))
+    theirs, ours = (weights_digest(model, torch.float32, group, biases=True) for model in (others, weights))
     if ours != theirs:
         raise ConfigError(
             [
                 f"{under} has other weights (digest {ours}) than {named} (digest {theirs}), for which its adapters are "
-                f"({KEY} in adapter_config.json): name that{BASE}"
+                f"({BASE_KEY} in adapter_config.json): name that{NAME_BASE_HINT}"
             ],
             str(adapters.path),
         )

@@ -13,22 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.hf.config import read_json, written_as
-from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.maps import Map, Shape
-from titanmoe.checkpoint.hf.peft_parts import rows_of, together
-from titanmoe.checkpoint.hf.peft_parts import split as split_parts
-from titanmoe.checkpoint.hf.peft_stacked import Pair, are_apart, split, unflat
+from titanmoe.checkpoint.hf.config_json import hf_format_of, read_json
+from titanmoe.checkpoint.hf.huggingface_source import compress_names
+from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused
+from titanmoe.checkpoint.hf.peft_fused import split_fused_adapters as split_parts
+from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, from_peft, is_block_diagonal, split_gate_up
 from titanmoe.checkpoint.hf.peft_write import CONFIG, DOWN, GATE_UP, PREFIX, STACKED, WEIGHTS, module_of
-from titanmoe.checkpoint.hf.source import compress_names
-from titanmoe.checkpoint.move_in_blocks import reader_of, within
-from titanmoe.checkpoint.read_adapters import Adapters, in_block
+from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
+from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap
+from titanmoe.checkpoint.move_in_blocks import block_slices, slice_of_full
+from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import LoRA, Model
 from titanmoe.models.lora_spec import adapter_names, is_adaptable
 
-PLAIN: dict[str, tuple[Any, ...]] = {
+PLAIN_LORA_VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
@@ -41,7 +41,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("monteclora_config", "megatron_config"), (None,)),
 }
 """Keys of adapter_config.json (PEFT 0.21), and their values with which it is plain LoRA on the base as it is."""
-HARMLESS = (
+IGNORED_KEYS = (
     # Read here, or checked with the tensors.
     *("base_model_name_or_path", "revision", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters"),
     # Which modules get adapters when PEFT makes them: the file's tensors say it as well.
@@ -54,7 +54,7 @@ HARMLESS = (
     "lora_dropout",
 )
 """Keys that change nothing of what adapters compute, whatever their values."""
-CHANGED_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+BASE_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 """Beginnings of init_lora_weights with which PEFT changes the base when it makes adapters."""
 
 
@@ -74,7 +74,7 @@ def is_peft(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def base_of(path: Path) -> str:
+def base_name_of(path: Path) -> str:
     """The name of the model that a folder's adapters are for; "" if it has none."""
     settings = read_json(path / CONFIG)
     names = {key: settings.get(key) or "" for key in ("base_model_name_or_path", "revision")}
@@ -90,8 +90,8 @@ class _Reader:
         if not is_peft(path):
             raise ConfigError([f"{path} is no folder of PEFT: it has no {CONFIG}"])
         self.path, self.model, self.settings = path, model, read_json(path / CONFIG)
-        self.files = Folder(path, WEIGHTS)
-        self.map = Map(model, written_as(model.family))
+        self.files = SafetensorsFolder(path, WEIGHTS)
+        self.map = TensorMap(model, hf_format_of(model.family))
         self.alternate = any(home.stride > 1 for home in self.map.hf.homes.values())
         """Whether outputs of gate and up do, in a parameter of both."""
         self.tensors: dict[str, LazyTensor] = {}
@@ -103,14 +103,14 @@ class _Reader:
         self.problems: list[str] = []
 
     def adapters(self) -> Adapters:
-        self.problems += problems_of_settings(self.settings)
+        self.problems += unsupported_settings(self.settings)
         self.problems += self._mistyped()
         if not self.problems:
             for name in filter(is_adaptable, self.map.our_shapes):
                 if self.map.places[name][0].home.part is None:
                     self._apart(name)
-                elif name == together(self.map, name)[0]:
-                    self._together(together(self.map, name))
+                elif name == fused_matrices(self.map, name)[0]:
+                    self._together(fused_matrices(self.map, name))
             for layer in (name.rpartition(".")[0] for name in self.map.our_shapes if name.endswith(".experts.w1")):
                 self._stacked(layer)
             self._join_experts()
@@ -119,7 +119,7 @@ class _Reader:
         if self.problems:
             raise ConfigError(self.problems, str(self.path))
         dropout = float(self.settings.get("lora_dropout") or 0.0)
-        return Adapters(self.path, self.model, lora, self.tensors, base_of(self.path), dropout=dropout)
+        return Adapters(self.path, self.model, lora, self.tensors, base_name_of(self.path), dropout=dropout)
 
     def _refuse_others(self) -> None:
         """Add the adapters that no matrix here can have to the problems, and how to make a folder without them."""
@@ -167,9 +167,9 @@ class _Reader:
         if not (keys := self._keys(group[0], self.map.hf_shapes[place.hf_name][0])):
             return
         both = [self._whole(keys[leaf][0]) for leaf in "AB"]
-        for name, pair in split_parts(*both, {name: rows_of(self.map, name) for name in group}).items():
+        for name, pair in split_parts(*both, {name: rows_in_fused(self.map, name) for name in group}).items():
             for adapter, tensor in zip(adapter_names(name), pair, strict=True):
-                self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, reader_of(lambda x=tensor: x))
+                self.tensors[adapter] = LazyTensor(tuple(tensor.shape), tensor.dtype, slice_of_full(lambda x=tensor: x))
             self.alphas[name] = self._alpha(module_of(place)) * len(pair[0]) / len(both[0])
 
     def _apart(self, name: str) -> None:
@@ -190,7 +190,7 @@ class _Reader:
             return torch.stack([self.files.read(key, offset[1:], shape[1:]) for key in chosen])
         if leaf == "A" or home.rotated is None:
             return self.files.read(keys[0], offset, shape)
-        return self._whole(keys[0])[self.map.rows(home, offset[0], shape[0])][:, within(offset, shape)[1]]
+        return self._whole(keys[0])[self.map.rows(home, offset[0], shape[0])][:, block_slices(offset, shape)[1]]
 
     def _whole(self, key: str) -> Tensor:
         shape = self.files.tensors[key].shape
@@ -234,7 +234,7 @@ class _Reader:
         if self.problems:
             return
         apart = all(
-            are_apart(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.alternate)
+            is_block_diagonal(self._pair(pairs[GATE_UP], self.map.our_shapes[f"{block}.w1"][0]), self.alternate)
             for block, pairs in self.stacks.items()
             if GATE_UP in pairs
         )
@@ -263,7 +263,7 @@ class _Reader:
                 for which, adapter in enumerate(adapter_names(f"{block}.{leaf}")):
                     dtype = self.files.tensors[keys[which]].dtype
                     make = partial(self._read_stacked, keys, experts, rank, parameter, number, which, apart)
-                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, reader_of(make))
+                    self.tensors[adapter] = LazyTensor(shapes[which], dtype, slice_of_full(make))
                 alpha = self._alpha(f"{path}.{parameter.rpartition('.')[2]}")
                 self.alphas[f"{block}.{leaf}"] = alpha * rank / ranks[parameter]
 
@@ -272,11 +272,11 @@ class _Reader:
     ) -> Tensor:
         pair = self._pair(keys, experts)
         if parameter == GATE_UP:
-            pair = split(pair, self.alternate, apart and pair.down.shape[1] != rank)[number]
+            pair = split_gate_up(pair, self.alternate, apart and pair.down.shape[1] != rank)[number]
         return pair.widened(rank)[which]
 
-    def _pair(self, keys: tuple[str, str], experts: int) -> Pair:
-        return unflat(*map(self._whole, keys), experts)
+    def _pair(self, keys: tuple[str, str], experts: int) -> AdapterPair:
+        return from_peft(*map(self._whole, keys), experts)
 
     # ---- [lora]
 
@@ -330,7 +330,7 @@ class _Reader:
             alphas.setdefault(alpha, name)
         for field, values in (ranks | {"lora.alpha": alphas}).items():
             if len(values) > 1:
-                shown = ", ".join(f"{value} ({in_block(name)})" for value, name in values.items())
+                shown = ", ".join(f"{value} ({name_in_block(name)})" for value, name in values.items())
                 self.problems.append(f"it has several values of {field}, which is one here: {shown}")
         if not alphas:
             self.problems.append(f"{WEIGHTS} has no adapters")
@@ -344,22 +344,22 @@ def _times(factor: float, read: Callable[[Shape, Shape], Tensor], offset: Shape,
     return read(offset, shape) * factor
 
 
-def problems_of_settings(settings: Mapping[str, Any]) -> list[str]:
+def unsupported_settings(settings: Mapping[str, Any]) -> list[str]:
     """Return what adapter_config.json says beyond plain LoRA on the base as it is, a line each."""
     problems = []
     for key, value in settings.items():
         dropout = key == "lora_dropout" and value is not None
         if dropout and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1):
             problems.append(f"{CONFIG} has lora_dropout = {value!r}: it must be in [0, 1)")
-        if key in HARMLESS or value in PLAIN.get(key, (None, False)):
+        if key in IGNORED_KEYS or value in PLAIN_LORA_VALUES.get(key, (None, False)):
             continue
-        if key == "init_lora_weights" and str(value).lower().startswith(CHANGED_BASE):
+        if key == "init_lora_weights" and str(value).lower().startswith(BASE_CHANGING_INITS):
             problems.append(
                 f"{CONFIG} has {key} = {value!r}, with which PEFT changes the base when it makes adapters, so that "
                 "they are for other weights than the base's: save them as plain LoRA with PEFT's save_pretrained(..., "
                 "path_initial_model_for_weight_conversion=...)"
             )
-        elif key in PLAIN:
+        elif key in PLAIN_LORA_VALUES:
             problems.append(f"{CONFIG} has {key} = {value!r}: only plain LoRA is read")
         else:
             problems.append(f"{CONFIG} has {key} = {value!r}, which is not known here: what it changes cannot be told")

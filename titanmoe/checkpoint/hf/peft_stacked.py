@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-class Pair(NamedTuple):
+class AdapterPair(NamedTuple):
     """Of a matrix of each expert."""
 
     down: Tensor
@@ -22,20 +22,20 @@ class Pair(NamedTuple):
     up: Tensor
     """B: (experts, outputs, r)."""
 
-    def flat(self) -> Pair:
+    def flat(self) -> AdapterPair:
         """As in PEFT's files."""
-        return Pair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
+        return AdapterPair(self.down.flatten(0, 1), self.up.permute(1, 2, 0).flatten(1))
 
-    def widened(self, rank: int) -> Pair:
+    def widened(self, rank: int) -> AdapterPair:
         """Return adapters of this rank that compute the same, filled up with zeros."""
         more = rank - self.down.shape[1]
         if not more:
             return self
-        return Pair(functional.pad(self.down, (0, 0, 0, more)), functional.pad(self.up, (0, more)))
+        return AdapterPair(functional.pad(self.down, (0, 0, 0, more)), functional.pad(self.up, (0, more)))
 
 
-def unflat(down: Tensor, up: Tensor, experts: int) -> Pair:
-    return Pair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
+def from_peft(down: Tensor, up: Tensor, experts: int) -> AdapterPair:
+    return AdapterPair(down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1))
 
 
 def _outputs(hidden: int, alternate: bool) -> tuple[slice, slice]:
@@ -45,23 +45,23 @@ def _outputs(hidden: int, alternate: bool) -> tuple[slice, slice]:
     return slice(0, hidden), slice(hidden, None)
 
 
-def join(gate: Pair, up: Pair, alternate: bool) -> Pair:
+def fuse_gate_up(gate: AdapterPair, up: AdapterPair, alternate: bool) -> AdapterPair:
     """alternate: whether outputs of gate and up alternate, or gate's come first."""
     experts, hidden, rank = gate.up.shape
     both = gate.up.new_zeros(experts, 2 * hidden, 2 * rank)
     first, second = _outputs(hidden, alternate)
     both[:, first, :rank], both[:, second, rank:] = gate.up, up.up
-    return Pair(torch.cat((gate.down, up.down), 1), both)
+    return AdapterPair(torch.cat((gate.down, up.down), 1), both)
 
 
-def are_apart(both: Pair, alternate: bool) -> bool:
+def is_block_diagonal(both: AdapterPair, alternate: bool) -> bool:
     """Whether a B is zero where one would reach the other's outputs."""
     first, second = _outputs(both.up.shape[1] // 2, alternate)
     rank, rest = divmod(both.up.shape[2], 2)
     return not rest and not both.up[:, first, rank:].any() and not both.up[:, second, :rank].any()
 
 
-def split(both: Pair, alternate: bool, apart: bool) -> tuple[Pair, Pair]:
+def split_gate_up(both: AdapterPair, alternate: bool, apart: bool) -> tuple[AdapterPair, AdapterPair]:
     """Return gate's and up's adapters.
 
     Args:
@@ -72,5 +72,5 @@ def split(both: Pair, alternate: bool, apart: bool) -> tuple[Pair, Pair]:
     first, second = _outputs(both.up.shape[1] // 2, alternate)
     gate, up, rank = both.up[:, first], both.up[:, second], both.down.shape[1] // 2
     if not apart:
-        return Pair(both.down, gate), Pair(both.down, up)
-    return Pair(both.down[:, :rank], gate[..., :rank]), Pair(both.down[:, rank:], up[..., rank:])
+        return AdapterPair(both.down, gate), AdapterPair(both.down, up)
+    return AdapterPair(both.down[:, :rank], gate[..., :rank]), AdapterPair(both.down[:, rank:], up[..., rank:])

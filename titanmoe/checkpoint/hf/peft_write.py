@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.hf.files import Tensors, write_file
-from titanmoe.checkpoint.hf.maps import HfPart, Map, Shape
-from titanmoe.checkpoint.hf.peft_parts import join as join_parts
-from titanmoe.checkpoint.hf.peft_parts import rows_of, together
-from titanmoe.checkpoint.hf.peft_stacked import Pair, join
-from titanmoe.checkpoint.move_in_blocks import reader_of
-from titanmoe.checkpoint.read_adapters import Adapters, in_block
+from titanmoe.checkpoint.hf.peft_fused import fuse_adapters as join_parts
+from titanmoe.checkpoint.hf.peft_fused import fused_matrices, rows_in_fused
+from titanmoe.checkpoint.hf.peft_stacked import AdapterPair, fuse_gate_up
+from titanmoe.checkpoint.hf.safetensors_folder import FilePlan, write_file
+from titanmoe.checkpoint.hf.tensor_map import HfPlace, Shape, TensorMap
+from titanmoe.checkpoint.move_in_blocks import slice_of_full
+from titanmoe.checkpoint.read_adapters import Adapters, name_in_block
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.models.lora_spec import adapter_names, is_adaptable
@@ -37,15 +37,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 STACKED = "mlp.experts"
 """The module of all experts in transformers 5, in every family here."""
 GATE_UP, DOWN = f"{STACKED}.gate_up_proj", f"{STACKED}.down_proj"
-Whole = Callable[[str], Tensor]
+ReadAdapter = Callable[[str], Tensor]
 """An adapter's A or B, by our name."""
 
 
-def module_of(part: HfPart) -> str:
+def module_of(part: HfPlace) -> str:
     return part.hf_name.removesuffix(".weight")
 
 
-def is_stacked(map_: Map, name: str) -> bool:
+def is_stacked(map_: TensorMap, name: str) -> bool:
     """Whether a matrix is part of a parameter of all experts in the family's files."""
     return ".experts." in name and map_.places[name][0].expert is None
 
@@ -58,8 +58,8 @@ class PeftFolder(NamedTuple):
     dtype: torch.dtype | None
 
     @property
-    def files(self) -> dict[str, Tensors]:
-        return {WEIGHTS: Tensors({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
+    def files(self) -> dict[str, FilePlan]:
+        return {WEIGHTS: FilePlan({name: (x.shape, self.dtype or x.dtype) for name, x in self.tensors.items()})}
 
     def write(self, folder: Path, files: list[str]) -> None:
         for name in files:
@@ -71,10 +71,12 @@ class PeftFolder(NamedTuple):
 
     def complete(self, folder: Path) -> None:
         layout.write_text(folder / CONFIG, json.dumps(self.config, indent=2) + "\n")
-        layout.sync(folder)
+        layout.fsync_folder(folder)
 
 
-def peft_folder(adapters: Adapters, map_: Map, base: str, dtype: torch.dtype | None, drop: list[str]) -> PeftFolder:
+def plan_peft_folder(
+    adapters: Adapters, map_: TensorMap, base: str, dtype: torch.dtype | None, drop: list[str]
+) -> PeftFolder:
     """drop = ["mtp"] leaves multi-token prediction out, which transformers does not have."""
     matrices = [name for name in adapters.matrices if not ("mtp" in drop and name.startswith("mtp."))]
     if problems := _problems(map_, matrices):
@@ -83,7 +85,7 @@ def peft_folder(adapters: Adapters, map_: Map, base: str, dtype: torch.dtype | N
     tensors: dict[str, LazyTensor] = {}
     for name in matrices:
         if map_.places[name][0].home.part is not None:
-            tensors |= _together(adapters, map_, [n for n in together(map_, name) if n in matrices], whole)
+            tensors |= _together(adapters, map_, [n for n in fused_matrices(map_, name) if n in matrices], whole)
         else:
             tensors |= (_stacked if is_stacked(map_, name) else _apart)(adapters, map_, name, whole)
     config = {
@@ -99,7 +101,7 @@ def peft_folder(adapters: Adapters, map_: Map, base: str, dtype: torch.dtype | N
     return PeftFolder(config, tensors, dtype)
 
 
-def _problems(map_: Map, matrices: list[str]) -> list[str]:
+def _problems(map_: TensorMap, matrices: list[str]) -> list[str]:
     """What PEFT cannot express, a line each."""
     problems, merge = [], "or merge them into the weights with --to-hf"
     if any(name.startswith("mtp.") for name in matrices):
@@ -123,11 +125,11 @@ def _problems(map_: Map, matrices: list[str]) -> list[str]:
 class _Paths:
     """Modules and parameters by the names of our matrices: without the layer where all that are alike have adapters."""
 
-    def __init__(self, map_: Map, matrices: list[str]):
+    def __init__(self, map_: TensorMap, matrices: list[str]):
         self.map, alike = map_, defaultdict(list)
         for name in map_.our_shapes:
             if not name.startswith("mtp."):
-                alike[in_block(name)].append(name)
+                alike[name_in_block(name)].append(name)
         self.everywhere = {kind for kind, all_of_it in alike.items() if set(matrices).issuperset(all_of_it)}
         self.nowhere = {kind for kind, all_of_it in alike.items() if set(matrices).isdisjoint(all_of_it)}
         self.linear = {self.leaf(name) for name in filter(is_adaptable, map_.our_shapes) if ".experts." not in name}
@@ -140,14 +142,14 @@ class _Paths:
         if ".experts." in name:
             layer = ".".join(path.split(".", 3)[:3])
             path = f"{layer}.{DOWN if name.endswith('.w2') else GATE_UP}"
-        kinds = {in_block(other) for other in together(self.map, name)}
+        kinds = {name_in_block(other) for other in fused_matrices(self.map, name)}
         return path.split(".", 3)[3] if kinds <= self.everywhere | self.nowhere else path
 
     def of_module(self, name: str) -> str:
         """In target_modules; "" for what is not there."""
         if ".attention." in name:
-            return self.leaf(name) if in_block(name) in self.everywhere else self.of(name)
-        apart = ".experts." in name and not is_stacked(self.map, name) and in_block(name) in self.everywhere
+            return self.leaf(name) if name_in_block(name) in self.everywhere else self.of(name)
+        apart = ".experts." in name and not is_stacked(self.map, name) and name_in_block(name) in self.everywhere
         return self.leaf(name) if apart and self.leaf(name) not in self.linear else ""
 
     def of_parameter(self, name: str) -> str:
@@ -157,7 +159,7 @@ class _Paths:
         return self.of(name) if ".experts." in name else f"{self.of(name)}.weight"
 
 
-def _targets(map_: Map, matrices: list[str]) -> dict[str, list[str] | None]:
+def _targets(map_: TensorMap, matrices: list[str]) -> dict[str, list[str] | None]:
     paths = _Paths(map_, matrices)
     return {
         key: list(dict.fromkeys(filter(None, map(path, matrices)))) or None
@@ -165,7 +167,7 @@ def _targets(map_: Map, matrices: list[str]) -> dict[str, list[str] | None]:
     }
 
 
-def _ranks(adapters: Adapters, map_: Map, matrices: list[str]) -> dict[str, Any]:
+def _ranks(adapters: Adapters, map_: TensorMap, matrices: list[str]) -> dict[str, Any]:
     paths, alpha = _Paths(map_, matrices), adapters.lora.alpha
     r = next((adapters.rank(name) for name in matrices if ".experts." in name), adapters.rank(matrices[0]))
     ranks: dict[str, int] = {}
@@ -175,7 +177,7 @@ def _ranks(adapters: Adapters, map_: Map, matrices: list[str]) -> dict[str, Any]
             ranks[paths.of(name)] = r if name.endswith(".w2") else 2 * r
             alphas |= {} if name.endswith(".w2") else {paths.of(name): 2 * alpha}
             continue
-        count = len([other for other in together(map_, name) if other in matrices])
+        count = len([other for other in fused_matrices(map_, name) if other in matrices])
         key = rf"{paths.of(name)}(\.weight)?"
         ranks |= {key: count * adapters.rank(name)} if count * adapters.rank(name) != r else {}
         alphas |= {key: count * alpha} if count > 1 else {}
@@ -185,10 +187,10 @@ def _ranks(adapters: Adapters, map_: Map, matrices: list[str]) -> dict[str, Any]
 # ---- tensors
 
 
-def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, LazyTensor]:
+def _apart(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
     """Of a matrix, or of one for each expert."""
 
-    def tensor(part: HfPart, adapter: str) -> Tensor:
+    def tensor(part: HfPlace, adapter: str) -> Tensor:
         ours = whole(adapter)
         if part.expert is not None:
             return ours[part.expert]
@@ -204,11 +206,11 @@ def _apart(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, 
             stored = adapters.tensors[adapter]
             key = f"{PREFIX}{module_of(part)}.lora_{adapter[-1]}.weight"
             make = partial(tensor, part, adapter)
-            out[key] = LazyTensor(stored.shape[-2:], stored.dtype, reader_of(make))
+            out[key] = LazyTensor(stored.shape[-2:], stored.dtype, slice_of_full(make))
     return out
 
 
-def _together(adapters: Adapters, map_: Map, group: list[str], whole: Whole) -> dict[str, LazyTensor]:
+def _together(adapters: Adapters, map_: TensorMap, group: list[str], whole: ReadAdapter) -> dict[str, LazyTensor]:
     """Of matrices that are one there."""
     place = map_.places[group[0]][0]
     outputs, inputs = map_.hf_shapes[place.hf_name]
@@ -216,16 +218,16 @@ def _together(adapters: Adapters, map_: Map, group: list[str], whole: Whole) -> 
 
     def both() -> tuple[Tensor, Tensor]:
         pairs = ([whole(adapter) for adapter in adapter_names(name)] for name in group)
-        return join_parts(pairs, (rows_of(map_, name) for name in group), outputs)
+        return join_parts(pairs, (rows_in_fused(map_, name) for name in group), outputs)
 
     path = f"{PREFIX}{module_of(place)}"
     return {
-        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, reader_of(lambda: both()[0])),
-        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, reader_of(lambda: both()[1])),
+        f"{path}.lora_A.weight": LazyTensor((rank, inputs), dtype, slice_of_full(lambda: both()[0])),
+        f"{path}.lora_B.weight": LazyTensor((outputs, rank), dtype, slice_of_full(lambda: both()[1])),
     }
 
 
-def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str, LazyTensor]:
+def _stacked(adapters: Adapters, map_: TensorMap, name: str, whole: ReadAdapter) -> dict[str, LazyTensor]:
     """Where both are adapted, PEFT wraps down around gate and up."""
     block, _, leaf = name.rpartition(".")
     if leaf == "w3":
@@ -233,20 +235,20 @@ def _stacked(adapters: Adapters, map_: Map, name: str, whole: Whole) -> dict[str
     path = f"{PREFIX}{module_of(map_.places[name][0]).rpartition('.')[0]}"
     path += ".base_layer" if leaf == "w1" and f"{block}.w2" in adapters.matrices else ""
 
-    def pair() -> Pair:
-        gate_or_down = Pair(*map(whole, adapter_names(name)))
+    def pair() -> AdapterPair:
+        gate_or_down = AdapterPair(*map(whole, adapter_names(name)))
         if leaf == "w2":
             return gate_or_down.flat()
-        up = Pair(*map(whole, adapter_names(f"{block}.w3")))
-        return join(gate_or_down, up, map_.places[name][0].home.stride > 1).flat()
+        up = AdapterPair(*map(whole, adapter_names(f"{block}.w3")))
+        return fuse_gate_up(gate_or_down, up, map_.places[name][0].home.stride > 1).flat()
 
     down, up = (adapters.tensors[adapter] for adapter in adapter_names(name))
     (experts, rank, inputs), outputs, times = down.shape, up.shape[1], 1 + (leaf == "w1")
     return {
         f"{path}.lora_A.weight": LazyTensor(
-            (experts * rank * times, inputs), down.dtype, reader_of(lambda: pair().down)
+            (experts * rank * times, inputs), down.dtype, slice_of_full(lambda: pair().down)
         ),
         f"{path}.lora_B.weight": LazyTensor(
-            (outputs * times, experts * rank * times), up.dtype, reader_of(lambda: pair().up)
+            (outputs * times, experts * rank * times), up.dtype, slice_of_full(lambda: pair().up)
         ),
     }

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.maps import Shape
+from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder
+from titanmoe.checkpoint.hf.tensor_map import Shape
 from titanmoe.config.load import ConfigError
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
@@ -26,7 +26,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class Dequantised:
     """A folder's tensors as a model sees them."""
 
-    def __init__(self, folder: Folder, block: tuple[int, int]):
+    def __init__(self, folder: SafetensorsFolder, block: tuple[int, int]):
         self.folder, self.block = folder, block
         self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
         self.quantised: dict[str, str] = {}

@@ -8,9 +8,9 @@ from typing import Any
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.choose_checkpoint import checkpoint_to_resume
-from titanmoe.checkpoint.hf.config import CONFIG, describe
-from titanmoe.checkpoint.hf.fetch import describing_folder, pinned
-from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.hf.config_json import CONFIG, describe_folder
+from titanmoe.checkpoint.hf.fetch import describing_folder, pin_revision
+from titanmoe.checkpoint.manifest import recorded_fields
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.fields import build, flatten
 from titanmoe.config.load import ConfigError
@@ -18,7 +18,7 @@ from titanmoe.config.model_file import ModelFile
 from titanmoe.config.schema import Config
 from titanmoe.data.tokenizer import FILE
 
-CHOICES = ("model.hf", "model.change", "model.mtp_depth", "model.mtp_after_norm")
+RECIPE_CHOICES = ("model.hf", "model.change", "model.mtp_depth", "model.mtp_after_norm")
 """Fields of [model] that a recipe chooses whatever the file says: whether to train the block of multi-token prediction
 that comes with some models is a choice, and no file says what that block sees."""
 
@@ -29,7 +29,7 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     name = values["model.hf"]
     try:
         folder = describing_folder(name)
-        parsed = describe(folder)
+        parsed = describe_folder(folder)
     except ConfigError:
         if record := _of_checkpoint(values):
             return record
@@ -37,13 +37,16 @@ def read_model_file(values: Mapping[str, Any]) -> ModelFile:
     fixed = _fixed(flatten(Config(model=parsed.model)))
     if parsed.aux_loss is not None:
         fixed["moe.aux_loss"] = parsed.aux_loss
-    defaults = {"checkpoint.initial_hf": pinned(name, folder), "model.mtp_after_norm": values["model.mtp_depth"] > 0}
+    defaults = {
+        "checkpoint.initial_hf": pin_revision(name, folder),
+        "model.mtp_after_norm": values["model.mtp_depth"] > 0,
+    }
     source = str(folder / CONFIG) if str(folder) == name else f"{CONFIG} of {name}"
     return ModelFile(source, fixed, defaults | _tokenizer(folder / FILE))
 
 
 def _fixed(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: value for path, value in values.items() if path.startswith("model.") and path not in CHOICES}
+    return {path: value for path, value in values.items() if path.startswith("model.") and path not in RECIPE_CHOICES}
 
 
 def _tokenizer(file: Path) -> dict[str, Any]:
@@ -56,8 +59,8 @@ def _of_checkpoint(values: Mapping[str, Any]) -> ModelFile | None:
     if path is None:
         return None
     try:
-        recorded = config_of(record, path / layout.MANIFEST)
-        tokenizer = layout.carried(path).get(FILE)
+        recorded = recorded_fields(record, path / layout.MANIFEST)
+        tokenizer = layout.carried_files(path).get(FILE)
     except CheckpointError as error:
         raise ConfigError([str(error)]) from None
     kept = ("checkpoint.initial_hf", "moe.aux_loss", "model.mtp_after_norm")

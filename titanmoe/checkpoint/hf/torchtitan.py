@@ -16,10 +16,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from titanmoe.checkpoint.hf.config import CONFIG, describe
-from titanmoe.checkpoint.hf.files import NAMES, Stored
-from titanmoe.checkpoint.hf.maps import BIAS, Shape
-from titanmoe.checkpoint.hf.source import HuggingFaceSource
+from titanmoe.checkpoint.hf.config_json import CONFIG, describe_folder
+from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
+from titanmoe.checkpoint.hf.safetensors_folder import NAMES, StoredSlice
+from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape
 from titanmoe.checkpoint.read_dcp import DcpFolder
 from titanmoe.config.load import ConfigError
 from titanmoe.models.families.huggingface import Home, HuggingFace, Part
@@ -49,7 +49,7 @@ RENAMED = {
 """Patterns of how TorchTitan's names begin, in a block or outside, and what is there in ours. Other names are equal."""
 
 
-def our_name(name: str) -> str:
+def to_our_name(name: str) -> str:
     """Return our name of a tensor of TorchTitan's."""
     block = re.match(r"layers\.\d+\.|", name)[0]
     for theirs, ours in RENAMED.items():
@@ -68,12 +68,12 @@ class TorchTitanFolder:
         for name, (_, dtype) in self.dcp.tensors.items():
             if dtype not in NAMES:
                 raise ConfigError([f"{path} has {name} of dtype {dtype}; supported are {', '.join(map(str, NAMES))}"])
-            if (other := self.names.setdefault(our_name(name), name)) != name:
+            if (other := self.names.setdefault(to_our_name(name), name)) != name:
                 raise ConfigError([f"{path} has both {other} and {name}, which are the same tensor"])
         if not self.names:
             raise ConfigError([f"{path} has no tensors whose names begin as TorchTitan's do: {', '.join(BEGINS)}"])
         sizes = {ours: self.dcp.tensors[name] for ours, name in self.names.items()}
-        self.tensors = {ours: Stored(path, *size, 0) for ours, size in sizes.items()}
+        self.tensors = {ours: StoredSlice(path, *size, 0) for ours, size in sizes.items()}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         return self.dcp.read(self.names[name], offset, shape)
@@ -93,7 +93,7 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
     """
     if not (assets / CONFIG).is_file():
         raise ConfigError([f"no {CONFIG} in {assets}: name TorchTitan's hf_assets_path with --hf-assets"])
-    parsed = describe(assets)
+    parsed = describe_folder(assets)
     if parsed.hf.model_type not in MODEL_TYPES:
         raise ConfigError(
             [
@@ -105,7 +105,7 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
     folder = TorchTitanFolder(path)
     # There, blocks of multi-token prediction have names of their own.
     parsed = parsed._replace(
-        hf=in_torchtitan(parsed.hf, folder.tensors), json=parsed.json | {"num_nextn_predict_layers": 0}
+        hf=torchtitan_format(parsed.hf, folder.tensors), json=parsed.json | {"num_nextn_predict_layers": 0}
     )
     source = HuggingFaceSource(assets, parsed, parsed.model, drop, folder)
     if source.has_mtp and "mtp" not in drop:
@@ -119,16 +119,16 @@ def open_torchtitan(path: Path, assets: Path, drop: tuple[str, ...] = ()) -> Hug
     return source
 
 
-def in_torchtitan(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
+def torchtitan_format(hf: HuggingFace, stored: Collection[str]) -> HuggingFace:
     """Return how a TorchTitanFolder stores a family, given how Hugging Face's files do.
 
     TorchTitan may balance any family by expert biases: they belong to the model if the folder has them.
     """
-    bias = f"layers.{{layer}}.moe.router{BIAS}"
+    bias = f"layers.{{layer}}.moe.router{EXPERT_BIAS}"
     homes = {ours: home for ours, home in _homes(hf.homes).items() if ours != bias}
     return replace(
         hf,
-        homes=homes | ({bias: Home(bias)} if any(name.endswith(BIAS) for name in stored) else {}),
+        homes=homes | ({bias: Home(bias)} if any(name.endswith(EXPERT_BIAS) for name in stored) else {}),
         mixer_homes={mixer: _homes(names) for mixer, names in hf.mixer_homes.items()},
         other_homes={},
         copies={},

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
-from titanmoe.checkpoint.hf.source import HuggingFaceSource
+from titanmoe.checkpoint.hf import config_json as configs
+from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource
+from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape, our_shapes
 from titanmoe.checkpoint.move_in_blocks import empty, fill_in_blocks
 from titanmoe.config import laws
 from titanmoe.config.component_kinds import Components
@@ -38,13 +38,13 @@ from titanmoe.ops import counter_rng
 from titanmoe.parallel.materialize import fill_normal
 
 
-class Upcycled:
+class UpcycledWeights:
     def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
-        parsed = configs.describe(folder, dense=True)
+        parsed = configs.describe_folder(folder, dense=True)
         self.dense = HuggingFaceSource(folder, parsed, parsed.model)
         self.dense.check()
         self.granularity, self.seed = granularity, seed
-        self.model = upcycled(parsed.model, experts, top_k, granularity)
+        self.model = upcycled_model(parsed.model, experts, top_k, granularity)
         self.shapes = our_shapes(self.model)
 
     @property
@@ -55,7 +55,7 @@ class Upcycled:
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         dense = self.dense.tensors
         return {
-            name: (shape, torch.float32 if name.endswith(BIAS) else dense[self._origin(name)][1])
+            name: (shape, torch.float32 if name.endswith(EXPERT_BIAS) else dense[self._origin(name)][1])
             for name, shape in self.shapes.items()
         }
 
@@ -68,7 +68,7 @@ class Upcycled:
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         dtype = self.tensors[name][1]
-        if name.endswith(BIAS):
+        if name.endswith(EXPERT_BIAS):
             return torch.zeros(shape)
         if name.endswith(".router.weight"):
             return self._router(name, offset, shape).to(dtype)
@@ -94,7 +94,7 @@ class Upcycled:
         return rows[copy - first]
 
 
-def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
+def upcycled_model(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
     """The model with experts; ConfigError with all the reasons why it would not compute what the dense one does."""
     hidden = dense.dense_hidden
     problems = [

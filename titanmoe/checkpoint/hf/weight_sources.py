@@ -12,25 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.checkpoint import base, layout
+from titanmoe.checkpoint import layout, weight_digest
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf import config_json as configs
 from titanmoe.checkpoint.hf.fetch import CARRIED, is_remote, weights_folder
-from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
-from titanmoe.checkpoint.hf.maps import BIAS, Shape
-from titanmoe.checkpoint.hf.peft_read import base_of, is_peft, read_peft
-from titanmoe.checkpoint.hf.source import HuggingFaceSource, open_hf
-from titanmoe.checkpoint.manifest import config_of, refuse_adapters
+from titanmoe.checkpoint.hf.huggingface_source import HuggingFaceSource, open_hf
+from titanmoe.checkpoint.hf.peft_read import base_name_of, is_peft, read_peft
+from titanmoe.checkpoint.hf.safetensors_folder import config_and_tokenizer_files
+from titanmoe.checkpoint.hf.tensor_map import EXPERT_BIAS, Shape
+from titanmoe.checkpoint.manifest import recorded_fields, refuse_adapters
 from titanmoe.checkpoint.move_in_blocks import empty
 from titanmoe.checkpoint.on_all_ranks import Group
-from titanmoe.checkpoint.read_adapters import MODEL, Adapters, of_checkpoint
+from titanmoe.checkpoint.read_adapters import MODEL, Adapters, read_checkpoint_adapters
 from titanmoe.config.fields import build
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.parallel.frozen import held_dtype
 
-BASE = " (convert --base, generate --checkpoint)"
+NAME_BASE_HINT = " (convert --base, generate --checkpoint)"
 """Where a user names the weights under adapters."""
 
 
@@ -45,30 +45,30 @@ class Weights(Protocol):
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor: ...
 
 
-class SavedWeights:
+class CheckpointWeights:
     """Those of one of our checkpoints."""
 
     def __init__(self, path: Path):
         self.saved = open_checkpoint(path)
         refuse_adapters(self.saved.record, path)
-        self.model = model_of(self.saved.record, path)
+        self.model = recorded_model(self.saved.record, path)
         self.tensors = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         return self.saved.read(MODEL + name, offset, shape)
 
 
-def model_of(record: Mapping[str, Any], path: Path) -> Model:
+def recorded_model(record: Mapping[str, Any], path: Path) -> Model:
     table = record.get("config", {}).get("model")
     if not table:
         raise ConfigError([f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]"])
-    return build(config_of({"config": {"model": table}}, path / layout.MANIFEST)).model
+    return build(recorded_fields({"config": {"model": table}}, path / layout.MANIFEST)).model
 
 
-class Merged:
+class MergedWeights:
     """W + alpha / r B A in the place of W, in float32 or wider: whoever writes it rounds it once."""
 
-    def __init__(self, adapters: Adapters, under: HuggingFaceSource | SavedWeights, name: str):
+    def __init__(self, adapters: Adapters, under: HuggingFaceSource | CheckpointWeights, name: str):
         """name: of the weights under them."""
         self.adapters, self.under, self.name = adapters, under, name
         self.model, self.tensors = under.model, under.tensors
@@ -99,12 +99,12 @@ def is_hf(name: str) -> bool:
     return is_remote(name) or ((path / configs.CONFIG).is_file() and not (path / layout.MANIFEST).is_file())
 
 
-def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | SavedWeights:
+def open_weights(name: str, model: Model | None = None) -> HuggingFaceSource | CheckpointWeights:
     """model: what it is used as, if that is not what its files say."""
     if not is_hf(name):
-        return SavedWeights(latest_checkpoint(Path(name)))
+        return CheckpointWeights(latest_checkpoint(Path(name)))
     folder = weights_folder(name)
-    model = model or configs.describe(folder).model
+    model = model or configs.describe_folder(folder).model
     source = open_hf(folder, model)
     if source.has_mtp and not model.mtp_depth:
         source = open_hf(folder, model, drop=("mtp",))
@@ -120,26 +120,26 @@ def has_adapters(path: Path) -> bool:
 def open_adapters(path: Path, under: str = "") -> tuple[Adapters, str]:
     """Of a PEFT folder or a checkpoint; and the name of the weights under them: as given, or as their own file says."""
     if not is_peft(path):
-        adapters = of_checkpoint(path)
+        adapters = read_checkpoint_adapters(path)
         return adapters, under or adapters.base
-    if not (under := under or base_of(path)):
-        raise ConfigError([f"{path} does not say which weights its adapters are for: name them{BASE}"])
+    if not (under := under or base_name_of(path)):
+        raise ConfigError([f"{path} does not say which weights its adapters are for: name them{NAME_BASE_HINT}"])
     return read_peft(path, open_weights(under).model), under
 
 
-def open_under(adapters: Adapters, under: str) -> HuggingFaceSource | SavedWeights:
+def open_base_weights(adapters: Adapters, under: str) -> HuggingFaceSource | CheckpointWeights:
     """The weights under adapters."""
     if not under:
         raise ConfigError(
             [
                 f"{adapters.path} was trained on random weights (checkpoint.initial_hf is empty, and no checkpoint was "
-                f"loaded), which no file has: name one that has them{BASE}"
+                f"loaded), which no file has: name one that has them{NAME_BASE_HINT}"
             ]
         )
     return open_weights(under, adapters.model)
 
 
-class Whole(NamedTuple):
+class ExportSource(NamedTuple):
     """What a Hugging Face folder is made from."""
 
     weights: Weights
@@ -149,7 +149,7 @@ class Whole(NamedTuple):
     """What was trained on."""
 
 
-def open_whole(path: Path, under: str) -> Whole:
+def open_export_source(path: Path, under: str) -> ExportSource:
     """Of a checkpoint with whole weights, or of adapters (a checkpoint or a PEFT folder) and the weights under them."""
     seq_len = Config().training.seq_len
     if not is_peft(path):
@@ -157,24 +157,24 @@ def open_whole(path: Path, under: str) -> Whole:
     if not has_adapters(path):
         if under:
             raise ConfigError([f"{path} has whole weights: --base {under} is for adapters, leave it out"])
-        return Whole(SavedWeights(path), carried(path), seq_len)
+        return ExportSource(CheckpointWeights(path), carried_hf_files(path), seq_len)
     adapters, under = open_adapters(path, under)
-    weights = open_under(adapters, under)
-    files = carried(path) if adapters.config else files_of(weights)
-    return Whole(Merged(adapters, weights, under), files, seq_len)
+    weights = open_base_weights(adapters, under)
+    files = carried_hf_files(path) if adapters.config else hf_files_beside(weights)
+    return ExportSource(MergedWeights(adapters, weights, under), files, seq_len)
 
 
-def carried(path: Path) -> dict[str, Path]:
-    return {n: file for n, file in layout.carried(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
+def carried_hf_files(path: Path) -> dict[str, Path]:
+    return {n: file for n, file in layout.carried_files(path).items() if any(fnmatch(n, kind) for kind in CARRIED)}
 
 
-def files_of(weights: HuggingFaceSource | SavedWeights) -> dict[str, Path]:
-    if isinstance(weights, SavedWeights):
-        return carried(weights.saved.path)
+def hf_files_beside(weights: HuggingFaceSource | CheckpointWeights) -> dict[str, Path]:
+    if isinstance(weights, CheckpointWeights):
+        return carried_hf_files(weights.saved.path)
     return config_and_tokenizer_files(weights.path)
 
 
-def digest_of(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
+def weights_digest(weights: Weights, compute: torch.dtype, group: Group, biases: bool = False) -> str:
     """Return the digest of weights as frozen ones are held. The ranks divide up the reading.
 
     Args:
@@ -184,27 +184,27 @@ def digest_of(weights: Weights, compute: torch.dtype, group: Group, biases: bool
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
 
     def mine() -> int:
-        own = sorted(name for name in weights.tensors if biases or not name.endswith(BIAS))[rank::ranks]
+        own = sorted(name for name in weights.tensors if biases or not name.endswith(EXPERT_BIAS))[rank::ranks]
         total = 0
         for name in own:
-            total += base.number_of(
+            total += weight_digest.digest_in_blocks(
                 name, weights.tensors[name][0], partial(weights.read, name), held_dtype(name, compute)
             )
         return total
 
-    return base.together(group, mine)
+    return weight_digest.combine_digests(group, mine)
 
 
-def check_digest(adapters: Adapters, weights: HuggingFaceSource | SavedWeights, under: str, group: Group) -> None:
+def check_digest(adapters: Adapters, weights: HuggingFaceSource | CheckpointWeights, under: str, group: Group) -> None:
     """ConfigError unless they are those that the adapters were trained on. The ranks divide up the reading."""
     if not adapters.digest:
         return
     compute = getattr(torch, adapters.config.training.mixed_precision_param)
-    if (digest := digest_of(weights, compute, group)) != adapters.digest:
+    if (digest := weights_digest(weights, compute, group)) != adapters.digest:
         raise ConfigError(
             [
                 f"{under} has other weights (digest {digest}) than the adapters were trained on (digest "
-                f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{BASE}"
+                f"{adapters.digest}{f', {adapters.base}' if adapters.base else ''}): name those{NAME_BASE_HINT}"
             ],
             str(adapters.path),
         )

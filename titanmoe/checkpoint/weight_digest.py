@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titanmoe.checkpoint.move_in_blocks import COPIED, Reader, Sizes, cut, within
+from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, ReadBlock, Sizes, block_slices, split_into_blocks
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.ops import counter_rng
 from titanmoe.parallel.frozen import held_dtype
 from titanmoe.parallel.materialize import blocks_of, local_shard
 
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_first_copy(parameter: nn.Parameter) -> bool:
@@ -28,20 +28,22 @@ def _is_first_copy(parameter: nn.Parameter) -> bool:
 
 
 @torch.no_grad()
-def number(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
+def digest_shard(name: str, parameter: Tensor, dtype: torch.dtype | None = None) -> int:
     """Of all numbers' bits, each times an odd number that belongs to its place, so that one changed bit changes it.
     dtype: as which they are taken, if not as they are stored."""
     part, offset = local_shard(parameter.detach())
     return _sum(part, offset, parameter.shape, dtype or part.dtype) * (counter_rng.key("base", name) | 1)
 
 
-def number_of(name: str, shape: Sizes, read: Reader, dtype: torch.dtype) -> int:
+def digest_in_blocks(name: str, shape: Sizes, read: ReadBlock, dtype: torch.dtype) -> int:
     """The same of a tensor that is read block by block."""
     total = 0
-    for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, COPIED):
+    for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, COPY_BLOCK_BYTES):
         block = read(offset, sizes)
-        for at, rows in cut(offset, sizes, torch.int64.itemsize, COPIED // 8):  # for each number, a few of int64
-            total += _sum(block[within(at, rows, offset)], at, shape, dtype)
+        for at, rows in split_into_blocks(
+            offset, sizes, torch.int64.itemsize, COPY_BLOCK_BYTES // 8
+        ):  # for each number, a few of int64
+            total += _sum(block[block_slices(at, rows, offset)], at, shape, dtype)
     return total * (counter_rng.key("base", name) | 1)
 
 
@@ -49,18 +51,18 @@ def _sum(part: Tensor, offset: Sizes, shape: Sizes, dtype: torch.dtype) -> int:
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for rows, index in blocks_of(part, offset, shape):
         rows = rows.to(dtype).contiguous()
-        bits = rows.view(BITS[rows.element_size()]).to(torch.int64)
+        bits = rows.view(INTEGER_DTYPES[rows.element_size()]).to(torch.int64)
         total += (bits * (2 * index + 1)).sum()
     return int(total)
 
 
-def digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
+def frozen_digest(frozen: Mapping[str, nn.Parameter], group: Group) -> str:
     """All ranks call it together, with what they hold. frozen: by their names in checkpoints."""
 
     def mine() -> int:
-        return sum(number(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
+        return sum(digest_shard(name, parameter) for name, parameter in frozen.items() if _is_first_copy(parameter))
 
-    return together(group, mine)
+    return combine_digests(group, mine)
 
 
 def model_digest(
@@ -72,16 +74,16 @@ def model_digest(
 
     def mine() -> int:
         return sum(
-            number(name, parameter, held_dtype(name, compute))
+            digest_shard(name, parameter, held_dtype(name, compute))
             for name, parameter in parameters.items()
             if _is_first_copy(parameter)
         )
 
-    by_rank = on_all_ranks(group, lambda: {name: number(name, buffer) for name, buffer in buffers.items()})
+    by_rank = on_all_ranks(group, lambda: {name: digest_shard(name, buffer) for name, buffer in buffers.items()})
     of_buffers = {name: value for some in by_rank for name, value in some.items()}
-    return f"{(int(together(group, mine), 16) + sum(of_buffers.values())) % (1 << 64):016x}"
+    return f"{(int(combine_digests(group, mine), 16) + sum(of_buffers.values())) % (1 << 64):016x}"
 
 
-def together(group: Group, mine: Callable[[], int]) -> str:
+def combine_digests(group: Group, mine: Callable[[], int]) -> str:
     """The digest from the numbers of which each rank has some."""
     return f"{sum(on_all_ranks(group, mine)) % (1 << 64):016x}"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.differences import differences, value_of
-from titanmoe.checkpoint.hf.files import Folder, Stored
-from titanmoe.checkpoint.hf.maps import Map, Shape
+from titanmoe.checkpoint.hf import config_json as configs
+from titanmoe.checkpoint.hf.model_differences import differing_fields, field_value
 from titanmoe.checkpoint.hf.quantised import Dequantised, fp8_block
-from titanmoe.checkpoint.move_in_blocks import COPIED, cut
-from titanmoe.checkpoint.state import is_free
+from titanmoe.checkpoint.hf.safetensors_folder import SafetensorsFolder, StoredSlice
+from titanmoe.checkpoint.hf.tensor_map import Shape, TensorMap
+from titanmoe.checkpoint.move_in_blocks import COPY_BLOCK_BYTES, split_into_blocks
+from titanmoe.checkpoint.state import keeps_weights
 from titanmoe.config.load import ConfigError
 from titanmoe.config.model_file import changed_paths
 from titanmoe.config.schema import Model
@@ -35,15 +35,15 @@ class HuggingFaceSource:
         parsed: configs.ParsedConfig,
         model: Model,
         drop: tuple[str, ...] = (),
-        folder: Folder | TorchTitanFolder | None = None,
+        folder: SafetensorsFolder | TorchTitanFolder | None = None,
     ):
         """folder: the weights, if they are not in the folder of the config.json."""
         self.path, self.parsed, self.model, self.drop = path, parsed, model, drop
         block = (
             fp8_block(parsed.json, path) if folder is None else (128, 128)
         )  # before a file of another kind is opened
-        self.weights = Dequantised(folder or Folder(path, renamed=parsed.hf.outer_names), block)
-        self.map = Map(model, parsed.hf, self.weights.tensors)
+        self.weights = Dequantised(folder or SafetensorsFolder(path, renamed=parsed.hf.outer_names), block)
+        self.map = TensorMap(model, parsed.hf, self.weights.tensors)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""
 
@@ -79,8 +79,8 @@ class HuggingFaceSource:
         if declared and declared not in stored:
             file_dtypes = ", ".join(sorted(stored))
             notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {file_dtypes}")
-        for name in differences(self.model, file_model):
-            ours, theirs = (value_of(model, name) for model in (self.model, file_model))
+        for name in differing_fields(self.model, file_model):
+            ours, theirs = (field_value(model, name) for model in (self.model, file_model))
             notes.append(f"model.{name} = {ours!r}, {file} says {theirs!r}")
         if quantised := self.weights.quantised:
             kinds = " and ".join(sorted(set(quantised.values())))
@@ -90,15 +90,15 @@ class HuggingFaceSource:
     def _model_problems(self) -> list[str]:
         """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
         file, file_model = self.path / configs.CONFIG, self.parsed.model
-        if configs.written_as(self.model.family).model_type != configs.written_as(file_model.family).model_type:
+        if configs.hf_format_of(self.model.family).model_type != configs.hf_format_of(file_model.family).model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.parsed.hf.model_type!r}"]
         problems = []
-        for name in differences(self.model, file_model):
+        for name in differing_fields(self.model, file_model):
             listed = f"model.{name}" in changed_paths(self.model.change)
-            usable = is_free(name, self.model.family)
+            usable = keeps_weights(name, self.model.family)
             if not (listed and usable):
                 fix = f"use that, or list {name!r} in model.change" if usable else "use that"
-                ours, theirs = (value_of(model, name) for model in (self.model, file_model))
+                ours, theirs = (field_value(model, name) for model in (self.model, file_model))
                 problems.append(f"model.{name} = {ours!r}, but {file} gives {theirs!r}: {fix}")
         if self.model.mtp_depth and not (self.model.mtp_after_norm or "mtp_after_norm" in self.model.change):
             problems.append(
@@ -151,7 +151,7 @@ class HuggingFaceSource:
         )
         return [problem], stored ^ expected
 
-    def _unused_parts(self) -> dict[str, Stored]:
+    def _unused_parts(self) -> dict[str, StoredSlice]:
         """Scales that belong to no weight, and the like."""
         return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
@@ -192,7 +192,7 @@ class HuggingFaceSource:
         if tensors[a] != tensors[b]:
             return False
         shape, dtype = tensors[a]
-        blocks = cut((0, 0), shape, dtype.itemsize, COPIED)
+        blocks = split_into_blocks((0, 0), shape, dtype.itemsize, COPY_BLOCK_BYTES)
         return all(torch.equal(self.weights.read(a, *at), self.weights.read(b, *at)) for at in blocks)
 
 
@@ -205,7 +205,7 @@ def _layer(name: str) -> int | None:
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
     """The source of a run's first weights. drop = ("mtp",) leaves a checkpoint's multi-token prediction out."""
     path = Path(folder)
-    return HuggingFaceSource(path, configs.describe(path), model, drop)
+    return HuggingFaceSource(path, configs.describe_folder(path), model, drop)
 
 
 def open_first_weights(folder: Path, model: Model) -> HuggingFaceSource:

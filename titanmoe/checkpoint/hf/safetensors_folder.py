@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanmoe.checkpoint import layout, safe_files
-from titanmoe.checkpoint.hf.config import read_json
+from titanmoe.checkpoint.hf.config_json import read_json
 from titanmoe.checkpoint.hf.fetch import CARRIED, INDEX, SINGLE
-from titanmoe.checkpoint.hf.maps import Shape
-from titanmoe.checkpoint.move_in_blocks import WRITTEN, cut
-from titanmoe.checkpoint.tensor_index import Numbers
+from titanmoe.checkpoint.hf.tensor_map import Shape
+from titanmoe.checkpoint.move_in_blocks import WRITE_BLOCK_BYTES, split_into_blocks
+from titanmoe.checkpoint.tensor_index import StridedData
 from titanmoe.config.load import ConfigError
 
 DTYPES = {
@@ -35,7 +35,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Stored(NamedTuple):
+class StoredSlice(NamedTuple):
     file: Path
     shape: Shape
     dtype: torch.dtype
@@ -43,11 +43,11 @@ class Stored(NamedTuple):
     """Its first byte in the file."""
 
 
-class Folder:
+class SafetensorsFolder:
     def __init__(self, path: Path, single: str = SINGLE, renamed: Mapping[str, str] = MappingProxyType({})):
         """single: the name of its file, if it has only one. renamed: how names begin in files, and how they do here."""
         self.path, self.single, self.renamed = path, single, renamed
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredSlice] = {}
         problems: list[str] = []
         for file in self._files(problems):
             try:
@@ -62,7 +62,7 @@ class Folder:
         for name in self._names():
             try:
                 files.append(safe_files.safe_path(self.path, name))
-            except safe_files.ABSENT:
+            except safe_files.NOT_FOUND_ERRORS:
                 problems.append(f"{self.path / name} is missing, {INDEX} names it")
             except safe_files.CheckpointError as error:
                 problems.append(str(error))
@@ -96,7 +96,7 @@ class Folder:
                 problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
             else:
                 start = 8 + size + entry["data_offsets"][0]
-                self.tensors[name] = Stored(file, tuple(entry["shape"]), DTYPES[dtype], start)
+                self.tensors[name] = StoredSlice(file, tuple(entry["shape"]), DTYPES[dtype], start)
 
     def _renamed(self, name: str) -> str:
         begin = next((begin for begin in self.renamed if name.startswith(begin)), "")
@@ -109,7 +109,7 @@ class Folder:
         strides = tuple(prod(whole[dim + 1 :]) for dim in range(len(whole)))
         try:
             with open(file, "rb") as stream:
-                return Numbers(start, strides, dtype).read(stream, offset, shape)
+                return StridedData(start, strides, dtype).read(stream, offset, shape)
         except (OSError, ValueError) as error:
             raise ConfigError([f"{file}: {name} cannot be read: {error}"]) from None
 
@@ -117,7 +117,7 @@ class Folder:
 # ---- writing
 
 
-class Tensors(NamedTuple):
+class FilePlan(NamedTuple):
     """The contents of a file to be written: shape and dtype by name."""
 
     sizes: dict[str, tuple[Shape, torch.dtype]]
@@ -131,7 +131,7 @@ def nbytes(shape: Shape, dtype: torch.dtype) -> int:
     return prod(shape) * dtype.itemsize
 
 
-def shards(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, Tensors]:
+def split_into_files(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, FilePlan]:
     """Tensors by file, in the order given; a file is no larger than the limit unless a single tensor is."""
     groups: list[dict[str, tuple[Shape, torch.dtype]]] = [{}]
     room = limit
@@ -142,18 +142,18 @@ def shards(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[s
         groups[-1][name] = size
         room -= nbytes(*size)
     if len(groups) == 1:
-        return {SINGLE: Tensors(groups[0])}
-    return {f"model-{n:05}-of-{len(groups):05}.safetensors": Tensors(group) for n, group in enumerate(groups, 1)}
+        return {SINGLE: FilePlan(groups[0])}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": FilePlan(group) for n, group in enumerate(groups, 1)}
 
 
-def index(files: Mapping[str, Tensors]) -> dict[str, Any]:
+def index_json(files: Mapping[str, FilePlan]) -> dict[str, Any]:
     return {
         "metadata": {"total_size": sum(tensors.bytes for tensors in files.values())},
         "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors.sizes)},
     }
 
 
-def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape], Tensor]) -> None:
+def write_file(file: Path, tensors: FilePlan, make: Callable[[str, Shape, Shape], Tensor]) -> None:
     """A safetensors file, written block by block: the library's own writer needs all tensors at once. make: a block of
     a tensor, by its name, offset and shape.
 
@@ -175,7 +175,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape],
         stream.write(text)
         for name in order:
             shape, dtype = tensors.sizes[name]
-            for offset, sizes in cut((0,) * len(shape), shape, dtype.itemsize, WRITTEN):
+            for offset, sizes in split_into_blocks((0,) * len(shape), shape, dtype.itemsize, WRITE_BLOCK_BYTES):
                 block = make(name, offset, sizes).contiguous()
                 if (tuple(block.shape), block.dtype) != (sizes, dtype):
                     raise RuntimeError(f"{name}: {tuple(block.shape)} {block.dtype}, planned {sizes} {dtype}")
@@ -191,4 +191,4 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str, Shape, Shape],
 def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
     """Config and tokenizer files, by name. A link is refused: its target would be copied into checkpoints."""
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
-    return {name: layout.regular(folder, name) for name in names}
+    return {name: layout.require_regular(folder, name) for name in names}

@@ -11,7 +11,7 @@ from titanmoe.models.families import family_of
 from titanmoe.models.families.family import attention
 from titanmoe.moe.score_functions import score_function_of
 
-OWN = "own."
+OWN_PREFIX = "own."
 """How the names of fields of [model.own] begin here."""
 NOT_THE_MODEL = (
     "hf",
@@ -27,7 +27,7 @@ NOT_THE_MODEL = (
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 
-def meaning(model: Model) -> dict[str, Any]:
+def effective_fields(model: Model) -> dict[str, Any]:
     """What the model computes: unused fields have their defaults, equal ways to route have one name."""
     unused: list[str] = []
     if model.rope_scaling == "none":
@@ -38,25 +38,25 @@ def meaning(model: Model) -> dict[str, Any]:
         unused += ["shared_gate"]
     if not model.sliding_window and family_of(model.family).mixer is attention:
         unused += ["full_attention_every"]
-    if not has_dense(model):
+    if not has_dense_layers(model):
         unused += ["dense_hidden"]
     values = asdict(model) | {name: getattr(Model(), name) for name in unused}
     values |= score_function_of(model).equivalent
     values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
-    values |= {f"{OWN}{name}": value for name, value in values.pop("own").items()}
+    values |= {f"{OWN_PREFIX}{name}": value for name, value in values.pop("own").items()}
     return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
 
 
-def differences(a: Model, b: Model) -> list[str]:
+def differing_fields(a: Model, b: Model) -> list[str]:
     """Fields that make two models compute different things."""
-    left, right = meaning(a), meaning(b)
+    left, right = effective_fields(a), effective_fields(b)
     return [name for name in left if left[name] != right.get(name)]
 
 
-def has_dense(model: Model) -> bool:
+def has_dense_layers(model: Model) -> bool:
     return not all(has_experts(model, i) for i in range(model.num_layers))
 
 
-def value_of(model: Model, name: str) -> Any:
+def field_value(model: Model, name: str) -> Any:
     """Of a field, or of one of [model.own]."""
-    return model.own[name.removeprefix(OWN)] if name.startswith(OWN) else getattr(model, name)
+    return model.own[name.removeprefix(OWN_PREFIX)] if name.startswith(OWN_PREFIX) else getattr(model, name)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.manifest import config_of, refuse_adapters
+from titanmoe.checkpoint.manifest import recorded_fields, refuse_adapters
 from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.component_kinds import ComponentError
 from titanmoe.config.fields import build as build_config
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class WholeModel:
+class FullModel:
     path: Path
     config: Config
     """That it was trained with."""
@@ -31,42 +31,42 @@ class WholeModel:
     """Of the tokenizer that its tokens came from, where the checkpoint says so."""
 
 
-def sound(path: Path) -> Path:
-    if broken := layout.damage(path, contents=False):
+def require_intact(path: Path) -> Path:
+    if broken := layout.find_damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     return path
 
 
-def find_whole(path: Path) -> WholeModel:
+def find_full_model(path: Path) -> FullModel:
     """path: a run, one of its checkpoints, or a Hugging Face folder."""
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
-        from titanmoe.checkpoint.hf.config import describe
+        from titanmoe.checkpoint.hf.config_json import describe_folder
 
-        parsed = describe(path)
+        parsed = describe_folder(path)
         seq_len = parsed.json.get("max_position_embeddings") or Config().training.seq_len
         config = Config(model=parsed.model, training=replace(Config().training, seq_len=seq_len))
-        return WholeModel(path, config, None)
-    path = sound(latest_checkpoint(path))
+        return FullModel(path, config, None)
+    path = require_intact(latest_checkpoint(path))
     record = layout.read_manifest(path).record
     refuse_adapters(record, path)
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
-    config = build_config(config_of(record, path / layout.MANIFEST))
+    config = build_config(recorded_fields(record, path / layout.MANIFEST))
     try:
         family_of(config.model.family)
     except ComponentError as error:
         raise CheckpointError(f"{path / layout.MANIFEST}: {error}") from None
-    return WholeModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
+    return FullModel(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
-def fill(targets: Targets, whole: WholeModel, model: Model) -> None:
+def fill_shards(targets: Targets, whole: FullModel, model: Model) -> None:
     """model: the shape that is filled, which may lack multi-token prediction."""
     if whole.step is not None:
         from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
         Checkpoint(whole.path).fill(targets)
         return
-    from titanmoe.checkpoint.hf.source import open_hf
+    from titanmoe.checkpoint.hf.huggingface_source import open_hf
     from titanmoe.checkpoint.move_in_blocks import fill_in_blocks
 
     source = open_hf(whole.path, model)

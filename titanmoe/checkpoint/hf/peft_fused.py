@@ -11,20 +11,22 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from titanmoe.checkpoint.hf.maps import Map
+from titanmoe.checkpoint.hf.tensor_map import TensorMap
 
 
-def together(map_: Map, name: str) -> list[str]:
+def fused_matrices(map_: TensorMap, name: str) -> list[str]:
     """Our matrices in the tensor that a matrix is in: itself alone, unless it is part of a larger one."""
     place = map_.places[name][0]
     return [name] if place.home.part is None else [part.our_name for part in map_.parts[place.hf_name]]
 
 
-def rows_of(map_: Map, name: str) -> Tensor:
+def rows_in_fused(map_: TensorMap, name: str) -> Tensor:
     return map_.rows(map_.places[name][0].home, 0, map_.our_shapes[name][0])
 
 
-def join(pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs: int) -> tuple[Tensor, Tensor]:
+def fuse_adapters(
+    pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs: int
+) -> tuple[Tensor, Tensor]:
     """A and B of all, from those of each and the rows that it has there."""
     downs, ups = zip(*pairs, strict=True)
     down, begin = torch.cat(downs), 0
@@ -35,7 +37,7 @@ def join(pairs: Iterable[tuple[Tensor, Tensor]], rows: Iterable[Tensor], outputs
     return down, up
 
 
-def split(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def split_fused_adapters(down: Tensor, up: Tensor, rows: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """A and B of each whose outputs B reaches, or of all if it reaches none. If it is not zero where one would reach
     another's, all have the same A."""
     ups = {name: up[row] for name, row in rows.items()}

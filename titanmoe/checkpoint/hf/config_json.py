@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanmoe.checkpoint import safe_files
-from titanmoe.checkpoint.hf.differences import OWN, differences, has_dense, value_of
+from titanmoe.checkpoint.hf.model_differences import OWN_PREFIX, differing_fields, field_value, has_dense_layers
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.component_kinds import ComponentError, Components
@@ -103,7 +103,7 @@ class ParsedConfig(NamedTuple):
 def read_json(file: Path) -> dict[str, Any]:
     try:
         data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
-    except safe_files.ABSENT:
+    except safe_files.NOT_FOUND_ERRORS:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is not a folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
     except safe_files.CheckpointError as error:
@@ -115,18 +115,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def describe(folder: Path, dense: bool = False) -> ParsedConfig:
+def describe_folder(folder: Path, dense: bool = False) -> ParsedConfig:
     """The [model] that a folder's config.json stands for; ConfigError with everything that no [model] can express.
 
     dense: a model without experts, to be upcycled.
     """
     file = folder / CONFIG
-    return interpret(read_json(file), str(file), dense)
+    return parse_config_json(read_json(file), str(file), dense)
 
 
-def interpret(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
+def parse_config_json(config: dict[str, Any], source: str, dense: bool = False) -> ParsedConfig:
     hf = _type_of(config, source, dense)
-    outer, config = config, text_part(config, hf, source)
+    outer, config = config, text_model_config(config, hf, source)
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
@@ -171,7 +171,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
 def context_note(folder: Path, model: Model, seq_len: int) -> str:
     """Return a line for the header if samples are longer than what a folder's model was made for; "" if not."""
     try:
-        context = describe(folder).json.get("max_position_embeddings")
+        context = describe_folder(folder).json.get("max_position_embeddings")
     except ConfigError:  # carried along from another version, or of another kind
         return ""
     if type(context) is not int:
@@ -199,7 +199,7 @@ def known_keys(hf: HuggingFace) -> set[str]:
     return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, [hf.mtp_key], *keys_read)
 
 
-def text_part(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
+def text_model_config(config: dict[str, Any], hf: HuggingFace, source: str) -> dict[str, Any]:
     """Return the keys of the text model of one that also takes other things, with those of all its parts.
 
     A key of the text model that stands beside text_config alone is left out: transformers does not look for it there.
@@ -268,7 +268,7 @@ def _oversized(values: dict[str, Any], source: str) -> list[str]:
 def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]:
     """Turns integers into floats where a float is needed; lists values of any other wrong type."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
-    kinds |= {f"{OWN}{name}": type(default) for name, default in family_of(hf.family).own.items()}
+    kinds |= {f"{OWN_PREFIX}{name}": type(default) for name, default in family_of(hf.family).own.items()}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
     return [
         f"{source} gives model.{name} = {value!r}, which is not of type {kinds[name].__name__}"
@@ -278,13 +278,13 @@ def _mistyped(hf: HuggingFace, values: dict[str, Any], source: str) -> list[str]
 
 
 def _model(hf: HuggingFace, values: dict[str, Any]) -> Model:
-    own = {name.removeprefix(OWN): value for name, value in values.items() if name.startswith(OWN)}
-    values = {name: value for name, value in values.items() if not name.startswith(OWN)}
+    own = {name.removeprefix(OWN_PREFIX): value for name, value in values.items() if name.startswith(OWN_PREFIX)}
+    values = {name: value for name, value in values.items() if not name.startswith(OWN_PREFIX)}
     own = Own({**family_of(hf.family).own, **own})
     model = Model(**{**hf.switches, **values, "family": hf.family, "own": own})
     if hf.dense:
         model = replace(model, num_dense_layers=model.num_layers)
-    return model if has_dense(model) else replace(model, dense_hidden=0)
+    return model if has_dense_layers(model) else replace(model, dense_hidden=0)
 
 
 def _violations(model: Model) -> list[ranges.Violation]:
@@ -298,12 +298,12 @@ def nearest_size(model: Model) -> str:
     """The size of its family that shares most of its shapes, to be named in a recipe."""
 
     def count_differences(size: str) -> int:
-        return len(differences(model, Model(**preset(model.family, size))))
+        return len(differing_fields(model, Model(**preset(model.family, size))))
 
     return min(family_of(model.family).sizes, key=count_differences)
 
 
-def table(model: Model) -> str:
+def model_table(model: Model) -> str:
     """[model] as a recipe needs it: family and size, then whatever differs from that size."""
     base = preset(model.family, model.size)
     names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
@@ -315,7 +315,7 @@ def table(model: Model) -> str:
 # ---- [model] to config.json
 
 
-def written_as(family: str) -> HuggingFace:
+def hf_format_of(family: str) -> HuggingFace:
     """How Hugging Face stores a family; ConfigError if it does not."""
     try:
         hf = family_of(family).hf
@@ -332,8 +332,8 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
     kept.
     """
-    hf = written_as(model.family)
-    source_config = carried = text_part(carried, hf, CONFIG) if carried else carried
+    hf = hf_format_of(model.family)
+    source_config = carried = text_model_config(carried, hf, CONFIG) if carried else carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
     old_entries = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
@@ -345,29 +345,29 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
         old_entries[hf.mtp_key] = model.mtp_depth
     kind = "dtype" if "dtype" in old_entries else "torch_dtype"
     new_entries = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
-    if carried is None or differences(model, _interpreted(carried, hf)):
+    if carried is None or differing_fields(model, _interpreted(carried, hf)):
         key_of_field = {
             name: next((key for key in keys if key in old_entries), keys[0]) for name, keys in hf.fields.items()
         }
         for key in (key for special in hf.special for key in special.keys):
             old_entries.pop(key, None)
         new_entries |= {key: value for key, value in hf.fixed.items() if key not in old_entries}
-        new_entries |= {key: value_of(model, name) for name, key in key_of_field.items()}
+        new_entries |= {key: field_value(model, name) for name, key in key_of_field.items()}
         try:
             for special in hf.special:
                 new_entries |= special.write(model)
         except Unrepresentable as error:
             raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be exported to it"]) from None
-        if "dense_hidden" in hf.fields and not has_dense(model):
+        if "dense_hidden" in hf.fields and not has_dense_layers(model):
             key = key_of_field["dense_hidden"]
             new_entries[key] = old_entries.get(key, model.expert_hidden)
     config = old_entries | new_entries
     back = _interpreted(config, hf)
-    if different := differences(model, back):
+    if different := differing_fields(model, back):
         raise ConfigError(
             [
-                f"model.{name} = {value_of(model, name)!r}, but transformers' {hf.model_type} only has "
-                f"{value_of(back, name)!r}"
+                f"model.{name} = {field_value(model, name)!r}, but transformers' {hf.model_type} only has "
+                f"{field_value(back, name)!r}"
                 for name in different
             ],
             "the checkpoint's [model]",
@@ -376,7 +376,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
 
 
 def _interpreted(config: dict[str, Any], hf: HuggingFace) -> Model:
-    return interpret(config, "the config.json to write").model
+    return parse_config_json(config, "the config.json to write").model
 
 
 def _context(model: Model, seq_len: int) -> int:

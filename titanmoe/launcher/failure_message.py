@@ -11,12 +11,12 @@ from pathlib import Path
 
 from titanmoe.train.launch_messages import ADVICE_SUFFIX, note_paths
 
-TAIL = 8
+TAIL_LINES = 8
 """Lines of a log that are shown if the rank left no message."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     rank: int
     exitcode: int
     """As in subprocess: negative for a signal."""
@@ -63,7 +63,7 @@ def read_note(file: Path) -> dict:
     return {}
 
 
-def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
+def phases_of_late_ranks(notes: Iterable[Path]) -> dict[int, str]:
     """Which part of the step late ranks were in, from what the watch left in the notes of others."""
     parts: dict[int, str] = {}
     for file in notes:
@@ -76,10 +76,10 @@ def ranks_ended_by_hang(notes: Iterable[Path]) -> set[int]:
     return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
-def first_failure(failures: Iterable[Failure]) -> Failure:
+def first_failure(failures: Iterable[RankFailure]) -> RankFailure:
     """The rank that failed first; those that only lost the connection to it come after it, whatever the clocks say."""
 
-    def order(failure: Failure) -> tuple[bool, float, int]:
+    def order(failure: RankFailure) -> tuple[bool, float, int]:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
     ordered = sorted(failures, key=order)
@@ -92,7 +92,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
     )
 
 
-def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
+def failure_message(failure: RankFailure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
     if failure.refused:
@@ -110,7 +110,7 @@ def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
+def _killed(failure: RankFailure, world: int, out_of_memory: bool) -> str:
     who = f"rank {failure.rank}" if world > 1 else "the run"
     by_kernel = failure.exitcode == -signal.SIGKILL and out_of_memory
     if by_kernel:
@@ -125,7 +125,7 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
     return "\n".join([*lines, *(_advice(failure) if by_kernel else [])])
 
 
-def _advice(failure: Failure) -> list[str]:
+def _advice(failure: RankFailure) -> list[str]:
     file = failure.note_file.with_name(failure.note_file.name + ADVICE_SUFFIX)
     return [place.read_text(encoding="utf-8") for place in note_paths(file) if place.exists()][:1]
 
@@ -135,10 +135,10 @@ def _tail(log: Path) -> list[str]:
         lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
     except OSError:
         return []
-    return [f"  {line}" for line in lines[-TAIL:]]
+    return [f"  {line}" for line in lines[-TAIL_LINES:]]
 
 
-def oom_kills() -> int:
+def count_oom_kills() -> int:
     """How many processes the kernel has killed for lack of memory, in this container and on this machine."""
     count = 0
     for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):

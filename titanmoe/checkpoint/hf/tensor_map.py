@@ -22,13 +22,13 @@ from titanmoe.models.families.huggingface import Home, HuggingFace, Unrepresenta
 from titanmoe.models.transformer import Transformer
 
 Shape = tuple[int, ...]
-Read = Callable[[str, Shape, Shape], Tensor]
+ReadNamedBlock = Callable[[str, Shape, Shape], Tensor]
 """A block of a tensor: name, offset, shape."""
-BIAS = ".expert_bias"
+EXPERT_BIAS = ".expert_bias"
 """Tensors of a router: all zeros in families whose files have none."""
 
 
-class HfPart(NamedTuple):
+class HfPlace(NamedTuple):
     """A Hugging Face tensor, or a part of its last dim, that is one of our tensors, or one expert of it."""
 
     our_name: str
@@ -42,7 +42,7 @@ def our_shapes(model: Model) -> dict[str, Shape]:
     with torch.device("meta"):
         whole = Transformer(Config(model=model), 1, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
-    return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(BIAS)}
+    return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(EXPERT_BIAS)}
 
 
 def _layer(name: str) -> str:
@@ -51,20 +51,20 @@ def _layer(name: str) -> str:
     return number[1] if number else ""
 
 
-class Map:
+class TensorMap:
     def __init__(self, model: Model, hf: HuggingFace, stored: Collection[str] = ()):
         """stored: the names of tensors in files to read."""
         self.model, self.hf, self.stored = model, hf, stored
         self.mixer_homes = [hf.mixer_homes.get(mixer.name, {}) for mixer in mixers(model)]
         self.our_shapes = our_shapes(model)
         self.hf_shapes: dict[str, Shape] = {}
-        self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.our_shapes}
+        self.places: dict[str, list[HfPlace]] = {name: list(self._places(name)) for name in self.our_shapes}
         """Places of each of our tensors; none for an expert bias that the family does not have."""
-        self.parts: dict[str, list[HfPart]] = {}
+        self.parts: dict[str, list[HfPlace]] = {}
         """Places of each Hugging Face tensor."""
         self.copies: dict[str, str] = {}
         """Hugging Face tensors that repeat another, by name."""
-        homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
+        homeless = [name for name, places in self.places.items() if not places and not name.endswith(EXPERT_BIAS)]
         if homeless:
             for special in hf.special:
                 try:
@@ -84,20 +84,20 @@ class Map:
             for place in self.parts[original]:
                 self._add(place._replace(hf_name=copy))
 
-    def _add(self, place: HfPart) -> None:
+    def _add(self, place: HfPlace) -> None:
         self.hf_shapes[place.hf_name] = self._hf_shape(place)
         self.parts.setdefault(place.hf_name, []).append(place)
 
-    def _places(self, name: str) -> Iterator[HfPart]:
+    def _places(self, name: str) -> Iterator[HfPlace]:
         home = self._home(name)
         if home is None:
             return
         hf_name = self._hf_name(home, name)
         if "{expert}" not in hf_name:
-            yield HfPart(name, hf_name, None, home)
+            yield HfPlace(name, hf_name, None, home)
             return
         for expert in range(self.our_shapes[name][0]):
-            yield HfPart(name, hf_name.replace("{expert}", str(expert)), expert, home)
+            yield HfPlace(name, hf_name.replace("{expert}", str(expert)), expert, home)
 
     def _home(self, name: str) -> Home | None:
         layer, kind = _layer(name), re.sub(r"^layers\.\d+\.", "layers.{layer}.", name)
@@ -110,7 +110,7 @@ class Map:
     def _hf_name(self, home: Home, name: str) -> str:
         return home.name.replace("{layer}", _layer(name)).replace("{last}", str(self.model.num_layers))
 
-    def _hf_shape(self, place: HfPart) -> Shape:
+    def _hf_shape(self, place: HfPlace) -> Shape:
         shape = self.our_shapes[place.our_name]
         shape = shape if place.expert is None else shape[1:]
         if place.home.transposed:
@@ -123,7 +123,7 @@ class Map:
 
     # ---- from Hugging Face
 
-    def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
+    def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
         """A block of one of our tensors, reading no more of the Hugging Face tensors than that and rows between."""
         places = self.places[name]
         if not places:
@@ -136,12 +136,12 @@ class Map:
                 self._get(place, out[row], offset[1:], read)
         return out
 
-    def _get(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+    def _get(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
         if place.home.transposed:
             out, offset = out.transpose(-1, -2), (*offset[:-2], offset[-1], offset[-2])
         fill_in_blocks(out, offset, partial(self._take, place, read))
 
-    def _take(self, place: HfPart, read: Read, offset: Shape, shape: Shape) -> Tensor:
+    def _take(self, place: HfPlace, read: ReadNamedBlock, offset: Shape, shape: Shape) -> Tensor:
         """With dims in the order of the Hugging Face tensor."""
         home = place.home
         if home.rotated is not None or home.part is not None:
@@ -175,14 +175,14 @@ class Map:
 
     # ---- to Hugging Face
 
-    def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
+    def write(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: ReadNamedBlock) -> Tensor:
         """A block of a Hugging Face tensor, in which rows of the last dim are whole, from ours."""
         out = empty(shape, dtype)
         for place in self.parts[name]:
             self._put(place, out, offset, read)
         return out
 
-    def _put(self, place: HfPart, out: Tensor, offset: Shape, read: Read) -> None:
+    def _put(self, place: HfPlace, out: Tensor, offset: Shape, read: ReadNamedBlock) -> None:
         home, ours = place.home, out[..., place.home.phase :: place.home.stride]
         if home.rotated is not None or home.part is not None:
             if home.between:
